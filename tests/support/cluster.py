@@ -241,7 +241,7 @@ class FakeCluster:
         """The manifest shows."""
         made = {name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce")}
         ours = make_manifest(**made, attempt=job.attempt.number, content_digest=f"content of {made['key']}")
-        before = Layout.manifest(ours.job, ours.key) in self.store.objects
+        before = read_manifest(self.store, ours.job, ours.key) is not None
         if commit(self.store, ours).nonce == ours.nonce and not before:
             self.commits.append(job.attempt.submission_id)
 

@@ -43,8 +43,8 @@ from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
+from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -158,15 +158,7 @@ def _put_model(folder: Path) -> None:
     config = ViTConfig(
         image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32, num_classes=10
     )
-    grey = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
-    contract = ModelContract(
-        architecture=config,
-        class_names=digits.CLASS_NAMES,
-        preprocessing=grey,
-        training_data="d",
-        license=None,
-    )
-    save_model(folder, ViT(config), contract)
+    save_model(folder, ViT(config), contract_for(config, digits.CLASS_NAMES))
 
 
 def _put_training(folder: Path, config: Finetune) -> None:

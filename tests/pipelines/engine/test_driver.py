@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 import typer
 
 import pipelines.store.protocol
-from pipelines.cluster.jobs_client import JobState
 from pipelines.commands import running
 from pipelines.engine import decisions, driver, runs
 from pipelines.engine.driver import Driver
@@ -28,6 +26,7 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, wish_stop
 from pipelines.store.folder import FolderStore
 from tests.support.cluster import WAITS, Script, random_script
+from tests.support.in_process import Jobs
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
 from tests.support.world import World, first_key
@@ -176,15 +175,6 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
     assert "the log was lost with its cluster" in world.log(world.attempts()[0])
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_submission_that_got_lost_or_whose_answer_did_is_no_second_job(answers: bool) -> None:
-    world = World()
-    assert walk(world, Loses("submit", answers=answers)) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", job_id(1))]
-    assert [attempt.number for attempt in world.attempts()] == [1]
-    assert len(world.cluster.started) == 1
-
-
 def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id() -> None:
     """The driver died between writing the attempt and submitting its job."""
     world = World()
@@ -200,7 +190,8 @@ def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id
 def test_an_outage_of_the_store_or_the_cluster_changes_nothing_but_the_time(what: str, answers: bool) -> None:
     world = World("images", "pixels")
     assert set(walk(world, Loses(what, times=7, answers=answers)).values()) == {"SUCCEEDED"}
-    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"]
+    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"], "no second job"
+    assert {attempt.number for job in ("ingest", "baselines") for attempt in world.attempts(job)} == {1}
     assert set(world.events()) >= {f"stage images {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")}
     assert world.events()[-1] == "finished SUCCEEDED"
 
@@ -809,30 +800,23 @@ class Forgetful(FolderStore):
         return self._answer("fetch", folder, super().local(folder, files))
 
 
-@dataclass
-class Committing:
-    """A cluster, and the connection to it, whose jobs have committed, or ended with this exit code, by the time that
-    somebody asks."""
+class Committing(Jobs):
+    """A cluster, and the connection to it, whose jobs have committed, or ended with this exit code, when they are
+    submitted. `source` is removed by the first job; the manifest of the stage `damaged` is, before anybody reads it."""
 
-    store: Store
-    code: int = 0
-    source: Path | None = None  # is removed by the first job
-    damaged: str = ""  # the stage whose manifest is damaged before anybody reads it
-    address: str = "http://127.0.0.1:1"
-    session_name: str = "session"
-
-    def __post_init__(self) -> None:
-        self.submitted: list[str] = []
+    def __init__(self, store: Store, code: int = 0, source: Path | None = None, damaged: str = "") -> None:
+        super().__init__()
+        self.store, self.code, self.source, self.damaged = store, code, source, damaged
 
     def cluster(self) -> Any:
         return self
 
     def keep(self) -> None:
-        pass
+        """Nothing."""
 
     def submit(self, submission_id: str, command: str, settings: object, metadata: dict[str, str]) -> None:
-        assert submission_id not in self.submitted
-        self.submitted.append(submission_id)
+        assert submission_id not in self.states
+        self.ended(submission_id, self.code, "error: said so\n" if self.code else "fine\n")
         if self.source is not None and self.source.exists():
             shutil.rmtree(self.source)
         if self.code:
@@ -844,21 +828,6 @@ class Committing:
         commit(self.store, make_manifest(job, key=key, stage=job, files=staging.files))
         if metadata["stage"] == self.damaged:
             Path(self.store.uri, Layout.manifest(job, key)).write_text("{")
-
-    def job(self, submission_id: str) -> JobState | None:
-        if submission_id not in self.submitted:
-            return None
-        status = "FAILED" if self.code else "SUCCEEDED"
-        return JobState(submission_id, status, "", self.code)
-
-    def stop(self, submission_id: str) -> None:
-        pass
-
-    def logs(self, submission_id: str) -> str:
-        return f"error: {submission_id} said so\n" if self.code else "fine\n"
-
-    def follow_logs(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -883,7 +852,7 @@ def test_a_store_that_loses_every_answer_once_changes_nothing_about_a_run(
     made = drive(Forgetful(store.root), run, connection)
     assert [stage.state for stage in made] == ["cached", "cached"]
     assert {manifest.job for manifest in all_manifests(store)} == {"ingest", "report"}
-    assert len(connection.submitted) == 2
+    assert len(connection.states) == 2
     assert runs.run_status(store, run.id)["status"] == "SUCCEEDED"
     said = capsys.readouterr().out
     assert said.count("Which? This one.") == 1, "the report is shown, once"
@@ -905,7 +874,7 @@ def test_a_stage_that_ends_with_2_fails_its_run_with_1(
     with pytest.raises(typer.Exit) as ended:
         drive(store, run, connection)
     assert ended.value.exit_code == 1
-    assert len(connection.submitted) == 1, "a mistake of the user's is not tried again"
+    assert len(connection.states) == 1, "a mistake of the user's is not tried again"
     assert "said so" in capsys.readouterr().out
 
 

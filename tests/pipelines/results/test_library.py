@@ -18,11 +18,12 @@ from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
-from tests.support import datasets
+from tests.support import datasets, records
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
+from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.weights import save_model
@@ -44,19 +45,7 @@ def put_dataset(store: Store, key: str = "da") -> None:
 
 
 def row(method: str, value: float) -> dict[str, object]:
-    return {
-        "task": "zoo",
-        "protocol": "baseline",
-        "method": method,
-        "labels_per_class": None,
-        "draw": 0,
-        "split": "test",
-        "metric": "accuracy",
-        "value": value,
-        "num_images": 3,
-        "selected_on": "dev",
-        "settings": "{}",
-    }
+    return records.row(task="zoo", method=method, labels_per_class=None, value=value, num_images=3)
 
 
 def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
@@ -67,11 +56,8 @@ def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
     )
     model = ViT(config)
     torch.nn.init.normal_(model.head.weight)
-    contract = ModelContract(
-        architecture=config, class_names=CLASSES, preprocessing=GREY, training_data="d", license=None
-    )
     with store.staging(Layout.files("finetune", key, 1)) as staging:
-        save_model(staging.path, model, contract)
+        save_model(staging.path, model, contract_for(config, CLASSES))
         tables.write_table(staging.path / "rows.parquet", [row("ViT", value)], tables.ROWS)
     commit(store, make_manifest("finetune", key=key, stage="tune", run="r-1", files=staging.files))
     return model.eval()

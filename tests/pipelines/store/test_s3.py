@@ -92,11 +92,6 @@ def test_anothers_write_is_not_ours_even_if_an_answer_was_lost(
     assert bucket.read("some/prefix/a") == b"nonce 2"
 
 
-def test_every_write_of_a_record_is_conditional(store: S3Store, proxy: Proxy) -> None:
-    store.create("a", b"1")
-    assert [headers["If-None-Match"] for method, *_, headers in proxy.seen if method == "PUT"] == ["*"]
-
-
 def test_a_conflict_is_asked_again(store: S3Store, proxy: Proxy) -> None:
     proxy.faults.append(Fault("PUT", "/a", 409, "ConditionalRequestConflict", times=3))
     assert store.create("a", b"1")

@@ -399,12 +399,6 @@ def test_events_come_back_in_their_order(store: Store) -> None:
     assert [event["number"] for event in st.read_events(store, "run")] == list(range(20))
 
 
-def test_a_damaged_record_is_one_clear_message(store: Store) -> None:
-    store.create(Layout.manifest("ingest", "k"), b"{}")
-    with pytest.raises(StoreError, match="is damaged"):
-        st.read_manifest(store, "ingest", "k")
-
-
 def test_a_file_system_without_hard_links_is_refused(
     folder_store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,9 +129,7 @@ def test_a_successor_ends_the_process_and_its_signs(
         written = len(record.signs)
         time.sleep(0.02)
     assert len(record.signs) == written
-    assert capsys.readouterr().err == (
-        "error: attempt 2 of ingest/k has taken over from attempt 1, which ends and commits nothing more\n"
-    )
+    assert "attempt 2 of ingest/k has taken over from attempt 1" in capsys.readouterr().err
 
 
 def test_signs_go_on_after_an_outage_and_after_a_damaged_one(
