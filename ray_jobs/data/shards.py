@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +49,7 @@ from pydantic import (
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.cache import Cache
 from ray_jobs.data.columns import INDEX, SHARD, Sample
-from ray_jobs.data.decode import square
+from ray_jobs.data.decode_pool import DecodePool
 from ray_jobs.data.masks import Mask, decode_mask, mask_file, read_masks
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.config import Preprocessing
@@ -62,9 +61,6 @@ ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from 
 _ONE_PAGE = 2**30  # bytes or rows of a page: more than a row group has, so that it is one page
 CACHE_BYTES = 64 * 2**30
 _AHEAD = 1024  # images whose bytes are fetched from S3 while others are decoded
-_DECODE_CHUNK = (
-    16  # images per task of the thread pool: with fewer, the overhead of a task outweighs its parallelism
-)
 
 # columns that every index has; an index written by ingest version 4 or earlier does not have hashes of views
 _READ = [name for name in INDEX.names if not name.startswith("phash_")]
@@ -389,23 +385,23 @@ class Dataset:
         shape = (len(rows), preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
-        order = np.lexsort((rows["offset"].to_numpy(), rows["shard"].to_numpy()))
-        with self.reader(rows) as reader:
-            if self.is_raw(preprocessing):
+        is_raw, reader = self.is_raw(preprocessing), self.reader(rows)
+        with DecodePool(reader, preprocessing, os.cpu_count() or 1, is_raw=is_raw) as pool:
+            if is_raw:
+                order = np.arange(len(rows))
                 reader.fetch(order)
-                if damaged := reader.gather(
-                    np.arange(len(rows)), output.reshape(len(rows), math.prod(shape[1:]))
-                ):
-                    raise damaged[0][1]
+                pool.submit(order, order, output)()
                 return output
-
-            def decode(start: int) -> None:
-                reader.fetch(order[start : start + _AHEAD])
-                for slot in order[start : start + _DECODE_CHUNK].tolist():
-                    output[slot] = square(reader.stored(slot), preprocessing)
-
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(decode, range(0, len(rows), _DECODE_CHUNK)))
+            order = np.lexsort((rows["offset"].to_numpy(), rows["shard"].to_numpy()))
+            pending: deque[Callable[[], NDArray[np.int64]]] = deque()
+            for start in range(0, len(rows), _AHEAD):
+                part = order[start : start + _AHEAD]
+                reader.fetch(part)
+                pending.append(pool.submit(part, part, output, part))
+                if len(pending) == 2:
+                    pending.popleft()()
+            for wait in pending:
+                wait()
         return output
 
     def masks(self, split: Split, indices: ArrayLike) -> Iterator[Mask]:
