@@ -22,7 +22,7 @@ from ray_jobs.evaluation.rows import MOST_FREQUENT, scored, truth_of
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 PROTOCOL = "baseline"
 

@@ -2,7 +2,7 @@
 
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on}, and
-with a search {kind, chosen_trial, chosen_point}, with PBT {schedule}; curves.json, log.jsonl
+with a search {kind, chosen_trial, chosen_point}; curves.json, log.jsonl
 (`pipelines.store.training_log`), cost.json (`ray_jobs.evaluation.cost`).
 
 A point, {field: value}, has a learning rate, and with `search` values of other fields. It is selected by mean accuracy
@@ -11,9 +11,7 @@ then fitted with that point on all its labels (all labels: train and dev) and sc
 there is no sweep. The trials of a sweep only see images of train and dev; only `refit` opens test.
 
 With `early_stopping` a trial counts with its best evaluation. No image is left to stop a refit by, so it repeats that
-trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds. After
-PBT (`ray_jobs.training.population`), a refit repeats the values that the chosen member and those before it had, step by
-step.
+trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds.
 
 A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.training.ledger`).
 One that was running continues from its checkpoint.
@@ -31,7 +29,7 @@ import numpy as np
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, PBT, Optuna
+from pipelines.spec.search import ASHA, Optuna
 from pipelines.store import write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
@@ -44,7 +42,7 @@ from ray_jobs.process.stage import run_stage
 from ray_jobs.training.ledger import Ledger, open_ledger
 from ray_jobs.training.search import describe, points
 from ray_jobs.training.sweep import choose, held_out_temperature, last_step, steps_after, sweep
-from ray_jobs.training.task import Phase, Refit, Task, at_point, changes, describe_schedule, make_task
+from ray_jobs.training.task import Refit, Task, at_point, make_task
 from ray_jobs.training.trials import fetched, refits_prefix, run_refit
 from vit_model.errors import UserError
 from vit_model.variants import FAMILIES
@@ -57,7 +55,7 @@ def refit_draws(context: Context[Finetune], task: Task, pools: list[Images], led
     """Refit every draw that is not in the ledger with the task's point and last step."""
     refits, last = {}, task.last_step or task.config.steps
     for draw in range(len(pools)):
-        if (finished := ledger.refit(draw, task.chosen, last, task.temperature)) is not None:
+        if (finished := ledger.refit(draw, task.point, last, task.temperature)) is not None:
             refits[draw] = finished
     missing = [draw for draw in range(len(pools)) if draw not in refits]
     refits |= zip(missing, run_refits(context, task, pools, missing), strict=True)
@@ -123,7 +121,7 @@ def main(context: Context[Finetune]) -> Result:
         trials, folds, number, point, selected_on = [], 0, 0, known[0], ONE_RATE
     else:
         folds = len(supports.folds)
-        if isinstance(config.search, ASHA | PBT) and folds > 1:
+        if isinstance(config.search, ASHA) and folds > 1:
             raise UserError(
                 f"search.kind {config.search.kind} needs dev, but the data set has none; use random or optuna"
             )
@@ -136,9 +134,6 @@ def main(context: Context[Finetune]) -> Result:
     if config.early_stopping is not None:
         task = task._replace(last_step=last_step(chosen))
         said += f", stopped at step {task.last_step} of {task.config.steps}"
-    if trials and "schedule" in chosen:
-        task = task._replace(schedule=tuple(Phase(**phase) for phase in chosen["schedule"]))
-        said += f"; its schedule: {describe_schedule(task.schedule)}"
     print(said, flush=True)
     places = [task.place(fold) for fold in range(folds)]
     task = task._replace(temperature=held_out_temperature(ledger, places))
@@ -152,8 +147,6 @@ def main(context: Context[Finetune]) -> Result:
         choice: dict[str, Any] = {"trials": trials, "chosen": task.learning_rate, "selected_on": selected_on}
         if config.search is not None:
             choice |= {"kind": config.search.kind, "chosen_trial": number, "chosen_point": point}
-        if task.schedule:
-            choice["schedule"] = changes(task.schedule)
         if task.last_step is not None:
             choice["stopped_at"] = task.last_step
         sweep_json = json.dumps(choice, indent=1) + "\n"
@@ -224,8 +217,6 @@ def tables(
     if checkpoint := config.checkpoints().get("backbone"):
         settings["checkpoint"] = checkpoint
     settings |= {path: value for path, value in task.point.items() if path not in settings}
-    if task.schedule:
-        settings["schedule"] = describe_schedule(task.schedule)
     truth = rows.truth_of(dataset, overlap.seen)
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED

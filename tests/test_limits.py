@@ -27,10 +27,8 @@ EXCEPTIONS = {
     "ray_jobs/ingest.py _dataset: lines",
     "ray_jobs/ingest.py: lines",
     "ray_jobs/ingesting/splits.py find_copies: lines",
-    "ray_jobs/reporting/gather.py _figures: lines",
     "ray_jobs/reporting/gather.py gather: lines",
     "ray_jobs/reporting/gather.py: lines",
-    "ray_jobs/reporting/plots.py: lines",
     "ray_jobs/segment.py segment: lines",
     "ray_jobs/sources/archives/rar.py _members: lines",
     "ray_jobs/training/checkpoint.py __init__: parameters",
@@ -44,7 +42,6 @@ EXCEPTIONS = {
     "ray_jobs/training/sweep.py run_proposed: lines",
     "ray_jobs/training/trials.py trial: lines",
     "ray_jobs/training: modules",
-    "vit_model/config.py: lines",
     "vit_model/formats/timm.py write: lines",
     "vit_model/model.py: lines",
 }

@@ -29,7 +29,7 @@ from ray_jobs.training.engine import Plain
 from tests.support.records import make_attempt
 from training.sizes import Size
 from vit_model.build import build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.preprocessing import normalise
 
 PEERS = Path(tempfile.gettempdir()) / "vitflow-training-peers"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
+from pipelines.spec import TRAINED
 from pipelines.store import (
     LogLine,
     Store,
@@ -20,10 +20,9 @@ from pipelines.store import (
     read_plan,
 )
 
-_JOBS = ("pretrain", "finetune")
 # The names of fits, see `LogLine.fit`.
-_TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<part>\d{1,9})(?P<schedule>-s[0-9a-f]+)?")
-_REFIT = re.compile(r"refit-\d+(-[ps][0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
+_TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<fold>\d{1,9})")
+_REFIT = re.compile(r"refit-\d+(-p[0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,16 @@ class Training:
         if (found := _TRIAL.fullmatch(fit or "")) is None:
             return fit or ""
         number = int(found["number"])
-        if found["schedule"]:
-            return f"trial {number}, round {int(found['part']) + 1}"
         rates = self.config.get("learning_rates", ())
         if not self.config.get("search") and number >= len(rates):
             return found[0]
         name = f"trial {number}" if self.config.get("search") else f"learning rate {rates[number]:g}"
-        return f"{name}, fold {found['part']}" if self.has_folds or int(found["part"]) else name
+        return f"{name}, fold {found['fold']}" if self.has_folds or int(found["fold"]) else name
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
-        steps = int(self.config["steps"])
-        if (found := _REFIT.fullmatch(fit or "")) and found["last"]:
-            return int(found["last"])
-        found, search = _TRIAL.fullmatch(fit or ""), self.config.get("search") or {}
-        if found and found["schedule"] and "rounds" in search:
-            return math.ceil(steps * (int(found["part"]) + 1) / int(search["rounds"]))
-        return steps
+        found = _REFIT.fullmatch(fit or "")
+        return int(found["last"] if found and found["last"] else self.config["steps"])
 
     def may_end_before(self, fit: str | None) -> bool:
         """Return whether one of its fits may end before its last step: a trial with early stopping."""
@@ -89,7 +81,7 @@ class Trainings:
         return [
             self._training(entry["stage"], entry["key"])
             for entry in status["stages"]
-            if "key" in entry and self._configs[entry["stage"]]["job"] in _JOBS
+            if "key" in entry and self._configs[entry["stage"]]["job"] in TRAINED
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:

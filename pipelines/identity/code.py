@@ -92,7 +92,10 @@ def _says_nothing(node: Any) -> bool:
             return True  # a docstring
         case ast.keyword(arg="description"):
             return True
-        case ast.AnnAssign(target=ast.Name(id="VERSION" | "CONCERNS")):
+        case (
+            ast.AnnAssign(target=ast.Name(id="VERSION" | "CONCERNS"))
+            | ast.Assign(targets=[ast.Name(id="VERSION" | "CONCERNS")])
+        ):
             return True
     return False
 

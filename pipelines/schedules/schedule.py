@@ -39,7 +39,7 @@ from pipelines.store import (
     warn,
     who,
 )
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 CLOCK_STEP = timedelta(seconds=60)  # the clocks of two machines differ by less, unless one was set

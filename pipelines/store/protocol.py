@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
 from pipelines.store.records import LAYOUT_VERSION, FileEntry, Layout
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 # Environment variables that jobs on other machines get: the addresses of S3 and of the Hugging Face hub.
 SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "HF_ENDPOINT")

@@ -27,7 +27,7 @@ from pipelines.store.artifacts import local_file, read_manifest
 from pipelines.store.objects import numbers, warn
 from pipelines.store.protocol import Store, wait_for_store
 from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 LOG = "log.jsonl"
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
@@ -46,9 +46,7 @@ class LogLine(Frozen):
     time: Time
     fit: Annotated[Name, Field(max_length=100)] | None = None
     """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
-    stopping refit-<rate>-<last step>-<draw>. With PBT trial-<member>-<round>-<schedule>, and
-    refit-<member>-<schedule>-<draw>, where <schedule> is a digest. With Optuna a digest of the point follows its
-    number."""
+    stopping refit-<rate>-<last step>-<draw>. With Optuna a digest of the point follows its number."""
     step: int = Field(ge=0, lt=2**63)
     epoch: float
     """The images so far, divided by the number of training images."""

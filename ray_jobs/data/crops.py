@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ray_jobs.data.decode import Stored, damage_of, decode_jpeg, is_plain_jpeg
 from ray_jobs.data.decode_pool import DecodeCrops, DecodeImage
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import decode_image
 
 Pixels = NDArray[np.int64]

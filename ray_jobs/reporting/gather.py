@@ -445,21 +445,6 @@ def _figures(
                     chosen=[trial["number"] for trial in sweep["trials"]].index(sweep["chosen_trial"]),
                 )
             )
-        if "schedule" in sweep:
-            members, chosen = sweep["trials"], sweep["chosen_trial"]
-            (own,) = (member["schedule"] for member in members if member["number"] == chosen)
-            figures[f"population {sweep['artifact']}"] = plots.population(
-                [
-                    plots.Member(
-                        steps=tuple(each["step"] for each in member["rounds"]),
-                        accuracies=tuple(each["accuracy"] for each in member["rounds"]),
-                        points=tuple(each["point"] for each in member["rounds"]),
-                        sources=tuple(each.get("copied", member["number"]) for each in member["rounds"]),
-                    )
-                    for member in members
-                ],
-                [phase["member"] for phase in own],
-            )
     of_rates = [sweep for sweep in sweeps if "kind" not in sweep]
     for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):
         panels = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +32,7 @@ from ray_jobs.training.task import DivergenceError, Score, Task, Trial
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import lora
 from vit_model.build import Network, build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
@@ -129,7 +128,7 @@ def start(
         model.activation_checkpointing = config.activation_checkpointing
     optim.restrict(model, config, seed)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
-    saved = None if saver is None else saver.resume(task.attempts, model, optimizer, task.ancestors)
+    saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
     if saved is not None:
         saved.load(model, WEIGHTS)
     accumulation = config.gradient_accumulation_steps
@@ -206,13 +205,10 @@ def fit(
     estimates.require_fit(task, device)
     model, engine, saved = start(task, learning_rate, seed, device, dtype, saver, worker.world)
     first, before = 0, WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
-    is_inherited = saved is not None and saved.fit in task.ancestors
     if saved is not None:
         first, before = saved.step, own_state(saved.states, worker)
-        if worker.rank == 0 and not is_inherited:
+        if worker.rank == 0:
             print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    if worker.rank == 0 and task.ancestors and first < task.schedule[-1].step:
-        print(f"{noun} {first}: repeating the rounds since, no checkpoint of which can be used", flush=True)
     steps, last = config.steps, task.last_step or config.steps  # of the schedule, of this fit
     evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
     if stopping is not None:
@@ -230,13 +226,12 @@ def fit(
     weights = class_weights(task, data)
     weights = None if weights is None else weights.to(device)
     guard = Guard(data, sampler, last, saver)
-    phases, now, base = task.settings, config, learning_rate
     with Loader(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
         if saved is not None:
             batches.load_state_dict(before.loader)
-            if writer is not None and not is_inherited:
+            if writer is not None:
                 writer.continue_from(first, before.log)
         log = Log(
             config,
@@ -256,18 +251,14 @@ def fit(
         if worker.world > 1:
             devices.let_gloo_yield()
         for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
-            if task.schedule and (step == first or step in phases):
-                now = phases[max(start for start in phases if start <= step)]
-                (base,), transform = now.learning_rates, replace(transform, config=now)
-                optim.set_weight_decay(engine.optimizer, model, now.optimizer, base, now.head_first)
             torch.manual_seed(dropout_seed(seed, step, worker.rank))
             batch = (*transform(images.to(device), labels.to(device), positions, step), positions)
-            rate = optim.learning_rate(step, steps, base, now.optimizer)
+            rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
             for (part,), targets, drawn in optim.micro_batches(config.gradient_accumulation_steps, *batch):
                 depth = depth_draws(task.contract.architecture, seed, drawn, device)
                 logits = engine(normalise(part, task.contract.preprocessing, dtype), *depth)
                 # a mean over images, also with weights, so that the mean over the parts is the batch's
-                loss = softmax_cross_entropy(logits, targets, now.label_smoothing, weights)
+                loss = softmax_cross_entropy(logits, targets, config.label_smoothing, weights)
                 engine.backward(loss)
                 loss_sum += loss.detach()
                 summed += 1
@@ -293,9 +284,7 @@ def fit(
             if stopping is not None and stopping.is_over:
                 guard.check()
                 break
-            # the next round of PBT continues from the last step of this one
-            is_continued = bool(task.schedule) and done == last < steps
-            if saver is not None and ((done < last and saver.is_due(done)) or is_continued):
+            if saver is not None and done < last and saver.is_due(done):
                 guard.check()
                 state = WorkerState(
                     loader=batches.state_dict(),

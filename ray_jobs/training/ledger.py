@@ -2,13 +2,12 @@
 an audit has its finished folds.
 
 
-In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` (with PBT
-`trial-<member>-<round>-<schedule>.json`) or `ledger/refit-<draw>.json`, in the attempt's folder, created once, by the
-process that computed the result, as soon as it has it. A point that Optuna proposed has `ledger/point-<number>.json`
-before its first trial, and its trials are `trial-<number>-<digest of the point>-<fold>.json`. What a refit predicts of
-each test image is in a Parquet file beside its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry,
-which has its sha256. An attempt reads the ledgers of the attempts before it and writes to its own, so several attempts
-may run at once.
+In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
+in the attempt's folder, created once, by the process that computed the result, as soon as it has it. A point that
+Optuna proposed has `ledger/point-<number>.json` before its first trial, and its trials are
+`trial-<number>-<digest of the point>-<fold>.json`. What a refit predicts of each test image is in a Parquet file beside
+its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry, which has its sha256. An attempt reads the
+ledgers of the attempts before it and writes to its own, so several attempts may run at once.
 
 The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
 so each has a checksum. A damaged entry is computed again, with a line in the log: this costs one fit, while an error
@@ -46,7 +45,7 @@ from pipelines.store import (
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
 from ray_jobs.process.context import Context
 from ray_jobs.training.task import Place, Refit, Score, Trial, trial_name
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])

@@ -39,7 +39,7 @@ from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.teacher import load_teacher, read_teacher
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network, build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MomentumEncoder, momentum
 from vit_model.objectives.distillation import Teacher

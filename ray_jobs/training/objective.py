@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pipelines.spec import WITHOUT_LABELS, Pretrain
 from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo, MomentumEncoder
 from vit_model.objectives.distillation import Student, Teacher, imitation

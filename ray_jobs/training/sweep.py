@@ -21,12 +21,11 @@ import numpy as np
 
 from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, PBT, Optuna, Point
+from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger, add_point, add_trial
-from ray_jobs.training.population import run_population
 from ray_jobs.training.search import last_evaluation, points, propose, scheduler, size
 from ray_jobs.training.standing import ended, entry, standing, table
 from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Place, Task, Trial, at_point
@@ -42,14 +41,12 @@ def sweep(
     """Try points x folds on draw 0: [{learning_rate, accuracies, losses}] in the order of their numbers.
 
     With early stopping also [{steps}], where these are the folds' best. With a search also [{number, point}], and
-    {pruned_at} if ASHA ended it there; with PBT see `run_population`. Trials in the ledger are not run again.
+    {pruned_at} if ASHA ended it there. Trials in the ledger are not run again.
 
     Raises:
         UserError: a point does not fit the data or the backbone; or no trial has ended within the search's minutes.
     """
     config = task.config
-    if isinstance(config.search, PBT):
-        return run_population(context, task, pools, folds, ledger)
     if isinstance(config.search, Optuna):
         known = run_proposed(context, task, pools, folds, ledger)
     else:

@@ -5,7 +5,7 @@ is.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,46 +15,26 @@ from pydantic import ValidationError
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.spec.search import Optuna, Point, Search
-from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry
+from ray_jobs.augment.vtab import augmentation
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
 from ray_jobs.training.search import describe
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
 
 Indices = NDArray[np.int64]
 Folds = list[tuple[Indices, Indices]]
 """Rows to fit on and rows to score on, per fold."""
 Place = tuple[int | str, ...]
-"""A trial of a sweep: the key of its point (`point_key`), and the number of its fold; with PBT see `place_of`."""
+"""A trial of a sweep: the key of its point (`point_key`), and the number of its fold."""
 Evaluated = tuple[int, float, float]
 """An evaluation of a trial: (step, accuracy, loss)."""
 
 
 class DivergenceError(UserError):
     """A training whose loss or gradient is no longer finite."""
-
-
-class Phase(NamedTuple):
-    """A part of a training with PBT: from which step on it has which point, and which member trained it."""
-
-    step: int
-    member: int
-    point: Point
-
-
-Schedule = tuple[Phase, ...]
-"""One phase per round, from the first round on."""
-
-
-def place_of(schedule: Schedule) -> Place:
-    """Return the place of a schedule's last round: the member, the round, and a digest of the schedule.
-
-    On GPUs, results vary a little, and another attempt may have given the member another schedule.
-    """
-    digest = sha256(canonical_json([phase._asdict() for phase in schedule]))
-    return schedule[-1].member, len(schedule) - 1, f"s{digest[:8]}"
 
 
 def point_key(search: Search | None, number: int, point: Point) -> Place:
@@ -66,19 +46,6 @@ def point_key(search: Search | None, number: int, point: Point) -> Place:
     if not isinstance(search, Optuna):
         return (number,)
     return number, f"p{sha256(canonical_json(point))[:8]}"
-
-
-def changes(schedule: Schedule) -> list[dict[str, Any]]:
-    """Return the phases that changed a value: [{step, point}]."""
-    kept = [
-        phase for place, phase in enumerate(schedule) if not place or phase.point != schedule[place - 1].point
-    ]
-    return [{"step": phase.step, "point": phase.point} for phase in kept]
-
-
-def describe_schedule(schedule: Schedule) -> str:
-    """Say a schedule: `learning rate 0.01 from step 0; learning rate 0.012 from step 40`."""
-    return "; ".join(f"{describe(each['point'])} from step {each['step']}" for each in changes(schedule))
 
 
 class Task(NamedTuple):
@@ -94,32 +61,18 @@ class Task(NamedTuple):
     attempts: tuple[int, ...] = ()
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
-    """Of a refit, whose trial was best there (`early_stopping`); of a round of PBT; None: the configuration's last."""
+    """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
     temperature: float | None = None
     """Of a refit's calibrated probabilities, from images that the trials held out; None: there are none."""
-    schedule: Schedule = ()
-    """With PBT: the phases of the training, of which the last has `point`."""
-    ancestors: tuple[str, ...] = ()
-    """Of a round of PBT: the fits whose state it continues from, the latest first."""
 
     @property
     def number(self) -> int:
         """The number of the point, in the order in which they were tried; 0 if it is of none."""
         return int(self.key[0])
 
-    @property
-    def settings(self) -> dict[int, Finetune]:
-        """{step: the configuration from it on}."""
-        return {phase.step: self.config.at(phase.point) for phase in self.schedule} or {0: self.config}
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """What a refit is known by: the point, and with PBT the values before."""
-        return self.point | ({"schedule": changes(self.schedule)} if self.schedule else {})
-
     def place(self, fold: int) -> Place:
         """Return the place of a trial of this task."""
-        return place_of(self.schedule) if self.schedule else (*self.key, fold)
+        return *self.key, fold
 
     @property
     def learning_rate(self) -> float:
@@ -187,10 +140,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         UserError: a setting does not fit the data, the model or the classes.
     """
     if config.augment == "vtab":
-        try:
-            config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
     if backbone is None:
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)

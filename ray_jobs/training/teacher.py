@@ -11,7 +11,7 @@ import torch
 from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training.ancestor import Ancestor
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.objectives.distillation import Teacher
 from vit_model.weights import load_model, read_contract
@@ -26,10 +26,7 @@ def read_teacher(teacher: Ancestor, config: Pretrain, contract: ModelContract) -
         UserError: it takes images of another size or with other channels, or lacks the classifier or a class.
     """
     theirs = read_contract(teacher.folder)
-    try:
-        config.check_teacher(theirs.preprocessing.resolution, bool(theirs.class_names))
-    except ValueError as error:
-        raise UserError(f"teacher {teacher.name} {error}") from None
+    config.check_teacher(f"teacher {teacher.name}", theirs.preprocessing.resolution, bool(theirs.class_names))
     if theirs.preprocessing.channels != contract.preprocessing.channels:
         raise UserError(
             f"teacher {teacher.name} takes images with {theirs.preprocessing.channels} channels; those of"

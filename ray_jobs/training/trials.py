@@ -69,7 +69,7 @@ def trial(
     train, validation = folds[fold]
     name, began = fit_name(context, task, fold, folds), time.monotonic()
     data, held_out, noun = pool.take(train), pool.take(validation), f"{name}, step"
-    place, last = task.place(fold), task.last_step or config.steps
+    place = task.place(fold)
     saver = make_saver(context, trial_name(place), worker)
     log = None if worker.rank else make_log(context, trial_name(place))
     stopping = None
@@ -77,9 +77,7 @@ def trial(
         stopping = Stopping(config.steps, search.evaluations, tell=tell)
     elif (early := config.early_stopping) is not None:
         stopping = Stopping(config.steps, early.evaluations, early.patience)
-    # A round of PBT is evaluated at its end only.
-    meanwhile = None if task.schedule else held_out
-    settings: Any = (config.seed, noun, after, saver, log, meanwhile, stopping, worker)
+    settings: Any = (config.seed, noun, after, saver, log, held_out, stopping, worker)
     try:
         with log or nullcontext():
             model, *_ = fit(fetched(context, task), data, task.learning_rate, *settings)
@@ -90,9 +88,8 @@ def trial(
                 accuracy, loss, *_ = score(logits, held_out.labels)
                 if stopping is None:
                     log.add_evaluation(Evaluation(loss, accuracy))
-                is_whole = last == config.steps
-                temperature = fit_temperature(logits.numpy(), held_out.labels) if is_whole else None
-                result = Trial(accuracy, loss, last, temperature=temperature)
+                temperature = fit_temperature(logits.numpy(), held_out.labels)
+                result = Trial(accuracy, loss, config.steps, temperature=temperature)
             else:
                 assert stopping is not None
                 result = stopping.best
@@ -100,7 +97,7 @@ def trial(
         if config.early_stopping is not None and stopping is not None:
             outcome += f", best at step {result.step} of {stopping.evaluations[-1][0]}"
     except DivergenceError as error:  # a sweep may include rates that are too high
-        result, outcome = Trial(0.0, DIVERGED, last), str(error)
+        result, outcome = Trial(0.0, DIVERGED, config.steps), str(error)
     except SystemExit:
         assert stopping is not None
         if log is None:
@@ -115,11 +112,8 @@ def trial(
         return None
     evaluations = _finite(stopping.evaluations) if isinstance(search, ASHA) and stopping is not None else ()
     result = result._replace(evaluations=evaluations, seconds=time.monotonic() - began)
-    if last < config.steps:
-        saver.wait()  # the next round continues from its checkpoint
     add_trial(context, place, result)
-    if last == config.steps:
-        saver.remove()
+    saver.remove()
     print(f"{name}: {outcome}", flush=True)
     return result
 
@@ -138,7 +132,7 @@ def refit(
     # Ray runs a finished task again if the node that holds its result is lost.
     last = task.last_step or task.config.steps
     finished = (
-        None if worker.world > 1 else Ledger(context, []).refit(draw, task.chosen, last, task.temperature)
+        None if worker.world > 1 else Ledger(context, []).refit(draw, task.point, last, task.temperature)
     )
     if finished is not None:
         return finished
@@ -161,7 +155,7 @@ def refit(
             save_model(staging.path, model, task.contract)
         files = staging.files
     finished = Refit(result, curve, substitutes, files)
-    add_refit(context, draw, task.chosen, last, finished, task.temperature)
+    add_refit(context, draw, task.point, last, finished, task.temperature)
     saver.remove()
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return finished
@@ -276,12 +270,9 @@ def _worker(settings: dict[str, Any]) -> Any:
 def refits_prefix(task: Task) -> str:
     """Return what the names of the refits begin with.
 
-    On GPUs, results vary a little, and the trials of another attempt may have chosen another point, last step or
-    schedule.
+    On GPUs, results vary a little, and the trials of another attempt may have chosen another point or last step.
     """
     parts = [*task.key] if task.last_step is None else [*task.key, task.last_step]
-    if task.schedule:
-        parts = [task.number, task.place(0)[2]]
     return "-".join(("refit", *map(str, parts), ""))
 
 
@@ -321,8 +312,6 @@ def _finite(evaluations: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
 
 
 def fit_name(context: Context[Finetune], task: Task, fold: int, folds: Folds) -> str:
-    if task.schedule:
-        return f"trial {task.number}, round {len(task.schedule)}: {describe(task.point)}"
     number = "" if context.config.search is None else f"trial {task.number}: "
     return number + describe(task.point) + (f", fold {fold}" if len(folds) > 1 else "")
 

@@ -30,7 +30,8 @@ from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.weights import save_model
 

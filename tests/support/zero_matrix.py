@@ -31,7 +31,8 @@ from pipelines.spec import ModelSize, Pretrain
 from ray_jobs.training import optim
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from tests.support.workers import run_workers
-from vit_model.config import MaeOptions, Preprocessing, ViTConfig
+from vit_model.config import MaeOptions, ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.objectives import contrastive
 from vit_model.objectives.contrastive import MoCo

@@ -40,8 +40,7 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     from pipelines.spec import FolderSource
     from ray_jobs.sources.archives import entries
-    from ray_jobs.sources.archives.containers import Member
-    from ray_jobs.sources.archives.entries import Bad, Files
+    from ray_jobs.sources.archives.entries import Bad, Files, Member
 
 EXTENSIONS = tuple(
     f".{name}"
@@ -242,7 +241,7 @@ def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], lis
 
 
 def _whole(key: str, size: int) -> Member:
-    from ray_jobs.sources.archives.containers import Member
+    from ray_jobs.sources.archives.entries import Member
 
     return Member(key, key, 0, size, "stored", size)
 

@@ -31,7 +31,6 @@ from pipelines.spec.archives import (
 from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives.arrays import read_mat
 from ray_jobs.sources.archives.containers import (
-    Member,
     contents,
     each_contents,
     members,
@@ -39,7 +38,7 @@ from ray_jobs.sources.archives.containers import (
     read_file,
     read_member,
 )
-from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
+from ray_jobs.sources.archives.entries import Bad, Files, Listing, Member, place, table
 from vit_model.errors import UserError
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")

@@ -30,9 +30,8 @@ from pipelines.spec import (
     ResNetSize,
     module,
 )
-from pipelines.spec.fields import marks
 from tests.support.paths import TINY
-from vit_model.config import Frozen
+from vit_model.fields import Frozen, marks
 
 GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
 IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}

@@ -20,7 +20,8 @@ from ray_jobs.evaluation import rows as tables
 from tests.support import datasets
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.weights import save_model

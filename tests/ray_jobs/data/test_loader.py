@@ -25,7 +25,7 @@ from ray_jobs.data.shards import Dataset, Images, ImageSize, Sample, open_artifa
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import decode_image, load_image
 
 N, SIDE = 60, 24

@@ -11,7 +11,8 @@ from ray_jobs.evaluation import measuring
 from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.task import Task
 from tests.support.finetuning import configuration
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 
 CPU = torch.device("cpu")
 MIB = 2**20

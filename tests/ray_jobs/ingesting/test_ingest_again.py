@@ -32,7 +32,7 @@ from tests.support.paths import ROOT
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.records import make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 KILLED = """
 import pickle, sys, ray

@@ -10,7 +10,7 @@ from ray_jobs.training.estimates import Memory
 from ray_jobs.training.task import Task
 from vit_model.build import build
 from vit_model.compute import ModelStates
-from vit_model.config import ModelContract, Preprocessing
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 
 GIB = 2**30

@@ -36,8 +36,6 @@ OVER: dict[str, Any] = {
     "steps": {"low": 30, "high": 46},
 }
 
-PBT = {"kind": "pbt", "over": {"learning_rate": RATES}}
-
 
 def searching(kind: str, **fields: object) -> Finetune:
     """A fine-tuning with all labels that is searched over OVER."""
@@ -123,39 +121,12 @@ def test_a_small_space_is_tried_once():
         ),
         ({"kind": "asha", "grace": 9}, "grace 9 must be less than evaluations 9"),
         ({"kind": "asha", "evaluations": 70}, "search.evaluations 70 is more than steps 60"),
-        (
-            PBT | {"over": {"optimizer.layer_decay": [0.5, 1.0]}},
-            "over.optimizer.layer_decay: kind pbt changes values during a training, which optimizer.layer_decay does"
-            " not allow; it can search learning_rate, optimizer.weight_decay, randaugment",
-        ),
-        (PBT | {"over": {"steps": [4, 8]}}, "over.steps: kind pbt changes values during a training"),
-        (PBT | {"rounds": 61}, "search.rounds 61 is more than steps 60"),
-        (
-            PBT | {"over": {"randaugment": [None], "randaugment.layers": [1]}},
-            "give either randaugment or its fields",
-        ),
-        (PBT | {"quantile": 0.6}, "quantile\n.*less than or equal to 0.5"),
-        (PBT | {"factors": [1.2, 0.8]}, "factors.0\n.*less than 1"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_with_its_field(search, message):
     with pytest.raises(ValidationError, match=message):
         base = {"learning_rates": (), "labels": Labels(), "steps": 60}
-        shared = {"kind": "random", "over": OVER} | ({} if search.get("kind") == "pbt" else {"trials": 4})
-        configuration(**base, search=shared | search)
-
-
-def test_pbt_needs_one_held_out_part_and_all_the_steps():
-    config = {"learning_rates": (), "search": PBT, "steps": 60}
-    with pytest.raises(
-        ValidationError, match=r"search\.kind pbt needs one held-out part, but labels.per_class has"
-    ):
-        configuration(**config)
-    stopping = {"evaluations": 4, "patience": 2}
-    with pytest.raises(
-        ValidationError, match="pbt compares trials after the same steps: leave out early_stopping"
-    ):
-        configuration(**config, labels=Labels(), early_stopping=stopping)
+        configuration(**base, search={"kind": "random", "over": OVER, "trials": 4} | search)
 
 
 @pytest.fixture(scope="module")
