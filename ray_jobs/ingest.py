@@ -49,16 +49,8 @@ from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_
 from ray_jobs.data.columns import FACTS, LISTED, Sample
 from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
-from ray_jobs.data.shards import (
-    SPLITS,
-    DatasetInfo,
-    Shard,
-    open_dataset,
-    shard_file,
-    shuffle_key,
-    write_dataset,
-    write_shard,
-)
+from ray_jobs.data.shards import SPLITS, DatasetInfo, Shard, open_dataset
+from ray_jobs.data.writing import Description, shard_file, shuffle_key, write_dataset, write_shard
 from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.reuse import (
@@ -175,14 +167,16 @@ def _dataset(context: Context[Ingest]) -> Result:
         shards = [part.shard for part in written if part.shard]
         info = write_dataset(
             staging.path,
-            name,
-            trainable.class_names,
-            listing.image,
+            Description(
+                name,
+                trainable.class_names,
+                listing.image,
+                (*listing.notes, *decided, *class_notes(trainable)),
+                config.short_side,
+                mask_classes,
+            ),
             shards,
             index,
-            (*listing.notes, *decided, *class_notes(trainable)),
-            config.short_side,
-            mask_classes,
             {name: digest for part in written for name, digest in part.masks.items()}
             if mask_classes
             else None,

@@ -24,7 +24,8 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.spec import AnyStage, Source
 from pipelines.store import FileEntry, Store, add_event, commit, open_store, read_manifest
 from ray_jobs import report
-from ray_jobs.data.shards import ImageSize, Sample, open_dataset
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize, open_dataset
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
 from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits

@@ -15,7 +15,8 @@ import pipelines
 from pipelines.files import s3
 from pipelines.files.hashing import cache_folder
 from pipelines.store import Layout, Store, StoreError, commit, open_store
-from ray_jobs.data.shards import ImageSize, Sample
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize
 from ray_jobs.evaluation import rows as tables
 from tests.support import datasets
 from tests.support.checkpoints import model_at, put_pretraining
