@@ -22,8 +22,8 @@ from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.evaluation.leakage import check_labels_unseen
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.cluster import fit_resources
 from ray_jobs.process.context import Context, Result
-from ray_jobs.process.devices import fit_resources
 from ray_jobs.process.stage import run_stage
 
 NAMED = 10  # classes in a line of the log

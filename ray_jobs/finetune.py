@@ -36,7 +36,7 @@ from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.stage import run_stage
 from ray_jobs.training.ledger import Ledger, open_ledger
@@ -67,7 +67,7 @@ def run_refits(context: Context[Finetune], task: Task, pools: list[Images], draw
     import ray
 
     config = task.config
-    resources, concurrent = devices.fit_resources(config.threads, config.workers)
+    resources, concurrent = cluster.fit_resources(config.threads, config.workers)
     given = []
     for number, draw in enumerate(draws):
         after = steps_after(task.last_step or config.steps, concurrent, number, 0, len(draws))
@@ -84,7 +84,7 @@ def measure_cost(context: Context[Finetune], task: Task) -> Cost:
     """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
     import ray
 
-    resources, _ = devices.fit_resources(task.config.threads)
+    resources, _ = cluster.fit_resources(task.config.threads)
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(_cost)
     cost: Cost = ray.get(remote.remote(context, task))
     return cost

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ray
+
+from ray_jobs.process.cluster import fit_resources
 from ray_jobs.process.context import Context, Result
-from ray_jobs.process.devices import fit_resources
 
 Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
 """Call a function with each of these arguments, here or on the cluster; return the results in order."""
@@ -14,8 +16,6 @@ Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
 
 def on_cluster(stage: Callable[..., Result], context: Context[Any], **settings: Any) -> Result:
     """Run `stage(context, run, **settings)` in a Ray task, with a `Run` that computes in others."""
-    import ray
-
     resources, _ = fit_resources(context.config.threads)
     options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
 

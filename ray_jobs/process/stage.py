@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from pipelines import identity
 from pipelines.spec import AnyStage
 from pipelines.store import (
@@ -96,10 +98,6 @@ def causes(error: BaseException) -> list[BaseException]:
 
 def join_ray() -> None:
     """Connect to the cluster that the job runs on, where RAY_ADDRESS is set."""
-    # ray reads it during its import
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    import ray
-
     address = os.environ.get("RAY_ADDRESS", "auto")
     # child processes need it too: Ray Train's cleaner would otherwise connect to another Ray of the host
     runtime_env = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
@@ -149,8 +147,6 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    import ray
-
     versions = {}
     for package in PACKAGES:
         try:

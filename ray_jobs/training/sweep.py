@@ -23,7 +23,7 @@ from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger, add_point, add_trial
 from ray_jobs.training.search import last_evaluation, points, propose, scheduler, size
@@ -134,7 +134,7 @@ def run_trials(
     trials: list[tuple[Task, int, Trial | None]] = [(*each, None) for each in missing]
     if isinstance(config.search, ASHA):
         trials = [*finished, *trials]
-    resources, concurrent = devices.fit_resources(config.threads, config.workers)
+    resources, concurrent = cluster.fit_resources(config.threads, config.workers)
     # Tune's own records are not kept: the ledger has what a later attempt needs.
     with scratch_folder() as scratch:
         trainable = tune.with_parameters(
@@ -205,7 +205,7 @@ def run_proposed(
 
     total = int(min(search.trials, size(config)))
     count = (total - len(accuracies)) * len(folds)
-    resources, concurrent = devices.fit_resources(config.threads, config.workers)
+    resources, concurrent = cluster.fit_resources(config.threads, config.workers)
     deadline = _deadline(config, seconds, concurrent)
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(run_point)
     running: dict[Any, int] = {}

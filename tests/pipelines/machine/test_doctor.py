@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from pipelines.cli import app
 from pipelines.commands import common
-from pipelines.files.s3 import client
+from pipelines.files.s3_client import client
 from pipelines.machine import doctor, findings
 from pipelines.machine.doctor import cluster_findings, store_findings
 from pipelines.machine.findings import GIB, Finding

@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from pipelines.spec import Finetune, Labels
 from pipelines.spec.search import Point
 from ray_jobs import finetune
-from ray_jobs.process import devices
 from ray_jobs.training import sweep as sweep_module
 from ray_jobs.training.ledger import add_point, add_trial, open_ledger
 from ray_jobs.training.search import points, propose, size
@@ -219,7 +218,7 @@ class Cluster:
         )
         patch.setattr(ray, "wait", self._wait)
         patch.setattr(ray, "get", lambda task: self._tasks.pop(task)())
-        patch.setattr(devices, "fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))
+        patch.setattr("ray_jobs.process.cluster.fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))
         patch.setattr(sweep_module, "run_trial", self._train)
 
     def _begin(self, run: Callable[..., Any], *arguments: Any) -> object:
