@@ -1,9 +1,5 @@
 """The stages of a pipeline, one module each. Each runs alone: `python -m ray_jobs.<job> --spec ATTEMPT.json`.
 
-That process only submits the work. To start fast, the stage modules import torch and scikit-learn inside the functions
-that use them.
+That process only submits the work. To start fast, the stage modules import Ray, torch and scikit-learn inside the
+functions that use them.
 """
-
-import os
-
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # Ray reads it during its import; a log has every line

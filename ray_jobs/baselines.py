@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray
 from numpy.typing import NDArray
 
 from pipelines.spec import Baselines
@@ -30,6 +29,8 @@ PROTOCOL = "baseline"
 
 def main(context: Context[Baselines]) -> Result:
     """Fit and score every method, each in a Ray task on one core."""
+    import ray
+
     dataset = context.dataset()
     dataset.require("train", "test")
     supports = _supports(dataset, context.config)

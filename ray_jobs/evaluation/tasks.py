@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ray
-
 from ray_jobs.process.cluster import fit_resources
 from ray_jobs.process.context import Context, Result
 
@@ -16,6 +14,8 @@ Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
 
 def on_cluster(stage: Callable[..., Result], context: Context[Any], **settings: Any) -> Result:
     """Run `stage(context, run, **settings)` in a Ray task, with a `Run` that computes in others."""
+    import ray
+
     resources, _ = fit_resources(context.config.threads)
     options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
 

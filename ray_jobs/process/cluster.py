@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
 from vit_model.errors import UserError
 
 _WORKERS_PER_CPU = 4  # that may share it: more take memory, and mostly wait for each other
 
 
+def cluster_resources() -> dict[str, float]:
+    """Return the resources of the Ray cluster that this process has joined, including busy ones."""
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()
+    return resources
+
+
 def gpus_in_cluster() -> int:
     """Return the number of GPUs of the Ray cluster that this process has joined, including busy ones."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    return int(cluster_resources().get("GPU", 0))
 
 
 def cpus_in_cluster() -> int:
     """Return the number of CPUs of the Ray cluster that this process has joined, including busy ones."""
-    return int(ray.cluster_resources().get("CPU", 1))
+    return int(cluster_resources().get("CPU", 1))
 
 
 def units_in_cluster() -> int:
@@ -93,6 +99,8 @@ def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int
 
 def _room(resources: dict[str, float]) -> int:
     """Return how many workers with these resources the cluster's machines can hold together."""
+    import ray
+
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(
         int(min(there.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)

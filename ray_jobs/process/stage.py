@@ -23,8 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from pipelines import identity
 from pipelines.spec import AnyStage
 from pipelines.store import (
@@ -39,6 +37,7 @@ from pipelines.store import (
     who,
 )
 from ray_jobs.process.alive import show_alive
+from ray_jobs.process.cluster import cluster_resources
 from ray_jobs.process.context import Context, Result, SourceChangedError, read_context
 from vit_model.errors import UserError
 
@@ -98,6 +97,10 @@ def causes(error: BaseException) -> list[BaseException]:
 
 def join_ray() -> None:
     """Connect to the cluster that the job runs on, where RAY_ADDRESS is set."""
+    # ray reads it during its import
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    import ray
+
     address = os.environ.get("RAY_ADDRESS", "auto")
     # child processes need it too: Ray Train's cleaner would otherwise connect to another Ray of the host
     runtime_env = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
@@ -157,9 +160,7 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor": processor(),
-        "cluster": {
-            name: amount for name, amount in ray.cluster_resources().items() if name in {"CPU", "GPU"}
-        },
+        "cluster": {name: amount for name, amount in cluster_resources().items() if name in {"CPU", "GPU"}},
         "packages": versions,
     }
 

@@ -21,7 +21,6 @@ from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
-from ray_jobs.process import devices
 from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger, add_refit, add_trial
 from ray_jobs.training.search import describe
@@ -247,6 +246,8 @@ def _worker(settings: dict[str, Any]) -> Any:
     import ray
     import torch
     import torch.distributed as dist
+
+    from ray_jobs.process import devices
 
     worker, verdicts = this_worker(settings["group"]), settings["verdicts"]
     if verdicts is None:
