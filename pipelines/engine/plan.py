@@ -25,7 +25,7 @@ from pipelines.spec import (
     Report,
     recorded_checkpoint,
 )
-from pipelines.spec.search import PBT
+from pipelines.spec.search import require_runnable
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -296,13 +296,12 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
 
 
 def _check_search(stage: PlannedStage) -> None:
-    """Raise RecipeError if a population-based training would run; only finished ones are of use."""
-    search = stage.config.search if isinstance(stage.config, Finetune) else None
-    if isinstance(search, PBT) and stage.state in {"run", "pending"}:
-        raise RecipeError(
-            f"stages.{stage.name}.search.kind: pbt can no longer be run, only its finished results are used; expected"
-            " one of: grid, random, asha, optuna"
-        )
+    """Raise RecipeError if a search would run of which only finished results are used."""
+    if isinstance(stage.config, Finetune) and stage.state in {"run", "pending"}:
+        try:
+            require_runnable(stage.config.search, stage.config.workers)
+        except ValueError as error:
+            raise RecipeError(f"stages.{stage.name}.search.{error}") from None
 
 
 def _check_import(name: str, config: AnyStage) -> None:

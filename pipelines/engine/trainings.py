@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pipelines.engine.status import Status
 from pipelines.spec import TRAINED
 from pipelines.store import (
+    FitName,
     LogLine,
     Store,
     StoreDamaged,
@@ -19,10 +19,6 @@ from pipelines.store import (
     read_manifest,
     read_plan,
 )
-
-# The names of fits, see `LogLine.fit`.
-_TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<fold>\d{1,9})")
-_REFIT = re.compile(r"refit-\d+(-p[0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -45,25 +41,24 @@ class Training:
 
         A fit with a name that no fit of this training has is named as in its log, into which anybody may write.
         """
-        if found := _REFIT.fullmatch(fit or ""):
-            return f"draw {found['draw']}"
-        if (found := _TRIAL.fullmatch(fit or "")) is None:
+        name = FitName.parse(fit)
+        rates, has_search = self.config.get("learning_rates", ()), bool(self.config.get("search"))
+        if name is None or (name.kind == "trial" and not has_search and name.number >= len(rates)):
             return fit or ""
-        number = int(found["number"])
-        rates = self.config.get("learning_rates", ())
-        if not self.config.get("search") and number >= len(rates):
-            return found[0]
-        name = f"trial {number}" if self.config.get("search") else f"learning rate {rates[number]:g}"
-        return f"{name}, fold {found['fold']}" if self.has_folds or int(found["fold"]) else name
+        if name.kind == "refit":
+            return f"draw {name.part}"
+        title = f"trial {name.number}" if has_search else f"learning rate {rates[name.number]:g}"
+        return f"{title}, fold {name.part}" if self.has_folds or name.part else title
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
-        found = _REFIT.fullmatch(fit or "")
-        return int(found["last"] if found and found["last"] else self.config["steps"])
+        name = FitName.parse(fit)
+        return int((name and name.last_step) or self.config["steps"])
 
     def may_end_before(self, fit: str | None) -> bool:
         """Return whether one of its fits may end before its last step: a trial with early stopping."""
-        return self.config.get("early_stopping") is not None and (fit or "").startswith("trial-")
+        name = FitName.parse(fit)
+        return self.config.get("early_stopping") is not None and name is not None and name.kind == "trial"
 
 
 class Trainings:

@@ -174,6 +174,16 @@ class PBT(Frozen):
 Search = Annotated[Grid | RandomSearch | ASHA | Optuna | PBT, Field(discriminator="kind")]
 
 
+def require_runnable(search: Search | None, workers: int) -> None:
+    """Raise ValueError for a search whose results are used, but which is not run any more."""
+    if isinstance(search, PBT):
+        raise ValueError("kind: pbt can no longer be run; expected one of: grid, random, asha, optuna")
+    if isinstance(search, ASHA) and workers > 1:
+        raise ValueError(
+            f"kind: asha ends trials of one worker only, not of workers {workers}; use workers: 1, or random or optuna"
+        )
+
+
 def placed(fields: dict[str, Any], point: Point) -> dict[str, Any]:
     """Return a stage's fields with the values of a point in their places.
 

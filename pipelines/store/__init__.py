@@ -35,6 +35,7 @@ from pipelines.store.checkpoints import (
     remove_checkpoints,
     remove_progress,
 )
+from pipelines.store.fits import FitName
 from pipelines.store.named_checkpoints import (
     MODEL_FILES,
     contract_of,
@@ -98,6 +99,7 @@ __all__ = [
     "Checkpoint",
     "Event",
     "FileEntry",
+    "FitName",
     "InputRef",
     "Layout",
     "LogLine",

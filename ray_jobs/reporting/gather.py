@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.spec import Report
-from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
+from pipelines.store import FitName, LogLine, Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, is_identified
 from ray_jobs.evaluation.label_issues import FILE, read_issues
@@ -403,14 +403,17 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
         return {None: "dev"}
     if manifest.job != "finetune" or not lines:
         return {}
-    if (manifest.config.get("search") or {}).get("kind") == "pbt":  # its own figure has the rounds
-        return {}
     if (
         number := manifest.metrics.get("trial")
     ) is None:  # without a search, trials are numbered as their rates
         number = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
-    fits = sorted({line.fit for line in lines if line.fit and line.fit.startswith(f"trial-{number}-")})
-    return {fit: "held-out labels" if len(fits) == 1 else f"fold {fit.rsplit('-', 1)[1]}" for fit in fits}
+    names = {fit: FitName.parse(fit) for fit in sorted({line.fit or "" for line in lines})}
+    trials = {
+        fit: name.part
+        for fit, name in names.items()
+        if name and (name.kind, name.number) == ("trial", number)
+    }
+    return {fit: "held-out labels" if len(trials) == 1 else f"fold {fold}" for fit, fold in trials.items()}
 
 
 def _figures(

@@ -52,6 +52,7 @@ from pipelines.store import (
 )
 from ray_jobs.process.alive import Steps
 from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
+from ray_jobs.training.task import Evaluation
 from vit_model.fields import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
@@ -76,8 +77,8 @@ class WorkerState(Frozen):
     """the losses since the last point, and of how many steps"""
     substitutes: int = 0
     """of a fit: the images so far that were damaged and replaced in this worker's shares"""
-    evaluations: tuple[tuple[int, float, float], ...] = ()
-    """of a trial that may stop early: (step, accuracy, loss) so far"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """of a trial that may stop early"""
     log: tuple[LogLine, ...] = ()
     """of the first worker: the lines of the log that may not be in the store"""
 

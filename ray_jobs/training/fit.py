@@ -27,8 +27,8 @@ from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.engine import WEIGHTS, Plain, has_ema
 from ray_jobs.training.guard import Guard
-from ray_jobs.training.log import Evaluation, Log, LogWriter
-from ray_jobs.training.task import DivergenceError, Score, Task, Trial
+from ray_jobs.training.log import Log, LogWriter
+from ray_jobs.training.task import DivergenceError, Evaluation, Score, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import lora
 from vit_model.build import Network, build
@@ -50,8 +50,8 @@ class Stopping:
     Args:
         steps: of a trial that does not end early.
         count: of the evaluations, at equal distances.
-        patience: see `early_stopping`; None: somebody else ends the trial, by raising an exception in `tell`.
-        tell: is told (step, accuracy, loss) of each evaluation, and again of those before a checkpoint.
+        patience: see `early_stopping`; None: somebody else ends the trial, by raising an exception in `report`.
+        report: is called with each evaluation, and again with those before a checkpoint.
     """
 
     def __init__(
@@ -59,37 +59,33 @@ class Stopping:
         steps: int,
         count: int,
         patience: int | None = None,
-        tell: Callable[[int, float, float], None] = lambda *_: None,
+        report: Callable[[Evaluation], None] = lambda evaluation: None,
     ) -> None:
-        self._patience, self._tell = patience, tell
+        self._patience, self._report = patience, report
         self.steps = {math.ceil(steps * part / count) for part in range(1, count + 1)}
-        self.evaluations: list[tuple[int, float, float]] = []
-        """(step, accuracy, loss), for a checkpoint"""
+        self.evaluations: list[Evaluation] = []
 
     def add(self, step: int, evaluation: Evaluation | None) -> None:
         """Add the evaluation after a step; None: its loss was not finite."""
-        loss, accuracy = evaluation or (math.inf, 0.0)
-        self.continue_from([*self.evaluations, (step, accuracy, loss)])
+        self.continue_from([*self.evaluations, evaluation or Evaluation(step, 0.0, math.inf)])
 
-    def continue_from(self, evaluations: Sequence[tuple[int, float, float]]) -> None:
+    def continue_from(self, evaluations: Sequence[Evaluation]) -> None:
         """Take these evaluations, whose first ones are those that it had."""
         new, self.evaluations = evaluations[len(self.evaluations) :], [*evaluations]
         for evaluation in new:
-            self._tell(*evaluation)
+            self._report(evaluation)
 
     @property
-    def best(self) -> Trial:
-        """The result with the highest accuracy; the lower loss, then the earlier step breaks ties.
-
-        Without patience it is the last.
+    def best(self) -> Evaluation:
+        """The highest-ranked evaluation, of equal ones the first. Without patience it is the last.
 
         Raises:
             DivergenceError: no loss was finite.
         """
-        step, accuracy, loss = self.evaluations[-1] if self._patience is None else self._best()
-        if math.isinf(loss):
-            raise DivergenceError(_NOT_FINITE.format(loss))
-        return Trial(accuracy, loss, step)
+        best = self.evaluations[-1] if self._patience is None else self._best()
+        if math.isinf(best.loss):
+            raise DivergenceError(_NOT_FINITE.format(best.loss))
+        return best
 
     @property
     def is_over(self) -> bool:
@@ -99,8 +95,8 @@ class Stopping:
         since = self.evaluations[::-1].index(self._best()) if self.evaluations else 0
         return since >= self._patience
 
-    def _best(self) -> tuple[int, float, float]:
-        return max(self.evaluations, key=lambda each: (each[1], -each[2]))
+    def _best(self) -> Evaluation:
+        return max(self.evaluations, key=lambda evaluation: rank([evaluation]))
 
 
 def start_model(task: Task, seed: int) -> Network:
@@ -209,7 +205,7 @@ def fit(
         first, before = saved.step, own_state(saved.states, worker)
         if worker.rank == 0:
             print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    steps, last = config.steps, task.last_step or config.steps  # of the schedule, of this fit
+    steps, last = config.steps, task.steps  # of the schedule, of this fit
     evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
     if stopping is not None:
         evaluations = stopping.steps
@@ -277,7 +273,7 @@ def fit(
                 summed = 0
             evaluation = None
             if validation is not None and done in evaluations:
-                evaluation = _evaluate(averaged(model, engine), task.contract, validation, worker)
+                evaluation = _evaluate(averaged(model, engine), task.contract, validation, done, worker)
                 if stopping is not None:
                     stopping.add(done, evaluation)
             log.step(done, rate, norm, mean_loss, evaluation)
@@ -334,7 +330,7 @@ def averaged(model: Network, engine: Plain) -> Network:
 
 
 def _evaluate(
-    model: Network, contract: ModelContract, data: Images, worker: Worker = ALONE
+    model: Network, contract: ModelContract, data: Images, step: int, worker: Worker = ALONE
 ) -> Evaluation | None:
     """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change.
 
@@ -355,7 +351,7 @@ def _evaluate(
         return None
     finally:
         model.train()
-    return Evaluation(loss, accuracy)
+    return Evaluation(step, accuracy, loss)
 
 
 def predict(model: Network, contract: ModelContract, data: Images) -> torch.Tensor:

@@ -7,17 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
+from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
-from pipelines.spec.optimizer import Optimizer, check_optimizer
+from pipelines.spec.optimizer import check_optimizer
 from pipelines.spec.stages.base import (
-    BaseStage,
-    Dtype,
     Rate,
     Shots,
     Steps,
-    activation_checkpointing,
+    TrainingStage,
     has_stochastic_depth,
 )
 from vit_model.config import Architecture, MaeOptions
@@ -89,7 +87,7 @@ class FewShot(Frozen):
     seed: Seed = 0
 
 
-class Pretrain(BaseStage):
+class Pretrain(TrainingStage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
     # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
@@ -114,7 +112,6 @@ class Pretrain(BaseStage):
         " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
     )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
-    steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images per step, over all workers")
     gradient_accumulation_steps: int = later(
         1,
@@ -123,11 +120,7 @@ class Pretrain(BaseStage):
         " memory; batch_size does not change",
     )
     learning_rate: Rate
-    optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
-    randaugment: RandAugment | None = later(None)
-    mixup: float = mixing("mixup")
-    cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
         None,
         description="null: the start's; without init_from, squash if all images are square, otherwise center",
@@ -157,15 +150,12 @@ class Pretrain(BaseStage):
     contrastive: Contrastive = later(Contrastive())
     mae: MaeOptions = later(MaeOptions())
     auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
     order: Literal["global", "window"] = later(
         "global",
         description="the order of images: a permutation of them all, or windows of row groups, for data on S3 that is"
         " larger than cache_gib",
     )
-    seed: Seed = 0
     workers: int | None = execution(
         None,
         ge=1,
@@ -177,10 +167,6 @@ class Pretrain(BaseStage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
-    activation_checkpointing: bool = activation_checkpointing()
-    cache_gib: float = execution(
-        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
-    )
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
     )
@@ -305,10 +291,9 @@ class Pretrain(BaseStage):
             )
         if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
-        if self.contrastive != Contrastive() and self.objective != "contrastive":
-            raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
-        if self.mae != MaeOptions() and self.objective != "mae":
-            raise ValueError("mae has settings that only objective mae uses; remove it")
+        for name in ("contrastive", "mae", "distillation"):
+            if self.objective != name and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has settings that only objective {name} uses; remove it")
         self._check_distillation()
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
@@ -338,8 +323,6 @@ class Pretrain(BaseStage):
                 raise ValueError(
                     f"teacher {self.teacher} is for objective distillation; objective is {self.objective}"
                 )
-            if self.distillation != Distillation():
-                raise ValueError("distillation has settings that only objective distillation uses; remove it")
         elif self.teacher is None:
             raise ValueError("teacher is missing; objective distillation needs a model to imitate")
         elif self.distillation.weight == 1.0 and getattr(self.model, "distillation", False):

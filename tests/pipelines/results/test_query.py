@@ -18,7 +18,7 @@ from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from ray_jobs.ingest import _write_quarantine
 from ray_jobs.segment import CONFUSION
-from ray_jobs.sources.archives.entries import Bad
+from ray_jobs.sources.archives.entries import Unusable
 from tests.support.paths import ROOT
 from tests.support.records import flip, make_manifest, row
 
@@ -410,7 +410,8 @@ def test_quarantined_images_are_a_table(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     with store.staging(Layout.files("ingest", "ii", 1)) as staging:
         _write_quarantine(
-            staging.path / "quarantine.parquet", [Bad("b.jpg", "cut off", "b.jpg"), Bad("a.jpg", "empty")]
+            staging.path / "quarantine.parquet",
+            [Unusable("b.jpg", "cut off", "b.jpg"), Unusable("a.jpg", "empty")],
         )
     commit(store, make_manifest(key="ii", stage="images", files=staging.files))
     assert ask(store, "SELECT stage, key, reason, file FROM quarantine ORDER BY key") == [

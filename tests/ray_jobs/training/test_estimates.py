@@ -90,7 +90,7 @@ def fit(batch_size: int, **fields: object) -> Task:
     contract = ModelContract(
         architecture=architecture, class_names=names, preprocessing=pixels, training_data="d", license=None
     )
-    return Task(config, contract, None, (0,), {})
+    return Task(config, contract, None)
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_advice_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Which points a fine-tuning's search tries: those known before it starts, and those of Optuna meanwhile.
 
 In: the configuration, and what was tried before. Out: points, {field: value}.
-`ray_jobs.training.sweep` runs their trials.
+`ray_jobs.tuning.runner` runs their trials.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, PBT, Choices, Grid, Optuna, Point, Range
+from pipelines.spec.search import PBT, Choices, Grid, Optuna, Point, Range
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from ray.tune.schedulers import AsyncHyperBandScheduler
 
 _DRAW_POINTS, _PROPOSE = 1, 3  # purposes, so that one seed has different random numbers elsewhere
 _DIGITS = 4  # significant ones of a drawn number, so that a person can copy it into a recipe
@@ -37,8 +34,7 @@ def points(config: Finetune) -> list[Point]:
         return [dict(zip(space, point, strict=True)) for point in itertools.product(*values)]
     if isinstance(search, Optuna):
         return []
-    if isinstance(search, PBT):
-        raise UserError("search.kind pbt can no longer be run; expected one of: grid, random, asha, optuna")
+    assert not isinstance(search, PBT), "see require_runnable"
     found: list[Point] = []
     for number in range(search.trials):
         for attempt in range(_TRIES):
@@ -68,36 +64,6 @@ def _value(values: Range | Choices, uniform: float) -> Any:
     if values.is_whole:
         return min(max(round(value), int(values.low)), int(values.high))
     return min(max(float(f"{value:.{_DIGITS}g}"), values.low), values.high)
-
-
-def describe(point: Point) -> str:
-    """Say a point: `learning rate 0.01, optimizer.weight decay 0.1`."""
-    return ", ".join(
-        f"{path.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
-        for path, value in point.items()
-    )
-
-
-def scheduler(config: Finetune) -> AsyncHyperBandScheduler | None:
-    """Return Ray Tune's ASHA, if that is the search."""
-    search = config.search
-    if not isinstance(search, ASHA):
-        return None
-    from ray.tune.schedulers import AsyncHyperBandScheduler
-
-    return AsyncHyperBandScheduler(
-        time_attr="evaluation",
-        metric="accuracy",
-        mode="max",
-        max_t=search.evaluations,
-        grace_period=search.grace,
-        reduction_factor=search.reduction_factor,
-    )
-
-
-def last_evaluation(config: Finetune) -> int:
-    """Return how many evaluations a trial has that ASHA does not end."""
-    return config.search.evaluations if isinstance(config.search, ASHA) else 1
 
 
 def size(config: Finetune) -> float:
