@@ -113,22 +113,20 @@ def cross_validate(
 ) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
     """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
     from ray_jobs.training.task import make_task
-    from ray_jobs.tuning.folds import assign_folds, fit_fold
-    from ray_jobs.tuning.ledger import open_ledger
-    from ray_jobs.tuning.runner import steps_after
+    from ray_jobs.tuning import folds, ledger, runner
 
     config = context.config
     assert config.cross_validation is not None
     number = config.cross_validation.folds
     own = Context(context.attempt, config.fine_tuning(), context.inputs)
     task = make_task(own.config, pool.dataset, own.input("backbone") if config.backbone else None)
-    task = task._replace(attempts=open_ledger(own).attempts)
-    parts = assign_folds(pool.rows, number, config.seed)
+    task = task._replace(attempts=ledger.open_ledger(own).attempts)
+    parts = folds.assign_folds(pool.rows, number, config.seed)
     tasks = [
-        (own, task, pool, parts, fold, steps_after(own.config.steps, concurrent, fold, 0, number))
+        (own, task, pool, parts, fold, runner.steps_after(own.config.steps, concurrent, fold, 0, number))
         for fold in range(number)
     ]
-    return parts, tuple(file for files in run(fit_fold, tasks) for file in files)
+    return parts, tuple(file for files in run(folds.fit_fold, tasks) for file in files)
 
 
 def judgeable(dataset: Dataset, labels: NDArray[np.integer], parts: NDArray[np.integer]) -> NDArray[np.bool_]:

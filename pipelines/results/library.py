@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import duckdb
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
 from pipelines.results.lookup import find_artifact
-from pipelines.results.tables import define_tables
-from pipelines.spec import LAST, nearest
+from pipelines.results.tables import TABLES, define_tables
+from pipelines.spec import LAST, RecipeError, nearest
 from pipelines.store import Manifest, Store, model_folder
-from ray_jobs.data.shards import SPLITS, Dataset, DatasetInfo, Split, open_artifact
 from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
+    import duckdb
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from ray_jobs.data.shards import Dataset, DatasetInfo, Split
     from vit_model.build import Network
 
 SIDE = 224  # pixels per side, for images that differ in size, without a preprocessing
@@ -38,7 +38,7 @@ class Library:
     store: Store
 
     def __repr__(self) -> str:
-        return f"Library({self.uri!r}): .model(KEY), .dataset(KEY), .rows()"
+        return f"Library({self.uri!r}): .model(KEY), .dataset(KEY), .rows(), .table(NAME)"
 
     @property
     def uri(self) -> str:
@@ -63,19 +63,30 @@ class Library:
 
     def dataset(self, key: str | None = None) -> StoredDataset:
         """Open a dataset; without a key, the newest. Raises RecipeError if none or several match."""
+        from ray_jobs.data.shards import open_artifact
+
         manifest = find_artifact(self.store, key, "dataset")
         return StoredDataset(manifest, open_artifact(self.store, manifest))
 
     def rows(self) -> duckdb.DuckDBPyRelation:
-        """Return all measurements of this store's evaluations, baselines and fine-tunings as a DuckDB relation.
+        """Return the table `rows`: all measurements of this store's evaluations, baselines and fine-tunings."""
+        return self.table("rows")
 
-        The columns are those of `vitflow report query --tables`: artifact (its key), job, stage, run, finished, task,
-        protocol, method, labels_per_class (null: all), draw, split, metric, value (a fraction), num_images and more.
-        Use `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()`, or SQL with `.query("rows", "select ...")`.
+    def table(self, name: str) -> duckdb.DuckDBPyRelation:
+        """Return a table of `vitflow report query --tables`, such as accuracies or training_log, as a DuckDB relation.
+
+        Use `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()`, or SQL with `.query("t", "select ... from t")`.
+
+        Raises:
+            RecipeError: there is no such table.
         """
+        import duckdb
+
+        if name not in TABLES:
+            raise RecipeError(f"table {name!r} is unknown{nearest(name, TABLES)}")
         connection = duckdb.connect()
-        define_tables(connection, self.store, {"rows"})
-        return connection.table("rows")
+        define_tables(connection, self.store, {name})
+        return connection.table(name)
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,8 @@ class StoredDataset:
         Raises:
             ValueError: there is no such split, or it is empty.
         """
+        import pyarrow as pa
+
         table = self.data.index(self._require(split)).select(SAMPLE_COLUMNS)
         names = pa.array(self.class_names).take(table["label"].combine_chunks())
         return table.append_column("class_name", names)
@@ -157,6 +170,8 @@ class StoredDataset:
         return self.data.images(name, preprocessing or self._plain(), list(indices))
 
     def _require(self, split: str) -> Split:
+        from ray_jobs.data.shards import SPLITS
+
         for name in SPLITS:
             if split == name:
                 self.data.require(name)
