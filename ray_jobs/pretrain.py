@@ -27,8 +27,8 @@ from pipelines.store import (
     write_log,
 )
 from ray_jobs.process import cluster
-from ray_jobs.process.alive import Steps, count_steps
 from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.heartbeat import Steps, count_steps
 from ray_jobs.process.stage import causes, run_stage
 from ray_jobs.training.workers import run_group, this_worker
 from vit_model.errors import UserError

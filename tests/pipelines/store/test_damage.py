@@ -579,7 +579,7 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
     made = st.commit(store, make_manifest("ingest", key=digits.key, files=staging.files))
     os.truncate(local_files(store, made) / "index.parquet", 3)
     run, told = start_run(store, pipeline, ("digits",), forced), Told()
-    connection = Running(lambda: st.wish_stop(store, run.id))
+    connection = Running(lambda: st.request_stop(store, run.id))
     status, _ = Driver(store, run, connection, told, 1).walk()
     assert status == {"digits": "STOPPED" if forced else "FAILED"}
     assert ("`--force digits` rebuilds it" in told.ends["digits"]) != bool(forced)
