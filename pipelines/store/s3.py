@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from boto3.s3_client.transfer import create_transfer_manager
+from boto3.s3.transfer import create_transfer_manager
 from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
 from pipelines.errors import StoreDamaged
