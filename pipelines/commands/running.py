@@ -40,11 +40,12 @@ from pipelines.commands.common import (
 from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
-from pipelines.engine.plan import PlannedStage, pin
+from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run, is_over, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
 from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.pinning import pin
 from pipelines.recipe.pipeline import Pipeline, members
 from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
