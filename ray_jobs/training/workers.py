@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipelines.scratch import scratch_folder
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 
 
 class Worker(NamedTuple):
@@ -73,7 +73,7 @@ def run_group(
             function,
             train_loop_config=settings,
             backend_config=LocalTorchConfig(),
-            scaling_config=devices.scaling(workers, threads),
+            scaling_config=cluster.scaling(workers, threads),
             run_config=RunConfig(
                 name=name,
                 storage_path=str(scratch),  # not kept: the workers write to the store

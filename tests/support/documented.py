@@ -36,7 +36,8 @@ from pipelines.store import (
     read_manifest,
 )
 from ray_jobs import report
-from ray_jobs.data.shards import ImageSize, Sample, open_dataset
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize, open_dataset
 from ray_jobs.evaluation.cost import Cost, Speed, write_cost
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
 from ray_jobs.process.context import Context

@@ -167,14 +167,14 @@ _present: list[Server] = []  # whom the store's client of this process is for
 @contextmanager
 def used(server: Server, patch: pytest.MonkeyPatch, **changes: str) -> Iterator[Server]:
     """This process, and those it starts, use the server; `changes` to the environment are for this use only."""
-    from pipelines.files import s3
+    from pipelines.files import s3_client
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
     for name, value in (server.environment | changes).items():
         patch.setenv(name, value)
     if changes or _present != [server]:
-        s3.client.cache_clear()
+        s3_client.client.cache_clear()
     _present[:] = [] if changes else [server]
     yield server
 

@@ -23,7 +23,7 @@ from pipelines.engine.driver import Driver
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, wish_stop
+from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
 from tests.support.cluster import WAITS, Script, random_script
 from tests.support.in_process import Jobs
@@ -481,7 +481,7 @@ def to_be_stopped(when: str) -> World:
 def test_a_wish_to_stop_ends_the_run_and_its_jobs(when: str) -> None:
     world = to_be_stopped(when)
     driver = world.driver()
-    world.clock.after(WHEN[when], partial(wish_stop, world.store, driver.run.id))
+    world.clock.after(WHEN[when], partial(request_stop, world.store, driver.run.id))
     status, made = driver.walk()
     if when == "in its last words":
         assert (status, len(made)) == ({"images": "SUCCEEDED", "pixels": "STOPPED"}, 1)
@@ -542,7 +542,7 @@ def test_a_stopped_job_of_a_run_that_is_to_stop_is_not_tried_again() -> None:
 
     def stop() -> None:
         driver.look_for_stop_at = 1e9
-        wish_stop(world.store, driver.run.id)
+        request_stop(world.store, driver.run.id)
         world.cluster.stop(job_id(1))
 
     world.clock.after(3.0, stop)
@@ -553,7 +553,7 @@ def test_a_stopped_job_of_a_run_that_is_to_stop_is_not_tried_again() -> None:
 def test_nothing_is_begun_after_the_wish() -> None:
     world = World("images", "other")
     driver = world.driver()
-    wish_stop(world.store, driver.run.id)
+    request_stop(world.store, driver.run.id)
     driver.look_for_stop_at = 1e9  # the wish comes right after it was looked for
     assert driver.walk()[0] == {"images": "STOPPED", "other": "STOPPED"}
     assert (world.attempts(), world.cluster.arrived) == ([], [])
@@ -566,7 +566,7 @@ def test_a_job_of_another_run_is_never_stopped() -> None:
     with pytest.raises(Killed):
         walk(world, DiesAfter(3))
     driver = world.driver(run=other)
-    world.clock.after(3.0, partial(wish_stop, world.store, other))
+    world.clock.after(3.0, partial(request_stop, world.store, other))
     network = driver.connection.network = Recorder()  # type: ignore[attr-defined]
     assert driver.walk()[0] == {"images": "STOPPED"}
     assert not [request for request in network.requests if request.startswith("stop ")]
@@ -580,7 +580,7 @@ def test_the_job_of_an_attempt_that_another_run_wrote_a_moment_before_is_not_sto
         world = World()
         other = world.driver(run=world.new_run())
         driver = world.driver(network := Interleaved(number, other))
-        world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
+        world.clock.after(3.0, partial(request_stop, world.store, driver.run.id))
         assert driver.walk()[0] == {"images": "STOPPED"}
         (attempt,) = world.attempts()
         assert ("stop" in network.asked) == (attempt.run == driver.run.id)
@@ -592,7 +592,7 @@ def test_a_slot_that_a_stopped_stage_leaves_is_given_to_nobody() -> None:
     world = World("images", "other")
     driver = world.driver()
     driver.parallel = 1
-    world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
+    world.clock.after(3.0, partial(request_stop, world.store, driver.run.id))
     assert driver.walk()[0] == {"images": "STOPPED", "other": "STOPPED"}
     assert sum(event.endswith("PENDING") for event in world.events()) == 1
 
@@ -601,7 +601,7 @@ def test_a_cluster_that_is_gone_does_not_keep_a_run_from_stopping() -> None:
     world = World()
     driver = world.driver()
     world.clock.after(3.0, partial(world.cluster.go_down, 1e5))
-    world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
+    world.clock.after(3.0, partial(request_stop, world.store, driver.run.id))
     assert driver.walk()[0] == {"images": "STOPPED"}
     assert "could not stop" in world.told.lines[0]
     assert world.clock.now < 10

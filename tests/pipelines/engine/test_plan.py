@@ -350,7 +350,7 @@ def test_the_same_plan_continues_its_run_until_it_is_over(store: Store, pipeline
     forced = runs.start_run(store, pipeline, targets, ("digits",))
     assert forced.id != first.id
     assert runs.start_run(store, pipeline, targets, ("digits",)).force == forced.force, "the same nonce"
-    st.wish_stop(store, first.id)
+    st.request_stop(store, first.id)
     assert runs.start_run(store, pipeline, targets, ()).id != first.id
     st.add_event(store, other.id, "finished", status="FAILED")
     assert runs.run_status(store, other.id)["status"] == "FAILED"

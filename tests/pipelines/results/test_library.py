@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 import pipelines
-from pipelines.files import s3
+from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreError, commit, open_store
-from ray_jobs.data.shards import ImageSize, Sample
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize
 from ray_jobs.evaluation import rows as tables
 from tests.support import datasets, records
 from tests.support.checkpoints import model_at, put_pretraining
@@ -213,10 +214,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://{}:{}".format(*server.get_host_and_port()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    s3.client.cache_clear()
-    s3.client().create_bucket(Bucket="bucket")
+    s3_client.client.cache_clear()
+    s3_client.client().create_bucket(Bucket="bucket")
     yield "s3://bucket/x"
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     server.stop()
 
 

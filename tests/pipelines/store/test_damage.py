@@ -540,7 +540,7 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
     made = st.commit(store, make_manifest("ingest", key=digits.key, files=staging.files))
     os.truncate(local_files(store, made) / "index.parquet", 3)
     run = start_run(store, pipeline, ("digits",), forced)
-    driver, cluster, told = driving(store, run, lambda: st.wish_stop(store, run.id))
+    driver, cluster, told = driving(store, run, lambda: st.request_stop(store, run.id))
     status, _ = driver.walk()
     assert status == {"digits": "STOPPED" if forced else "FAILED"}
     assert ("`--force digits` rebuilds it" in told.of("digits")[-1]) != bool(forced)

@@ -226,7 +226,7 @@ def test_staged_files_appear_only_when_the_block_ends_well(store: Store) -> None
 
 
 def test_files_come_back_as_they_were(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.files.s3.PART_BYTES", 5 * 2**20)  # the least that S3 takes
+    monkeypatch.setattr("pipelines.files.s3_client.PART_BYTES", 5 * 2**20)  # the least that S3 takes
     given = {
         "in parts": secrets.token_bytes(5 * 2**20 + 1),
         "empty": b"",

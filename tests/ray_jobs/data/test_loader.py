@@ -19,9 +19,10 @@ from pipelines.store import FileEntry, Store, open_store
 from ray_jobs.augment import RandomCrop, crops
 from ray_jobs.data import reading
 from ray_jobs.data.cache import Cache
+from ray_jobs.data.columns import Sample
 from ray_jobs.data.loader import Batch, Loader
 from ray_jobs.data.sampler import Sampler
-from ray_jobs.data.shards import Dataset, Images, ImageSize, Sample, open_artifact, open_dataset
+from ray_jobs.data.shards import Dataset, Images, ImageSize, open_artifact, open_dataset
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
