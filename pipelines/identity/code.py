@@ -23,7 +23,7 @@ CODE_PACKAGES = ("ray_jobs", "vit_model")
 # Every stage also depends on what computes its values in `pipelines`: what a field means, which files a source has, how
 # values are written for a hash. What moves records and jobs around is left out.
 VALUES = (
-    "pipelines/spec/*.py",
+    "pipelines/spec/**/*.py",
     "pipelines/files/*.py",
     "pipelines/file_names.py",
     "pipelines/identity/key.py",

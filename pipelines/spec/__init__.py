@@ -38,29 +38,17 @@ from pipelines.spec.sources import (
     IdxSource,
     Source,
 )
-from pipelines.spec.stages import (
-    MEAN_AND_STD,
-    ONE_FILE,
-    STAGE_TYPES,
-    UNSTATED,
-    WITHOUT_LABELS,
-    AnyStage,
-    Audit,
-    Baselines,
-    Evaluate,
-    FewShot,
-    Finetune,
-    GivenPreprocessing,
-    Import,
-    Ingest,
-    Labels,
-    Pretrain,
-    Report,
-    Segment,
-    Stage,
-    input_fields,
-    module,
-)
+from pipelines.spec.stages import STAGE_TYPES, AnyStage, Stage, module
+from pipelines.spec.stages.audit import Audit
+from pipelines.spec.stages.base import input_fields
+from pipelines.spec.stages.baselines import Baselines
+from pipelines.spec.stages.evaluate import Evaluate
+from pipelines.spec.stages.finetune import Finetune, Labels
+from pipelines.spec.stages.import_model import MEAN_AND_STD, ONE_FILE, UNSTATED, GivenPreprocessing, Import
+from pipelines.spec.stages.ingest import Ingest
+from pipelines.spec.stages.pretrain import WITHOUT_LABELS, FewShot, Pretrain
+from pipelines.spec.stages.report import Report
+from pipelines.spec.stages.segment import Segment
 from pipelines.spec.vtab import VtabSource
 
 __all__ = [

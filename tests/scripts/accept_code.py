@@ -1,7 +1,7 @@
 """Record that the code of the stages changed: `make accept-code WHY="renamed a variable"`.
 
 `code_versions.json` has, for each job, its VERSION and the digest of the code that it imports. When that code changes,
-a test fails until somebody has said which it is: another result (raise VERSION in pipelines/spec/stages.py, so that old
+a test fails until somebody has said which it is: another result (raise VERSION in pipelines/spec/stages/, so that old
 artifacts are not taken for new ones) or the same result (give WHY; the file keeps the last, and
 git those before).
 """

@@ -16,5 +16,5 @@ def test_a_change_of_code_was_judged(job: str) -> None:
     assert RECORD[job]["version"] == STAGE_TYPES[job].VERSION, "make accept-code"
     assert RECORD[job]["digest"] == code_digest(job), (
         f"the code that {job} imports has changed. If its results change, raise {STAGE_TYPES[job].__name__}.VERSION in "
-        'pipelines/spec/stages.py and `make accept-code`; if they do not, `make accept-code WHY="..."`'
+        'pipelines/spec/stages/ and `make accept-code`; if they do not, `make accept-code WHY="..."`'
     )

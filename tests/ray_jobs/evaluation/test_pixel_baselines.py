@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from pipelines.spec.stages import Method
+from pipelines.spec.stages.baselines import Method
 from ray_jobs.evaluation.supports import draw_labels, stratified_folds
 from tests.support.digits import ink
 

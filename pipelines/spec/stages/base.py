@@ -1,0 +1,91 @@
+"""The base of the stages, and the fields that several of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from pipelines.spec.checkpoints import NamedCheckpoint
+from pipelines.spec.fields import execution, marks
+from pipelines.spec.shapes import Model, ModelSize
+from vit_model.config import Frozen, later
+
+Shots = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
+Dtype = Literal["bfloat16", "float32"]
+SeenInTraining = Literal["fail", "report"]
+BACKBONE = "a stage's name; or, of a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
+
+
+def seen_in_training() -> Any:
+    """Declare the field of stages that score a model on test images."""
+    return later(
+        "fail",
+        description="what to do if the backbone or one of its ancestors was trained on test images: fail and say how"
+        " many, or report: score them separately, in rows that verdicts and lists of best results leave out",
+    )
+
+
+def activation_checkpointing() -> Any:
+    """Declare the field of stages that train."""
+    return execution(
+        False,
+        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
+        " takes less memory and more time",
+    )
+
+
+class BaseStage(Frozen):
+    """The base of all stages. `VERSION` increases when the same configuration gives another result.
+
+    `CONCERNS` has the versions that changed only some configurations' results, with a function that says whose.
+    """
+
+    VERSION: ClassVar[int] = 1
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {}
+    KIND: ClassVar[str]
+    job: str
+
+    @property
+    def version(self) -> int:
+        """The last version that changed this configuration's results; it enters the key."""
+        return next(
+            version
+            for version in range(self.VERSION, 0, -1)
+            if version not in self.CONCERNS or self.CONCERNS[version](self)
+        )
+
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """Return {field: the stages it names} for every field that takes artifacts and names at least one."""
+        inputs = {}
+        for field in input_fields(type(self)):
+            if value := getattr(self, field):
+                one = value.stage if isinstance(value, NamedCheckpoint) else value
+                inputs[field] = (one,) if isinstance(one, str) else tuple(one)
+        return inputs
+
+    def checkpoints(self) -> dict[str, str]:
+        """Return {field: best or step:N} for every field that names a checkpoint of its input other than the last."""
+        return {
+            field: value.checkpoint
+            for field in input_fields(type(self))
+            if isinstance(value := getattr(self, field), NamedCheckpoint)
+        }
+
+
+@cache
+def input_fields(stage: type[BaseStage]) -> dict[str, tuple[str, ...]]:
+    """Return {field: the kinds of artifact it takes} for every field of a stage that names other stages."""
+    return {
+        field: tuple(kinds)
+        for field, info in stage.model_fields.items()
+        if (kinds := marks(info).get("input"))
+    }
+
+
+def has_stochastic_depth(model: Model | None) -> bool:
+    return isinstance(model, ModelSize) and model.stochastic_depth > 0

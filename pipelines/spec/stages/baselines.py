@@ -1,0 +1,34 @@
+"""The stage `baselines`: how good classifiers of pixels are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from pipelines.spec.fields import distinct, takes
+from pipelines.spec.stages.base import BaseStage
+from pipelines.spec.stages.finetune import Labels
+
+Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
+
+
+class Baselines(BaseStage):
+    """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
+
+    VERSION: ClassVar[int] = 6  # images are divided among equally frequent classes
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: "majority" in stage.methods}
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["baselines"]
+    data: str = takes("dataset")
+    methods: Annotated[tuple[Method, ...], Field(min_length=1), AfterValidator(distinct)] = (
+        "k-NN",
+        "logistic regression",
+        "RBF SVM",
+    )
+    labels: Labels = Labels()
+    thumbnail: int = Field(32, ge=4, description="side in pixels that larger images are averaged down to")
+    max_images: int = Field(
+        5_000, ge=100, description="with all labels, use at most this many images (kernels are quadratic)"
+    )

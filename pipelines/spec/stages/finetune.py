@@ -1,0 +1,306 @@
+"""The stage `finetune`: a model becomes one for another data set, with the best of the settings that are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
+from pipelines.spec.checkpoints import Backbone, CheckpointEvery
+from pipelines.spec.fields import Seed, distinct, execution, marks, takes
+from pipelines.spec.optimizer import Optimizer, check_optimizer
+from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Optuna, Point, Range, Search, placed
+from pipelines.spec.shapes import Model, check_patches
+from pipelines.spec.stages.base import (
+    BACKBONE,
+    BaseStage,
+    Dtype,
+    Rate,
+    SeenInTraining,
+    activation_checkpointing,
+    has_stochastic_depth,
+    seen_in_training,
+)
+from vit_model.config import Frozen, LoRAOptions, later, wrong_field
+from vit_model.errors import reasons
+
+
+class Labels(Frozen):
+    """Which labels a learner may see: all of train (dev chooses), or `per_class` of each class, drawn `draws` times."""
+
+    per_class: int | None = Field(None, ge=2, description="null: all labels, and dev selects the settings")
+    draws: int = Field(
+        5, ge=1, description="with per_class: number of independent draws, each scored on test"
+    )
+    folds: int = Field(
+        5,
+        ge=2,
+        description="with per_class, or without dev: folds of the cross-validation that selects the settings",
+    )
+    seed: Seed = 0
+    use_dev: bool = later(
+        True,
+        description="with all labels; false: dev is left out, as if there were none: settings are selected on folds of"
+        " train, which alone is fitted",
+    )
+
+    @model_validator(mode="after")
+    def _folds_fit(self) -> Self:
+        if self.per_class is not None and not self.use_dev:
+            raise ValueError("use_dev false: with per_class dev is never used; leave it out")
+        if self.per_class is not None and self.folds > self.per_class:
+            raise ValueError(
+                f"folds {self.folds} is more than per_class {self.per_class}; each fold needs an image of every class"
+            )
+        return self
+
+
+class EarlyStopping(Frozen):
+    """When a trial of a sweep ends before its last step, and which of its steps counts: the best on held-out images.
+
+    They are dev, or with few labels the fold's; test is never looked at.
+    """
+
+    evaluations: int = Field(
+        20, ge=2, description="of a trial, at equal distances; the last is after its last step"
+    )
+    patience: int = Field(
+        5, ge=1, description="end a trial after this many evaluations in a row without a new best"
+    )
+
+
+class Finetune(BaseStage):
+    """A Ray Tune sweep over learning rates or a search, a refit with the best, one look at test (paper, Table 4)."""
+
+    # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
+    # key by the digest of its input. 8: Optuna tries no point twice.
+    VERSION: ClassVar[int] = 8
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
+        7: lambda stage: has_stochastic_depth(stage.model) or bool(stage.stochastic_depth),
+        8: lambda stage: isinstance(stage.search, Optuna),
+    }
+    KIND: ClassVar[str] = "model"
+    job: Literal["finetune"]
+    data: str = takes("dataset")
+    backbone: Backbone | None = takes("model", default=None, description=BACKBONE)
+    model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
+    resolution: int | None = Field(
+        None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
+    )
+    labels: Labels = Labels()
+    refits: int = later(
+        1,
+        ge=1,
+        description="with all labels: fits with the chosen settings and the seeds from `seed` on, each scored on test"
+        " once; the first one's model is kept. With few labels, labels.draws says how many",
+    )
+    learning_rates: Annotated[tuple[Rate, ...], AfterValidator(distinct)] = Field(
+        (),
+        description="the rates to sweep; a single rate is used without a sweep. Needed unless `search` is over"
+        " learning_rate",
+    )
+    search: Search | None = later(
+        None,
+        description="other fields to sweep, and how: grid, random, asha, optuna or pbt. `over` gives each field's"
+        " values, or {low, high, scale: linear or log}; fields in others are written as optimizer.weight_decay",
+    )
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    gradient_accumulation_steps: int = later(
+        1,
+        ge=1,
+        description="micro-batches per step that batch_size is divided into, which takes less memory; batch_size does"
+        " not change",
+    )
+    early_stopping: EarlyStopping | None = later(
+        None,
+        description="end a trial when its accuracy on the held-out images no longer rises; the refits end at the best"
+        " trial's best step. A single rate gets a trial, too",
+    )
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation | Literal["vtab"] = Field(
+        "none",
+        description="vtab: squash_crop_flip, without the crop or the flip for the tasks of VTAB-1k for which BiT leaves"
+        " it out",
+    )
+    randaugment: RandAugment | None = later(None)
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
+    eval_crop: EvalCrop | None = later(
+        None,
+        description="null: the backbone's; without a backbone, squash if all images are square, otherwise center",
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    freeze: Literal["backbone", "all_but_biases"] | Annotated[int, Field(ge=0)] | None = later(
+        None,
+        description="what of the backbone is not trained: backbone, so that only the head is; all_but_biases, so that"
+        " the head and every bias are, norms' included (BitFit, Ben Zaken et al. 2022); or N, the embeddings and the"
+        " first N blocks",
+    )
+    lora: LoRAOptions | None = later(
+        None,
+        description="train low-rank changes of the matrices of attention, and the head, and nothing else (LoRA, Hu et"
+        " al. 2022); afterwards they are added to the matrices, so that the result is an ordinary ViT",
+    )
+    stochastic_depth: float | None = later(
+        None,
+        ge=0,
+        lt=1,
+        description="of a backbone that is a ViT, in place of its own: how often the last block's branches are left out"
+        " in training; the first's never, linear between",
+    )
+    head_first: int = later(
+        0,
+        ge=0,
+        description="the first steps, in which only the head changes (Kumar et al. 2022); the schedule is that of all"
+        " steps",
+    )
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0)]] | None = later(
+        None,
+        description="of the classes in the loss: balanced, n / (classes * images of the class); or {class: weight},"
+        " with 1 for the others. Selection and scores are not weighted",
+    )
+    sampling: Literal["uniform", "balanced"] = later(
+        "uniform",
+        description="balanced: all classes are equally frequent in training, by repeating the small ones",
+    )
+    seen_in_training: SeenInTraining = seen_in_training()
+    dtype: Dtype = "bfloat16"
+    seed: Seed = 0
+    workers: int = execution(
+        1,
+        ge=1,
+        description="Ray Train workers that share each batch of a trial or refit, with a GPU each if there are any",
+    )
+    threads: int = execution(1, ge=1, description="CPU threads per worker of a trial or refit")
+    activation_checkpointing: bool = activation_checkpointing()
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
+    checkpoint_every: CheckpointEvery = execution(
+        CheckpointEvery(minutes=10),
+        description="how often each running trial or refit writes a checkpoint to resume from",
+    )
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.backbone is None) == (self.model is None):
+            raise ValueError(
+                "give either backbone (a model stage to start from) or model (a shape to train from scratch)"
+            )
+        if self.model is not None:
+            if self.resolution is None:
+                raise ValueError("resolution is required without a backbone")
+            check_patches(self.resolution, self.model)
+        check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        if self.refits > 1 and self.labels.per_class is not None:
+            raise ValueError(
+                f"refits {self.refits}: with labels.per_class there is one for each of labels.draws; leave refits out"
+            )
+        if self.batch_size % (self.workers * self.gradient_accumulation_steps):
+            shared = f"workers {self.workers} x " if self.workers > 1 else ""
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of {shared}gradient_accumulation_steps"
+                f" {self.gradient_accumulation_steps}"
+            )
+        if self.early_stopping is not None and self.early_stopping.evaluations > self.steps:
+            raise ValueError(
+                f"early_stopping.evaluations {self.early_stopping.evaluations} is more than steps {self.steps}"
+            )
+        return self
+
+    @property
+    def space(self) -> dict[str, Range | Choices]:
+        """The values that a trial's fields may have, by path, the learning rate's first."""
+        over = {} if self.search is None else self.search.over
+        rates: dict[str, Range | Choices] = (
+            {} if "learning_rate" in over else {"learning_rate": self.learning_rates}
+        )
+        return rates | over
+
+    def at(self, point: Point) -> Self:
+        """Return the fine-tuning of one trial: with the values of a point, one learning rate, and no search.
+
+        Raises:
+            ValueError: the values do not fit this stage; as a ValidationError if it is a single field.
+        """
+        fields = self.model_dump(exclude={"search", "learning_rates"})
+        values = {path: value for path, value in point.items() if path != "learning_rate"}
+        return type(self).model_validate(
+            placed(fields, values) | {"learning_rates": (point["learning_rate"],)}
+        )
+
+    @model_validator(mode="after")
+    def _search_fits(self) -> Self:
+        if (search := self.search) is None:
+            if not self.learning_rates:
+                raise ValueError("learning_rates: give at least one")
+            return self
+        if ("learning_rate" in search.over) == bool(self.learning_rates):
+            raise ValueError("give either learning_rates or search.over.learning_rate")
+        if isinstance(search, ASHA | PBT):
+            if self.labels.per_class is not None:
+                raise ValueError(
+                    f"search.kind {search.kind} needs one held-out part, but labels.per_class has folds: use random or"
+                    " optuna"
+                )
+            if self.early_stopping is not None:
+                why = (
+                    "ends trials itself"
+                    if isinstance(search, ASHA)
+                    else "compares trials after the same steps"
+                )
+                raise ValueError(f"search.kind {search.kind} {why}: leave out early_stopping")
+            name = "evaluations" if isinstance(search, ASHA) else "rounds"
+            if (count := getattr(search, name)) > self.steps:
+                raise ValueError(f"search.{name} {count} is more than steps {self.steps}")
+        self._check_space()
+        return self
+
+    def _check_space(self) -> None:
+        """Raise ValueError for fields that cannot be searched, and for values that a trial cannot have or has twice."""
+        shared = {*FIXED, "learning_rates"} | {
+            name for name, info in type(self).model_fields.items() if marks(info).get("execution")
+        }
+        values = {
+            path: values.samples() if isinstance(values, Range) else values
+            for path, values in self.space.items()
+        }
+        first = {"learning_rate": values["learning_rate"][0]}
+        for path in values:
+            place = ("search", "over", path)
+            if not shared.isdisjoint((path, path.split(".")[0])):
+                raise wrong_field(place, f"all trials share {path}, so it cannot be searched")
+            trials: list[Finetune] = []
+            for value in values[path]:
+                try:
+                    trials.append(self.at(first | {path: value}))
+                except ValidationError as error:
+                    raise wrong_field(place, f"value {value!r}: {reasons(error)}") from None
+                if trials[-1] in trials[:-1]:
+                    raise wrong_field(place, f"duplicate value {value!r}")
+
+    @model_validator(mode="after")
+    def _frozen_parts_fit(self) -> Self:
+        if self.backbone is None and (self.freeze is not None or self.head_first or self.lora is not None):
+            raise ValueError("freeze, head_first and lora are for a backbone; the weights of model are new")
+        if self.backbone is None and self.stochastic_depth is not None:
+            raise ValueError("stochastic_depth is for a backbone; model.stochastic_depth is for a new model")
+        if self.freeze is not None and self.lora is not None:
+            raise ValueError(
+                f"freeze {self.freeze}: lora trains only its own matrices and the head; leave out freeze or lora"
+            )
+        if self.freeze == "backbone" and self.head_first:
+            raise ValueError(
+                f"head_first {self.head_first}: freeze backbone trains only the head in all steps"
+            )
+        if self.optimizer.name == "muon" and (self.lora is not None or isinstance(self.freeze, str)):
+            what = f"freeze {self.freeze}" if self.lora is None else "lora"
+            raise ValueError(
+                f"optimizer.name muon is for the matrices of the blocks, which {what} does not train; use adamw or sgd"
+            )
+        if self.head_first >= self.steps:
+            raise ValueError(f"head_first {self.head_first} must be less than steps {self.steps}")
+        return self

@@ -1,0 +1,65 @@
+"""The stage `ingest`: a source becomes a data set."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from pipelines.spec.fields import Root, distinct, execution, takes
+from pipelines.spec.sources import Source
+from pipelines.spec.stages.base import BaseStage
+from vit_model.config import later
+
+
+class Ingest(BaseStage):
+    """Ingest: convert a source to validated Parquet shards with fixed splits."""
+
+    VERSION: ClassVar[int] = 6
+    KIND: ClassVar[str] = "dataset"
+    job: Literal["ingest"]
+    source: Source
+    duplicates: Literal["keep", "drop"] = later(
+        "keep",
+        description="keep: list copies and near-duplicates in the set; drop: also leave them out, but no test image."
+        " If copies are drawn into different splits, test beats dev and dev beats train in both cases. The log names"
+        " identical bytes in two classes; drop leaves all of them out of train and dev",
+    )
+    max_distance: int | None = later(
+        4,
+        ge=0,
+        le=8,
+        description="most differing bits, of 64, between perceptual hashes of near-duplicates and of mirrored,"
+        " rotated and cropped copies; null: only identical bytes are copies",
+    )
+    against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
+        "dataset",
+        shows_names=True,
+        later=True,
+        default=(),
+        description="data sets; their test images and near-duplicates of them are left out of train and dev here",
+    )
+    exclude: Root | None = execution(
+        None,
+        description="a CSV file with a column sample_id, or a text file with an id per line, local or on S3: these"
+        " images are left out of train and dev here, such as those that an audit lists; its content enters the key,"
+        " its location does not",
+    )
+    short_side: int | None = later(
+        None,
+        ge=32,
+        description="in pixels; images with a longer shorter side are resized and stored as JPEG of quality 95 (lossy):"
+        " reading is 1.7 times as fast at 256; null: store the original bytes",
+    )
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="the stage fails if a larger fraction of images is damaged"
+    )
+
+    @model_validator(mode="after")
+    def _masks_fit(self) -> Self:
+        if self.short_side is not None and getattr(self.source, "masks", False):
+            raise ValueError(
+                f"short_side {self.short_side}: masks are of the original images' size; remove short_side or"
+                " source.masks"
+            )
+        return self

@@ -1,0 +1,400 @@
+"""The stage `pretrain`: a data set becomes a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
+from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
+from pipelines.spec.fields import Seed, ascending, distinct, execution, takes
+from pipelines.spec.optimizer import Optimizer, check_optimizer
+from pipelines.spec.shapes import Model, ResNetSize, check_patches, size_of
+from pipelines.spec.stages.base import (
+    BaseStage,
+    Dtype,
+    Rate,
+    Shots,
+    Steps,
+    activation_checkpointing,
+    has_stochastic_depth,
+)
+from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
+
+Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
+WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
+PatchTarget = Literal["mean_colour", "4x4", "pixels"]
+
+
+class Contrastive(Frozen):
+    """MoCo v3's settings; the defaults are the authors' for ViTs. The networks behind the ViT are thrown away after
+    pretraining. The rest of the authors' recipe, from `position: sincos2d_moco` to the rates: docs/training.md."""
+
+    hidden_width: int = Field(4096, ge=1, description="of the projector and the predictor")
+    output_width: int = Field(256, ge=1)
+    temperature: float = Field(0.2, gt=0)
+    momentum: float = Field(
+        0.99,
+        ge=0,
+        le=1,
+        description="the initial momentum of the momentum encoder; a cosine schedule raises it to 1",
+    )
+
+
+class Distillation(Frozen):
+    """How a teacher is imitated; the defaults are those of DeiT's code. A model with a distillation token
+    (`model.distillation: true`) answers the teacher with it, and the labels with the class token; with kind features,
+    the class token does both."""
+
+    kind: Literal["soft", "hard", "features"] = Field(
+        "hard",
+        description="soft: the teacher's probabilities; hard: its most likely class; features: the direction of its"
+        " representation, after a linear map that is thrown away, for which it needs no classifier",
+    )
+    temperature: float = Field(1.0, gt=0, description="with soft: what both divide their logits by")
+    weight: float = Field(
+        0.5, gt=0, le=1, description="of the teacher's part in the loss; the labels have the rest"
+    )
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.temperature != 1.0 and self.kind != "soft":
+            raise ValueError(f"temperature {self.temperature} is for kind soft; kind is {self.kind}")
+        if self.weight == 1.0 and self.kind == "features":
+            raise ValueError(
+                "weight 1 leaves no labels, and kind features trains no classifier; use less than 1"
+            )
+        return self
+
+
+class Auxiliary(Frozen):
+    """Tasks without labels whose losses are added to the labels'; each image is computed once more for it."""
+
+    masked_patches: float = Field(
+        gt=0, description="the weight of masked patch prediction, whose target is patch_target"
+    )
+
+
+class FewShot(Frozen):
+    """Few-shot linear evaluation on dev while a pretraining runs."""
+
+    shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = Field(
+        (5,), description="labels per class, drawn from train"
+    )
+    draws: int = Field(3, ge=1, description="draws of labels, whose mean accuracy is logged")
+    seed: Seed = 0
+
+
+class Pretrain(BaseStage):
+    """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
+
+    # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
+    # by the digest of its input.
+    VERSION: ClassVar[int] = 6
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
+        6: lambda stage: has_stochastic_depth(stage.model)
+    }
+    KIND: ClassVar[str] = "model"
+    job: Literal["pretrain"]
+    data: str = takes("dataset")
+    model: Model | None = Field(
+        None,
+        description="null, with init_from: NAME: as in that model, without the head if it uses no labels",
+    )
+    init_from: Backbone | None = takes(
+        "model",
+        default=None,
+        later=True,
+        description="the model whose weights training starts from, imported ones too: a stage's name; of a pretraining,"
+        " {stage: NAME, checkpoint: last | best | step:N}; or latest, the newest model that this stage has made in"
+        " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
+    )
+    resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="images per step, over all workers")
+    gradient_accumulation_steps: int = later(
+        1,
+        ge=1,
+        description="micro-batches per step that each worker divides its share of batch_size into, which takes less"
+        " memory; batch_size does not change",
+    )
+    learning_rate: Rate
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation = "none"
+    randaugment: RandAugment | None = later(None)
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
+    eval_crop: EvalCrop | None = later(
+        None,
+        description="null: the start's; without init_from, squash if all images are square, otherwise center",
+    )
+    objective: Objective = later(
+        "softmax",
+        description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
+        " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
+        " a model without a classifier as the result, the colours of corrupted patches (section 4.6), MoCo v3: which of"
+        " two views are of the same image, or a masked autoencoder: the pixels of masked patches; or"
+        " cross-entropy by softmax beside the answers of a teacher to the same pixels",
+    )
+    teacher: Backbone | None = takes(
+        "model",
+        default=None,
+        later=True,
+        description="with objective distillation: the model that is imitated, imported ones too: a stage's name; or, of"
+        " a pretraining, {stage: NAME, checkpoint: last | best | step:N}. It takes images of the same resolution and"
+        " knows all classes of the data, by name",
+    )
+    distillation: Distillation = later(Distillation())
+    patch_target: PatchTarget = later(
+        "mean_colour",
+        description="the target of masked_patches, as objective or auxiliary: a patch's mean colour at 3 bits per"
+        " channel (the paper), that of each of its 4x4 parts, or, by regression, all its pixels",
+    )
+    contrastive: Contrastive = later(Contrastive())
+    mae: MaeOptions = later(MaeOptions())
+    auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Dtype = "bfloat16"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    order: Literal["global", "window"] = later(
+        "global",
+        description="the order of images: a permutation of them all, or windows of row groups, for data on S3 that is"
+        " larger than cache_gib",
+    )
+    seed: Seed = 0
+    workers: int | None = execution(
+        None,
+        ge=1,
+        description="number of Ray Train workers, with a GPU each if there are any; null: one per GPU, or 2 on CPUs",
+    )
+    min_workers: int = execution(
+        1,
+        ge=1,
+        description="if machines are lost, training continues with fewer workers, but with no fewer than these",
+    )
+    threads: int = execution(1, ge=1, description="CPU threads per worker")
+    activation_checkpointing: bool = activation_checkpointing()
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
+    checkpoint_every: CheckpointEvery = execution(
+        CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
+    )
+    keep_checkpoints: int = execution(
+        2,
+        ge=2,  # an attempt that takes over may just have chosen the one before the newest
+        description="number of the newest checkpoints to resume from that are kept until training ends",
+    )
+    keep_steps: Annotated[tuple[Steps, ...], AfterValidator(distinct), AfterValidator(ascending)] = execution(
+        (),
+        description="steps whose weights are kept with the result, for backbone: {stage: ..., checkpoint: step:N};"
+        " its last and its best weights always are",
+    )
+    fewshot: FewShot | None = execution(
+        None,
+        description="log few-shot accuracy on dev 5 times during the training, with any objective: to watch, never to"
+        " select; null: do not",
+    )
+
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        inputs = super().inputs()
+        if self.init_from == LATEST:  # no stage: the store has it, perhaps
+            del inputs["init_from"]
+        return inputs
+
+    def with_model(self, start: ViTConfig | ResNetConfig) -> Self:
+        """Return the stage with the shape of the model that it starts from, if it gives none.
+
+        Raises:
+            ValidationError: its other fields do not fit this shape.
+        """
+        if self.model is not None:
+            return self
+        model = size_of(start, head=self.objective not in WITHOUT_LABELS)
+        return type(self).model_validate(self.model_dump() | {"model": model})
+
+    @model_validator(mode="after")
+    def _start_is_known(self) -> Self:
+        if self.model is None and self.init_from is None:
+            raise ValueError("model is missing; only a stage with init_from: NAME can do without")
+        if self.model is None and self.init_from == LATEST:
+            raise ValueError("model is missing; with init_from: latest the first run needs it")
+        if isinstance(self.init_from, NamedCheckpoint) and self.init_from.stage == LATEST:
+            raise ValueError(
+                f"init_from {self.init_from}: latest is the newest model with its last weights; write init_from: latest"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kept_steps_exist(self) -> Self:
+        if self.keep_steps and self.keep_steps[-1] > self.steps:
+            raise ValueError(f"keep_steps {self.keep_steps[-1]} is more than steps {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if self.model is not None:
+            check_patches(self.resolution, self.model)
+        check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        if self.optimizer.name == "muon" and self.zero_stage:
+            raise ValueError(
+                f"zero_stage {self.zero_stage}: optimizer.name muon needs whole matrices, which ZeRO divides; use"
+                " zero_stage: 0"
+            )
+        if self.workers and self.batch_size % self.workers:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
+        workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
+        if self.batch_size % (workers * micro_batches):
+            share = (
+                f", which is {self.batch_size // workers} for each of {workers} workers,"
+                if workers > 1
+                else ""
+            )
+            raise ValueError(
+                f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
+            )
+        if self.activation_checkpointing and isinstance(self.model, ResNetSize):
+            raise ValueError(
+                f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}"
+            )
+        return self
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Images per micro-batch, over all workers: the number of workers must divide it."""
+        return self.batch_size // self.gradient_accumulation_steps
+
+    @property
+    def passes(self) -> int:
+        """How often a step computes each image: whole and corrupted, or two views of it."""
+        return 1 if self.auxiliary is None and self.objective != "contrastive" else 2
+
+    @property
+    def autoencoder(self) -> MaeOptions | None:
+        """The settings of a masked autoencoder, if that is the objective."""
+        return self.mae if self.objective == "mae" else None
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        smoothing = self.label_smoothing
+        if self.objective == "sigmoid" and smoothing >= 0.5:
+            raise ValueError(
+                f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
+                " wrong, so it must be below 0.5, such as 0.0001"
+            )
+        if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
+            raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
+        if self.contrastive != Contrastive() and self.objective != "contrastive":
+            raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
+        if self.mae != MaeOptions() and self.objective != "mae":
+            raise ValueError("mae has settings that only objective mae uses; remove it")
+        self._check_distillation()
+        if self.objective in WITHOUT_LABELS:
+            self._check_no_labels()
+        if self.auxiliary is not None:
+            self._check_auxiliary()
+        return self
+
+    def _check_auxiliary(self) -> None:
+        """Raise ValueError for fields that do not apply to an auxiliary task."""
+        if self.objective in WITHOUT_LABELS:
+            raise ValueError(
+                f"auxiliary is beside labels, which objective {self.objective} does not use; remove it"
+            )
+        if self.objective == "distillation":
+            raise ValueError("auxiliary cannot be combined with objective distillation; remove one of them")
+        if isinstance(self.model, ResNetSize):
+            raise ValueError(
+                f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}"
+            )
+        if self.model is not None and self.resolution == self.model.patch_size:
+            raise ValueError(f"resolution {self.resolution} is a single patch; auxiliary needs two or more")
+
+    def _check_distillation(self) -> None:
+        """Raise ValueError for a teacher and settings that do not go with the objective and the model."""
+        if self.objective != "distillation":
+            if self.teacher is not None:
+                raise ValueError(
+                    f"teacher {self.teacher} is for objective distillation; objective is {self.objective}"
+                )
+            if self.distillation != Distillation():
+                raise ValueError("distillation has settings that only objective distillation uses; remove it")
+        elif self.teacher is None:
+            raise ValueError("teacher is missing; objective distillation needs a model to imitate")
+        elif self.distillation.weight == 1.0 and getattr(self.model, "distillation", False):
+            raise ValueError(
+                "distillation.weight 1 leaves no labels to train the class token's classifier; use less than 1, or"
+                " model.distillation false"
+            )
+
+    def check_teacher(self, resolution: int | None, has_classifier: bool) -> None:
+        """Raise ValueError for a teacher that the stage cannot imitate.
+
+        Args:
+            resolution: the side of the teacher's images; None: not known yet.
+        """
+        if resolution is not None and resolution != self.resolution:
+            raise ValueError(
+                f"takes images of resolution {resolution}, but this stage trains with resolution {self.resolution}, and"
+                f" both see the same pixels; use resolution {resolution}, or a teacher fine-tuned at {self.resolution}"
+            )
+        if not has_classifier and self.distillation.kind != "features":
+            raise ValueError(
+                f"has no classifier, which distillation.kind {self.distillation.kind} imitates; use kind features, or"
+                " fine-tune the teacher"
+            )
+
+    def _check_no_labels(self) -> None:
+        """Raise ValueError for fields that do not apply to an objective without labels."""
+        model = self.model
+        if isinstance(model, ResNetSize):
+            raise ValueError(
+                f"objective {self.objective} needs a ViT, because it uses patches; model is a {model.family}"
+            )
+        classifier = (False, 0.0) if model is None else (model.representation_head, model.head_bias)
+        if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
+            raise ValueError(
+                "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias need labels and a"
+                f" classifier, which objective {self.objective} does not use; remove them"
+            )
+        if self.objective == "contrastive":
+            self._check_contrastive()
+            return
+        if model is None:
+            return
+        if self.objective == "mae":
+            self.mae.check(model.architecture(self.resolution, channels=3, num_classes=0))
+            return
+        if model.pooling == "map":
+            raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")
+        if self.resolution == model.patch_size:
+            raise ValueError(
+                f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
+            )
+
+    def _check_contrastive(self) -> None:
+        """Raise ValueError for fields that do not apply to MoCo v3."""
+        if self.augment == "none":
+            raise ValueError(
+                "augment none: the two views of objective contrastive would show the same part of an image;"
+                " resized_crop_flip is the authors'"
+            )
+        if self.randaugment is not None:
+            raise ValueError(
+                "randaugment cannot be combined with objective contrastive, which has its own augmentation"
+            )
+        if self.zero_stage == 3:
+            raise ValueError(
+                "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"
+            )
+        if self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps}: objective contrastive distinguishes"
+                " the images of a whole batch; use 1"
+            )
+        if self.batch_size < 2:
+            raise ValueError(
+                "batch_size 1: objective contrastive distinguishes the images of a batch; use 2 or more"
+            )

@@ -1,0 +1,27 @@
+"""The stage `report`: one page of the results of others."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from pipelines.spec.fields import takes
+from pipelines.spec.stages.base import BaseStage
+from vit_model.config import later
+
+
+class Report(BaseStage):
+    """One page of everything: a table, curves, sheets of images, and the rows behind them."""
+
+    VERSION: ClassVar[int] = (
+        9  # verdicts name what they compare with; VTAB's scores are of one classifier each
+    )
+    KIND: ClassVar[str] = "report"
+    job: Literal["report"]
+    title: str
+    note: str = Field("", description="a note for readers, shown beside the verdict")
+    of: tuple[str, ...] = takes("dataset", "model", "evaluation", "audit", shows_names=True, min_length=1)
+    missing: tuple[str, ...] = later(
+        (), description="set by a run: members of a matrix that could not be built and were removed from `of`"
+    )

@@ -1,0 +1,24 @@
+"""The stage `segment`: how well the features of a frozen model tell the classes of pixels."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from pipelines.spec.checkpoints import Backbone
+from pipelines.spec.fields import Seed, execution, takes
+from pipelines.spec.stages.base import BACKBONE, BaseStage, SeenInTraining, seen_in_training
+
+
+class Segment(BaseStage):
+    """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
+
+    VERSION: ClassVar[int] = 2  # mIoU is the mean over the classes in the masks
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["segment"]
+    data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
+    backbone: Backbone = takes("model", description=BACKBONE)
+    seen_in_training: SeenInTraining = seen_in_training()
+    seed: Seed = Field(0, description="of the untrained weights")
+    threads: int = execution(1, ge=1)
