@@ -29,7 +29,7 @@ from pipelines.store import (
 from ray_jobs.process import devices
 from ray_jobs.process.alive import Steps, count_steps
 from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
-from ray_jobs.training.workers import run_group, this_worker
+from ray_jobs.training.workers import micro_batch_size, run_group, this_worker
 from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
@@ -64,7 +64,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
             print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
-    wanted = workers = context.config.workers or devices.default_workers(context.config.micro_batch_size)
+    wanted = workers = context.config.workers or devices.default_workers(micro_batch_size(context.config))
     devices.room_for(workers, context.config.threads)
     units, group, deaths = devices.units_in_cluster(), 0, 0
     while True:
@@ -173,7 +173,7 @@ def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
     possible = [
         number
         for number in range(min(config.min_workers, wanted), wanted + 1)
-        if config.micro_batch_size % number == 0
+        if micro_batch_size(config) % number == 0
     ]
     return max(
         (number for number in possible if number <= wanted * units // units_before), default=possible[0]

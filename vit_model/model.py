@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vit_model.bottlenecks import stem_channels
 from vit_model.config import ViTConfig
-from vit_model.parts import check_images, lecun_normal_
+from vit_model.parts import ParameterGroups, check_images, lecun_normal_
 from vit_model.positions import relative_scores, sincos2d, sincos2d_moco
 from vit_model.resnet import Stem
 
@@ -223,7 +223,7 @@ class AttentionPool(nn.Module):
         return out[:, 0]
 
 
-class ViT(nn.Module):
+class ViT(ParameterGroups):
     """The encoder and its head. Built on torch's default device with the weights of `initialise(seed=0)`."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -272,6 +272,21 @@ class ViT(nn.Module):
             self.head = nn.Linear(width, config.num_classes)
             if config.distillation:
                 self.head_dist = nn.Linear(width, config.num_classes)
+
+    @property
+    def last_layer(self) -> int:
+        """The number of the layer of the final norm and the head, after the blocks, which are 1 to `num_blocks`."""
+        return self.config.num_blocks + 1
+
+    def layer_of(self, name: str) -> int:
+        first, _, rest = name.partition(".")
+        if first == "blocks":
+            return 1 + int(rest.partition(".")[0])
+        # patches, the norm before the blocks, and what is a parameter of the model itself: tokens, positions
+        return 0 if first in ("patch_embed", "norm_pre") or not rest else self.last_layer
+
+    def is_block_matrix(self, name: str) -> bool:
+        return name.startswith("blocks.") and name.endswith(".weight") and self.get_parameter(name).ndim == 2
 
     def forward(self, images: Tensor, depth_draws: Tensor | None = None) -> Tensor:
         """[b, c, height, width] -> logits [b, classes], or the representation [b, d] without a head.

@@ -46,7 +46,7 @@ from pipelines.spec.stages.evaluate import Evaluate
 from pipelines.spec.stages.finetune import Finetune, Labels
 from pipelines.spec.stages.import_model import MEAN_AND_STD, ONE_FILE, UNSTATED, GivenPreprocessing, Import
 from pipelines.spec.stages.ingest import Ingest
-from pipelines.spec.stages.pretrain import WITHOUT_LABELS, FewShot, Pretrain
+from pipelines.spec.stages.pretrain import WITHOUT_LABELS, FewShot, Objective, Pretrain, objective_properties
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 from pipelines.spec.vtab import VtabSource
@@ -91,6 +91,7 @@ __all__ = [
     "Model",
     "ModelSize",
     "NamedCheckpoint",
+    "Objective",
     "Optimizer",
     "Pretrain",
     "RandAugment",
@@ -109,6 +110,7 @@ __all__ = [
     "input_fields",
     "module",
     "nearest",
+    "objective_properties",
     "quantity",
     "recorded_checkpoint",
     "step_of",

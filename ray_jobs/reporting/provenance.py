@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipelines.spec import BEST, recorded_checkpoint, step_of
+from pipelines.spec import BEST, objective_properties, recorded_checkpoint, step_of
 from pipelines.store import Manifest
 from vit_model.config import family_of
 
@@ -110,19 +110,9 @@ def at_checkpoint(config: Mapping[str, Any], field: str) -> str:
     return "" if (step := step_of(checkpoint)) is None else f" at step {step:,}"
 
 
-_OBJECTIVES = {
-    "softmax": "Supervised pretraining",
-    "sigmoid": "Supervised pretraining (sigmoid cross-entropy)",
-    "masked_patches": "Pretraining without labels (masked patch prediction)",
-    "contrastive": "Pretraining without labels (MoCo v3)",
-    "mae": "Pretraining without labels (masked autoencoder)",
-    "distillation": "Distillation",
-}
-
-
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     optimizer = config["optimizer"]
-    objective = _OBJECTIVES[config.get("objective", "softmax")]
+    objective = objective_properties(config.get("objective", "softmax")).label
     if auxiliary := config.get("auxiliary"):
         objective += f" with masked patch prediction (weight {auxiliary['masked_patches']:g})"
     if "teacher" in inputs:

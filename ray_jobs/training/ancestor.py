@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from pipelines.spec import WITHOUT_LABELS, Pretrain
+from pipelines.spec import Objective, Pretrain, objective_properties
 from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.process.stage import Context
 from ray_jobs.training.contract import continued_contract
@@ -28,7 +28,7 @@ class Ancestor(NamedTuple):
     folder: Path
     name: str
     """for the log: stage, job and key"""
-    objective: str = "softmax"
+    objective: Objective = "softmax"
     """which its classifier was trained with, if it has one; assumed of imported weights"""
 
 
@@ -52,7 +52,7 @@ def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> Mo
             ancestor's.
     """
     source = read_contract(ancestor.folder)
-    classes = 0 if config.objective in WITHOUT_LABELS else len(info.class_names)
+    classes = len(info.class_names) if objective_properties(config.objective).classifier else 0
     try:
         model = config.with_model(source.architecture).model
         assert model is not None
@@ -64,7 +64,7 @@ def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> Mo
         raise UserError(f"init_from {ancestor.name}: {reasons(error)}") from error
 
 
-def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: str) -> list[str]:
+def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: Objective) -> list[str]:
     """Copy the ancestor's weights to a new model; return a line for each part that is not just copied.
 
     Raises:
@@ -72,14 +72,10 @@ def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objec
     """
     source, theirs = load_model(ancestor.folder)
     classes = None
-    if _cross_entropy(objective) == _cross_entropy(ancestor.objective):
+    # The logits of another cross-entropy have another scale.
+    if objective_properties(objective).classifier == objective_properties(ancestor.objective).classifier:
         classes = same_classes(contract, theirs)
     return [f"starting from the weights of {ancestor.name}", *transfer_backbone(model, source, classes)]
-
-
-def _cross_entropy(objective: str) -> str:
-    """Return what an objective's classifier is trained with; the logits of the other kind have another scale."""
-    return "softmax" if objective == "distillation" else objective
 
 
 def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelines.spec import WITHOUT_LABELS, Pretrain
+from pipelines.spec import Pretrain, objective_properties
 from pipelines.store import LogLine
 from ray_jobs.augment import TrainTransform, dropout_seed
 from ray_jobs.data.loader import MEMORY_BYTES, Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
-from ray_jobs.training import estimates, objective, optim
+from ray_jobs.training import estimates, optim
 from ray_jobs.training.ancestor import Ancestor, contract_from, take_over
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
@@ -36,21 +36,17 @@ from ray_jobs.training.engine import EMA, WEIGHTS, Engine, Piece, make_engine
 from ray_jobs.training.few_shot import FewShotProbe
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
-from ray_jobs.training.teacher import load_teacher, read_teacher
+from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.model import ViT
-from vit_model.objectives.contrastive import MomentumEncoder, momentum
-from vit_model.objectives.distillation import Teacher
-from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
 
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
 _EVALUATION_BATCH = 512  # images per worker
-MOMENTUM_ENCODER = "momentum_encoder"  # the kind of its pieces in a checkpoint
 
 
 def train(
@@ -88,17 +84,16 @@ def train(
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
     dataset.require("train")
-    labelled = config.objective not in WITHOUT_LABELS
+    labelled = objective_properties(config.objective).classifier is not None
     if ancestor is None:
         assert config.model is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
     else:
         contract = contract_from(ancestor, config, dataset.info)
-    taught_by = None if teacher is None else read_teacher(teacher, config, contract).architecture
-    needed = estimates.memory(config, contract.architecture, worker.world, device, taught_by)
+    method = make_method(config, contract, device, teacher)
+    needed = estimates.memory(method, worker.world)
     if worker.rank == 0:
-        said = estimates.lines(config, contract.architecture, worker.world, needed, taught_by)
-        print(*said, sep="\n", flush=True)
+        print(*estimates.lines(method, worker.world, needed), sep="\n", flush=True)
     estimates.require(needed, devices.memory(device), 1 if device.type == "cuda" else worker.local_world)
     from_files = dataset.info.image is None
     transform = TrainTransform(config, config.seed, len(contract.class_names), from_files)
@@ -109,8 +104,7 @@ def train(
         # DeepSpeed, and torch itself, call deprecated functions of torch.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
-        frozen = None if teacher is None else load_teacher(teacher, config, contract, device)
-        engine, momentum_encoder = start(config, contract, device, worker, saved, ancestor, frozen)
+        engine = start(method, worker, saved, ancestor)
         dev = Dev(dataset, contract)
         training = Training(
             config,
@@ -118,10 +112,9 @@ def train(
             worker,
             device,
             engine,
-            momentum_encoder,
+            method,
             transform,
             dev,
-            frozen,
             probe,
         )
         began, first = time.monotonic(), 0 if saved is None else saved.step
@@ -145,7 +138,7 @@ def train(
                     writer.continue_from(saved.step, saved.states[0].log)
             log = Log(
                 config,
-                estimates.train_flops(config, contract.architecture, taught_by),
+                method.train_flops,
                 batches,
                 len(images.labels),
                 device,
@@ -163,12 +156,12 @@ def train(
         loading = _summed(batches.metrics(), device, worker)
         weights = engine.full_weights()
     if output is not None:
-        prefix = objective.model_prefix(config)
+        prefix = engine.module.model_prefix
         save_model(output, as_model(contract, weights, prefix), contract)
         (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
         write_named(output, contract, prefix, config.steps, curve.best, saver)
     here = (config.steps - first) * config.batch_size  # images since the last start
-    flops = estimates.train_flops(config, contract.architecture, taught_by)  # per image
+    flops = method.train_flops  # per image
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
@@ -209,26 +202,18 @@ class Training:
     worker: Worker
     device: torch.device
     engine: Engine
-    momentum_encoder: MomentumEncoder | None
+    method: Method
     transform: TrainTransform
     dev: Dev
-    teacher: Teacher | None
     probe: FewShotProbe | None
 
 
-def start(
-    config: Pretrain,
-    contract: ModelContract,
-    device: torch.device,
-    worker: Worker,
-    saved: Saved | None,
-    ancestor: Ancestor | None = None,
-    teacher: Teacher | None = None,
-) -> tuple[Engine, MomentumEncoder | None]:
-    """Return the engine and MoCo's momentum encoder.
+def start(method: Method, worker: Worker, saved: Saved | None, ancestor: Ancestor | None = None) -> Engine:
+    """Return the engine, and give the method what it keeps beside the trained module.
 
     They are as a checkpoint has them, or else as the ancestor and, for what it lacks, the seed give them.
     """
+    config, contract = method.config, method.contract
     model = build(contract.architecture)
     model.initialise(config.seed)
     if ancestor is not None and saved is None:
@@ -237,18 +222,15 @@ def start(
             print(*lines, sep="\n", flush=True)
     if isinstance(model, ViT):
         model.activation_checkpointing = config.activation_checkpointing
-    task, momentum_encoder = objective.make_task(config, model, teacher)
-    task.to(device)
-    decays_all = config.objective == "contrastive"
-    prefix = objective.model_prefix(config)
-    optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate, decays_all, prefix=prefix)
+    task = method.module(model).to(method.device)
+    optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate)
     if saved is not None:
         saved.require(task, optimizer)
         saved.load(task, WEIGHTS)
-        if momentum_encoder is not None:
-            saved.load(momentum_encoder, MOMENTUM_ENCODER)
-    if momentum_encoder is not None:
-        momentum_encoder.to(device)
+    for kind, module in method.beside.items():
+        if saved is not None:
+            saved.load(module, kind)
+        module.to(method.device)
     os.environ["LOCAL_RANK"] = str(worker.local_rank)  # DeepSpeed reads it
     os.environ.pop(
         "OMPI_COMM_WORLD_LOCAL_RANK", None
@@ -256,7 +238,7 @@ def start(
     engine = make_engine(task, optimizer, config, worker.world)
     if saved is not None:
         engine.load_state(saved.read, saved.step)
-    return engine, momentum_encoder
+    return engine
 
 
 def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: str) -> Network:
@@ -271,7 +253,7 @@ def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: 
 def full_model(training: Training) -> Network:
     """Return the model as it would be saved now, float32 and in evaluation mode; all workers call this together."""
     weights = training.engine.full_weights()
-    model = as_model(training.contract, weights, objective.model_prefix(training.config))
+    model = as_model(training.contract, weights, training.engine.module.model_prefix)
     return model.to(training.device).eval()
 
 
@@ -339,23 +321,18 @@ def run_steps(
     steps = config.steps
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     evaluations = {math.ceil(steps * part / _DEV_EVALUATIONS) for part in range(1, _DEV_EVALUATIONS + 1)}
-    momentum_encoder, teacher = training.momentum_encoder, training.teacher
-
     for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
         torch.manual_seed(dropout_seed(config.seed, step, worker.rank))
         views, targets = training.transform(images.to(device), labels.to(device), positions, step)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         for part in optim.micro_batches(config.gradient_accumulation_steps, views, targets, positions):
-            loss = objective.batch_loss(
-                engine, config, training.contract, *part, dtype, momentum_encoder, teacher
-            )
+            loss = training.method.loss(engine, *part)
             engine.backward(loss)
             curve.add(loss)
             log.add(loss)
         norm = engine.step(rate)
         guard.watch(step, norm)
-        if momentum_encoder is not None:
-            momentum_encoder.update(engine.module, momentum(step, steps, config.contrastive.momentum))
+        training.method.after_step(engine.module, step)
 
         done = step + 1
         mean_loss, evaluation, is_best = None, None, False
@@ -380,9 +357,9 @@ def run_steps(
 
 def _pieces(training: Training) -> Iterator[Piece]:
     yield from training.engine.pieces()
-    if training.momentum_encoder is not None and training.worker.rank == 0:
-        for name, weight in training.momentum_encoder.named_parameters():
-            yield Piece(MOMENTUM_ENCODER, name, 0, weight.flatten())
+    for kind, module in training.method.beside.items() if training.worker.rank == 0 else ():
+        for name, weight in module.named_parameters():
+            yield Piece(kind, name, 0, weight.flatten())
 
 
 def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
@@ -397,7 +374,6 @@ def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
     share = math.ceil(total / worker.world)
     # ZeRO-3 needs the same number of batches on all workers. Indices past the end wrap around and are not counted.
     own = torch.arange(worker.rank * share, (worker.rank + 1) * share)
-    cross_entropy = sigmoid_cross_entropy if training.config.objective == "sigmoid" else softmax_cross_entropy
     sums = torch.zeros(2, dtype=torch.float64, device=training.device)  # of losses, of images that are right
     network: Any = engine
     if training.config.optimizer.ema is not None:
@@ -410,7 +386,7 @@ def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
             counted = int((chosen < total).sum())
             logits, labels = logits[:counted], dev.labels[chosen[:counted]].to(training.device)
             if counted:
-                sums[0] += cross_entropy(logits, labels) * counted
+                sums[0] += training.method.cross_entropy(logits, labels) * counted
                 sums[1] += (logits.argmax(dim=1) == labels).sum()
     engine.module.train()
     if worker.world > 1:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit_model.config import ViTConfig
+from vit_model.config import Architecture, ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
@@ -25,6 +25,20 @@ SMALL: dict[str, Any] = {
     "mlp_dim": 48,
     "num_classes": 7,
 }
+
+
+def contract_of(architecture: Architecture) -> ModelContract:
+    """Return the contract of a model for images in [-1, 1], with as many classes as it has."""
+    channels, side = architecture.in_channels, architecture.image_shape[0]
+    return ModelContract(
+        architecture=architecture,
+        class_names=tuple(map(str, range(architecture.num_classes))),
+        preprocessing=Preprocessing(
+            mean=(0.5,) * channels, std=(0.5,) * channels, resolution=side, channels=channels
+        ),
+        training_data="d",
+        license=None,
+    )
 
 
 def randomised(config: ViTConfig, seed: int = 0) -> ViT:

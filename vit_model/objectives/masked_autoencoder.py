@@ -22,6 +22,7 @@ from vit_model.config import MaeOptions, ViTConfig
 from vit_model.model import Block, ViT
 from vit_model.objectives.losses import in_full
 from vit_model.objectives.masked_patches import check_batch, targets
+from vit_model.parts import AroundModel
 from vit_model.positions import sincos2d_moco
 
 
@@ -90,7 +91,7 @@ class Decoder(nn.Module):
             parameter.copy_(drawn)
 
 
-class MaskedAutoencoder(nn.Module):
+class MaskedAutoencoder(AroundModel):
     """A ViT, its encoder, and the decoder; `options` are the authors' by default.
 
     Raises ValueError for a ViT that cannot be trained in this way (`MaeOptions.check`).

@@ -12,11 +12,13 @@ from pipelines import store as st
 from pipelines.spec import ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
 from ray_jobs.data import shards
-from ray_jobs.training import loop, objective
+from ray_jobs.training import loop
 from ray_jobs.training.ancestor import Ancestor, contract_from, find_ancestor, same_classes, take_over
 from ray_jobs.training.contract import model_contract
+from ray_jobs.training.methods import make_method
 from tests.support import datasets
-from tests.support.interrupted import MOCO, SIZE, configuration, run_attempt
+from tests.support.interrupted import SIZE, configuration, run_attempt
+from tests.support.objectives import MOCO
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
 from vit_model.config import ModelContract
@@ -139,9 +141,9 @@ def test_the_momentum_encoder_starts_as_the_trained_one(dataset: Path, tmp_path:
     ancestor = make_ancestor(tmp_path / "first", dataset)
     config = configuration(**STILL | MOCO)
     contract = contract_from(ancestor, config, shards.open_dataset(dataset).info)
-    engine, momentum = loop.start(config, contract, CPU, loop.ALONE, None, ancestor)
-    assert momentum is not None and isinstance(engine.module, MoCo)
-    averaged, _ = momentum.encoder
+    method = make_method(config, contract, CPU)
+    assert isinstance(loop.start(method, loop.ALONE, None, ancestor).module, MoCo)
+    averaged, _ = method.beside["momentum_encoder"].encoder
     assert_equal(encoder(averaged), encoder(load_model(tmp_path / "first")[0]))
 
 
@@ -286,7 +288,8 @@ def test_an_objective_adds_its_parts_anew(dataset: Path, tmp_path: Path) -> None
     ancestor = make_ancestor(tmp_path / "first", dataset, classifier=False)
     config = configuration(**STILL, objective="masked_patches")
     contract = contract_from(ancestor, config, shards.open_dataset(dataset).info)
-    engine, _ = loop.start(config, contract, CPU, loop.ALONE, None, ancestor)
-    fresh, _ = objective.make_task(config, build(contract.architecture))
+    method = make_method(config, contract, CPU)
+    engine = loop.start(method, loop.ALONE, None, ancestor)
+    fresh = method.module(build(contract.architecture))
     for name in ("mask_token", "head.weight", "head.bias"):
         assert torch.equal(engine.full_weights()[name], fresh.state_dict()[name])
