@@ -27,7 +27,7 @@ DRAWS = 2  # random numbers per patch
 
 def outputs(config: ViTConfig, target: Target) -> int:
     """Return how many numbers are predicted for a patch."""
-    classes = LEVELS**config.in_channels
+    classes: int = LEVELS**config.in_channels
     sizes = {"mean_colour": classes, "4x4": 16 * classes, "pixels": config.patch_size**2 * config.in_channels}
     return sizes[target]
 
