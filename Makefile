@@ -1,6 +1,6 @@
 # make quickstart   install what it needs, run the whole pipeline on real images, say where the report is
 # make test         install, run the tests that a change needs (make test-all: all of them)
-# make check        install, lint, types, import directions
+# make check        lint, types, import directions, limits of size; installs all but DeepSpeed, whose build takes minutes
 # make install      also the extras and the tools for tests; DEVICE=cpu|cuda (found out when not given);
 #                   TORCH_INDEX=URL takes torch from another index; INSTALLER=pip installs without uv
 SHELL := bash
@@ -41,13 +41,14 @@ test-hosts: install  # several hosts in network namespaces, as root: no name res
 test-cluster: install  # a Ray with a token, the store on S3 (moto, and Ceph where it is installed), the quickstart
 	VITFLOW_CLUSTER_PIPELINE=quickstart $(BIN)/pytest tests/end_to_end/test_clusters.py -k submitted
 
-check: install
+check: .venv/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest -n 0 tests/test_limits.py
 
-format: install
+format: .venv/installed-check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -59,6 +60,10 @@ install: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed
 	EXTRAS=dev bash infra/install.sh
+	touch $@ .venv/installed-check
+
+.venv/installed-check: pyproject.toml constraints.txt infra/install.sh infra/uv_settings.py
+	EXTRAS=dev DEEPSPEED=no bash infra/install.sh
 	touch $@
 
 accept-code: install  # after a change of a stage's code that leaves its results as they are: WHY="..."

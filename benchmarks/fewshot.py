@@ -36,7 +36,8 @@ from ray_jobs.data.samples import write_samples
 from ray_jobs.evaluation import linear_probe
 from ray_jobs.evaluation.features import BATCH, _read, embed
 from ray_jobs.evaluation.supports import draw_labels
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 

@@ -35,7 +35,8 @@ from torch.nn import functional
 
 from pipelines.cluster.local import hold, shut_down
 from ray_jobs.data.shards import open_dataset
-from vit_model.config import Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 

@@ -4,6 +4,7 @@
 #   TORCH_INDEX=URL   package index for torch; default: pip's own, or PyTorch's if that has only the CUDA build
 #   PYTHON=python3    the interpreter to create .venv with, 3.11 or newer
 #   EXTRAS=dev        optional dependencies to install; default: none
+#   DEEPSPEED=no      do not build and install DeepSpeed, which linters do not need
 #   INSTALLER=pip     install with pip; default: uv, which is faster, or pip if uv cannot do it
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +23,8 @@ python=${PYTHON:-python3}
 command -v "$python" >/dev/null || die "$python: command not found. Install Python 3.11 or newer, or set PYTHON"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$("$python" --version) is too old. Set PYTHON to Python 3.11 or newer"
 "$python" -c 'import venv, ensurepip' 2>/dev/null || die "the module venv is missing: apt-get install python3-venv"
-if [ "$device" = cpu ]; then
+with_deepspeed=yes; [ "${DEEPSPEED:-yes}" = yes ] || with_deepspeed=
+if [ "$device" = cpu ] && [ -n "$with_deepspeed" ]; then
   command -v g++ >/dev/null || die "g++ is missing; it builds DeepSpeed's communication op: apt-get install g++"
   header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
   [ -f "$header" ] || die "$header is missing; it is needed to build DeepSpeed's communication op: apt-get install python3-dev"
@@ -80,7 +82,7 @@ built=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$built"' EXIT
 has_op() { [ "$device" = cuda ] || .venv/bin/python -c 'import deepspeed.ops.comm.deepspeed_shm_comm_op' &>/dev/null; }
 build=
-if [ "$(installed deepspeed)" != "$(pinned deepspeed)" ] || ! has_op; then
+if [ -n "$with_deepspeed" ] && { [ "$(installed deepspeed)" != "$(pinned deepspeed)" ] || ! has_op; }; then
   echo "install: DeepSpeed, with its communication op built, and everything else (a minute or two)"
   ops=0; [ "$device" = cuda ] || ops=1
   # No cache: a wheel that was built for another torch, or without the op, has the same name. Ninja compiles the op's two
@@ -91,21 +93,30 @@ fi
 
 # From here on uv compiles everything to bytecode, as pip does, because the user who runs vitflow may not have write access.
 export UV_COMPILE_BYTECODE=1
+# Everything that vitflow requires but DeepSpeed. An extra may name others: vitflow[hub,onnx].
 extras=${EXTRAS:-}
-mapfile -t others < <("$python" -c 'import sys, tomllib
+mapfile -t others < <("$python" -c 'import re, sys, tomllib
 from pathlib import Path
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-print(*(name for name in project["dependencies"] if not name.startswith("deepspeed")), sep="\n")')
+def flat(names):
+    for name in names:
+        if match := re.fullmatch(r"vitflow\[(.*)\]", name):
+            for extra in match[1].split(","):
+                yield from flat(project["optional-dependencies"][extra])
+        elif not name.startswith("deepspeed"):
+            yield name
+print(*flat(project["dependencies"] + [f"vitflow[{extra}]" for extra in sys.argv[1:]]), sep="\n")' ${extras:+"$extras"})
 install -c constraints.txt "${others[@]}"
 
 if [ -n "$build" ]; then
   wait "$build" || die "DeepSpeed was not built; see pip's output above"
   install --no-deps --force-reinstall "$built"/deepspeed-*.whl
 fi
-install --no-build-isolation -c constraints.txt -e ".${extras:+[$extras]}"
+no_deps=(); [ -n "$with_deepspeed" ] || no_deps=(--no-deps)
+install "${no_deps[@]}" --no-build-isolation -c constraints.txt -e .
 if [ "$extras" = dev ]; then
   # Tests compare ViTs with timm's, which need timm's dependencies except torchvision. torchvision must match torch exactly,
   # and pip would reinstall torch from PyPI for it.
   install --no-deps -c constraints.txt timm
 fi
-has_op || die "DeepSpeed's communication op was not built. Remove .venv and install again with PIP_QUIET=0 to see why"
+[ -z "$with_deepspeed" ] || has_op || die "DeepSpeed's communication op was not built. Remove .venv and install again with PIP_QUIET=0 to see why"

@@ -21,8 +21,9 @@ from pipelines.spec import Audit, quantity
 from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.context import Context, Result
 from ray_jobs.process.devices import fit_resources
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.stage import run_stage
 
 NAMED = 10  # classes in a line of the log
 AUDITED: tuple[Split, ...] = ("train", "dev")
@@ -117,10 +118,10 @@ def cross_validate(
     context: Context[Audit], pool: Images, run: Run, concurrent: int
 ) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
     """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
-    from ray_jobs.training.folds import assign_folds, fit_fold
-    from ray_jobs.training.ledger import open_ledger
-    from ray_jobs.training.sweep import steps_after
     from ray_jobs.training.task import make_task
+    from ray_jobs.tuning.folds import assign_folds, fit_fold
+    from ray_jobs.tuning.ledger import open_ledger
+    from ray_jobs.tuning.runner import steps_after
 
     config = context.config
     assert config.cross_validation is not None

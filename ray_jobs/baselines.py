@@ -20,8 +20,9 @@ from ray_jobs.evaluation.artifact import save_evaluation
 from ray_jobs.evaluation.leakage import check_leakage
 from ray_jobs.evaluation.rows import MOST_FREQUENT, scored, truth_of
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process.stage import Context, Result, run_stage
-from vit_model.config import Preprocessing
+from ray_jobs.process.context import Context, Result
+from ray_jobs.process.stage import run_stage
+from vit_model.contract import Preprocessing
 
 PROTOCOL = "baseline"
 

@@ -24,7 +24,8 @@ from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.context import Context, Result
+from ray_jobs.process.stage import run_stage
 
 if TYPE_CHECKING:
     from ray_jobs.evaluation import frozen

@@ -2,7 +2,7 @@
 
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on}, and
-with a search {kind, chosen_trial, chosen_point}, with PBT {schedule}; curves.json, log.jsonl
+with a search {kind, chosen_trial, chosen_point}; curves.json, log.jsonl
 (`pipelines.store.training_log`), cost.json (`ray_jobs.evaluation.cost`).
 
 A point, {field: value}, has a learning rate, and with `search` values of other fields. It is selected by mean accuracy
@@ -11,11 +11,9 @@ then fitted with that point on all its labels (all labels: train and dev) and sc
 there is no sweep. The trials of a sweep only see images of train and dev; only `refit` opens test.
 
 With `early_stopping` a trial counts with its best evaluation. No image is left to stop a refit by, so it repeats that
-trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds. After
-PBT (`ray_jobs.training.population`), a refit repeats the values that the chosen member and those before it had, step by
-step.
+trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds.
 
-A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.training.ledger`).
+A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.tuning.ledger`).
 One that was running continues from its checkpoint.
 
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
@@ -25,76 +23,42 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, PBT, Optuna
-from pipelines.store import write_log
+from pipelines.spec.search import ASHA, Optuna, Point, require_runnable
+from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
+from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from ray_jobs.training.ledger import Ledger, open_ledger
-from ray_jobs.training.search import describe, points
-from ray_jobs.training.sweep import choose, held_out_temperature, last_step, steps_after, sweep
-from ray_jobs.training.task import Phase, Refit, Task, at_point, changes, describe_schedule, make_task
-from ray_jobs.training.trials import fetched, refits_prefix, run_refit
+from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.stage import run_stage
+from ray_jobs.training.task import Task, at_point, describe, make_task
+from ray_jobs.tuning.ledger import Ledger, open_ledger
+from ray_jobs.tuning.points import points
+from ray_jobs.tuning.runner import (
+    choose,
+    held_out_temperature,
+    last_step,
+    remote,
+    run_refit,
+    steps_after,
+    sweep,
+)
+from ray_jobs.tuning.trial import Refitted, TriedPoint
 from vit_model.errors import UserError
 from vit_model.variants import FAMILIES
 
 PROTOCOL = "fine-tuning"
 ONE_RATE = "nothing, one learning rate was given"
-
-
-def refit_draws(context: Context[Finetune], task: Task, pools: list[Images], ledger: Ledger) -> list[Refit]:
-    """Refit every draw that is not in the ledger with the task's point and last step."""
-    refits, last = {}, task.last_step or task.config.steps
-    for draw in range(len(pools)):
-        if (finished := ledger.refit(draw, task.chosen, last, task.temperature)) is not None:
-            refits[draw] = finished
-    missing = [draw for draw in range(len(pools)) if draw not in refits]
-    refits |= zip(missing, run_refits(context, task, pools, missing), strict=True)
-    return [refits[draw] for draw in range(len(pools))]
-
-
-def run_refits(context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]) -> list[Refit]:
-    """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
-    import ray
-
-    config = task.config
-    resources, concurrent = devices.fit_resources(config.threads, config.workers)
-    given = []
-    for number, draw in enumerate(draws):
-        after = steps_after(task.last_step or config.steps, concurrent, number, 0, len(draws))
-        given.append((context, task, pools[draw], draw, after))
-    if config.workers > 1:
-        with ThreadPoolExecutor(concurrent) as threads:
-            return [*threads.map(lambda arguments: run_refit(*arguments), given)]
-    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(run_refit)
-    refits: list[Refit] = ray.get([remote.remote(*arguments) for arguments in given])
-    return refits
-
-
-def measure_cost(context: Context[Finetune], task: Task) -> Cost:
-    """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
-    import ray
-
-    resources, _ = devices.fit_resources(task.config.threads)
-    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(_cost)
-    cost: Cost = ray.get(remote.remote(context, task))
-    return cost
-
-
-def _cost(context: Context[Finetune], task: Task) -> Cost:
-    from ray_jobs.training.cost import finetuning_cost
-
-    return finetuning_cost(fetched(context, task))
 
 
 def main(context: Context[Finetune]) -> Result:
@@ -104,6 +68,10 @@ def main(context: Context[Finetune]) -> Result:
         UserError: the backbone was trained on test images, see `check_leakage`; or every learning rate diverged.
     """
     config = context.config
+    try:
+        require_runnable(config.search, config.workers)
+    except ValueError as error:
+        raise UserError(f"search.{error}") from None
     dataset = context.dataset(config.cache_gib)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     if task.backbone is not None:
@@ -112,76 +80,172 @@ def main(context: Context[Finetune]) -> Result:
         for line in backbone_changes(task):
             print(line, flush=True)
     pools, supports = labelled(config, dataset)
-    selected_on = supports.selected_on
     dataset.require("test")
     overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
     ledger = open_ledger(context)
     task = task._replace(attempts=ledger.attempts)
-    known = [] if isinstance(config.search, Optuna) else points(config)
-    if len(known) == 1 and config.early_stopping is None:  # nothing to select, so no image is held out
-        trials, folds, number, point, selected_on = [], 0, 0, known[0], ONE_RATE
-    else:
-        folds = len(supports.folds)
-        if isinstance(config.search, ASHA | PBT) and folds > 1:
-            raise UserError(
-                f"search.kind {config.search.kind} needs dev, but the data set has none; use random or optuna"
-            )
-        trials = sweep(context, task, pools, supports.folds, ledger)
-        chosen = choose(trials)
-        number = chosen.get("number", trials.index(chosen))
-        point = chosen.get("point") or known[number]
-    task = at_point(task, number, point, dataset)
-    said = f"{f'chosen on {selected_on}' if trials else 'nothing to choose'}: {describe(point)}"
-    if config.early_stopping is not None:
-        task = task._replace(last_step=last_step(chosen))
-        said += f", stopped at step {task.last_step} of {task.config.steps}"
-    if trials and "schedule" in chosen:
-        task = task._replace(schedule=tuple(Phase(**phase) for phase in chosen["schedule"]))
-        said += f"; its schedule: {describe_schedule(task.schedule)}"
-    print(said, flush=True)
-    places = [task.place(fold) for fold in range(folds)]
-    task = task._replace(temperature=held_out_temperature(ledger, places))
+    choice = select(context, task, pools, supports, ledger)
+    task = chosen_task(task, choice, dataset)
     refits = refit_draws(context, task, pools, ledger)
     cost = measure_cost(context, task)
+    return write(context, task, dataset, choice, refits, overlap, cost)
 
-    accuracy_rows, predictions = tables(task, dataset, refits, selected_on, overlap)
+
+class Choice(NamedTuple):
+    """What the sweep chose: a point, of which `tried` has the trials; None if there was nothing to choose."""
+
+    number: int
+    point: Point
+    selected_on: str
+    sweep: list[TriedPoint]
+    tried: TriedPoint | None
+
+
+def select(
+    context: Context[Finetune], task: Task, pools: list[Images], supports: Supports, ledger: Ledger
+) -> Choice:
+    """Sweep, and choose a point, unless there is only one.
+
+    Raises:
+        UserError: ASHA needs dev, but there is none; or see `sweep` and `choose`.
+    """
+    config = context.config
+    known = [] if isinstance(config.search, Optuna) else points(config)
+    if len(known) == 1 and config.early_stopping is None:  # nothing to select, so no image is held out
+        return Choice(0, known[0], ONE_RATE, [], None)
+    if isinstance(config.search, ASHA) and len(supports.folds) > 1:
+        raise UserError("search.kind asha needs dev, but the data set has none; use random or optuna")
+    tried = sweep(context, task, pools, supports.folds, ledger)
+    chosen = choose(tried)
+    return Choice(chosen.number, chosen.point, supports.selected_on, tried, chosen)
+
+
+def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
+    """Return the task of the refits, and say which point it has."""
+    task, tried = at_point(task, choice.number, choice.point, dataset), choice.tried
+    how = "nothing to choose" if tried is None else f"chosen on {choice.selected_on}"
+    message = f"{how}: {describe(choice.point)}"
+    if tried is not None:
+        task = task._replace(temperature=held_out_temperature(tried.folds))
+        if task.config.early_stopping is not None:
+            task = task._replace(last_step=last_step(tried.folds))
+            message += f", stopped at step {task.last_step} of {task.config.steps}"
+    print(message, flush=True)
+    return task
+
+
+def refit_draws(
+    context: Context[Finetune], task: Task, pools: list[Images], ledger: Ledger
+) -> list[Refitted]:
+    """Refit every draw that is not in the ledger with the task's point and last step."""
+    refits = {
+        draw: finished for draw in range(len(pools)) if (finished := ledger.refit(task, draw)) is not None
+    }
+    missing = [draw for draw in range(len(pools)) if draw not in refits]
+    refits |= zip(missing, run_refits(context, task, pools, missing), strict=True)
+    return [refits[draw] for draw in range(len(pools))]
+
+
+def run_refits(
+    context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]
+) -> list[Refitted]:
+    """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
+    import ray
+
+    _, concurrent = devices.fit_resources(task.config.threads, task.config.workers)
+    arguments = [
+        (context, task, pools[draw], draw, steps_after(task.steps, concurrent, number, 0, len(draws)))
+        for number, draw in enumerate(draws)
+    ]
+    if task.config.workers > 1:
+        with ThreadPoolExecutor(concurrent) as threads:
+            return [*threads.map(lambda refit: run_refit(*refit), arguments)]
+    run = remote(task.config, run_refit)
+    refits: list[Refitted] = ray.get([run(*refit) for refit in arguments])
+    return refits
+
+
+def measure_cost(context: Context[Finetune], task: Task) -> Cost:
+    """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
+    import ray
+
+    cost: Cost = ray.get(remote(task.config, _cost)(context, task))
+    return cost
+
+
+def _cost(context: Context[Finetune], task: Task) -> Cost:
+    from ray_jobs.tuning import fits
+
+    return fits.measure_cost(context, task)
+
+
+def write(
+    context: Context[Finetune],
+    task: Task,
+    dataset: Dataset,
+    choice: Choice,
+    refits: list[Refitted],
+    overlap: Overlap,
+    cost: Cost,
+) -> Result:
+    """Write the files beside the model's, and return the stage's result."""
+    accuracy_rows, predictions = tables(task, dataset, refits, choice.selected_on, overlap)
+    sweep_json = json.dumps(_sweep(context.config, task, choice), indent=1) + "\n"
+    curves = [
+        {"draw": draw, "points": [point.model_dump() for point in done.record.curve]}
+        for draw, done in enumerate(refits)
+    ]
+    names = {str(task.refit(draw)) for draw in range(len(refits))}
+
+    def has_fit(fit: str | None) -> bool:
+        """Return whether it is a trial or one of the refits: an earlier attempt may have chosen another point."""
+        name = FitName.parse(fit)
+        return name is not None and (name.kind == "trial" or fit in names)
+
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", accuracy_rows, rows.ROWS)
         rows.write_predictions(staging.path / "predictions.parquet", predictions)
-        choice: dict[str, Any] = {"trials": trials, "chosen": task.learning_rate, "selected_on": selected_on}
-        if config.search is not None:
-            choice |= {"kind": config.search.kind, "chosen_trial": number, "chosen_point": point}
-        if task.schedule:
-            choice["schedule"] = changes(task.schedule)
-        if task.last_step is not None:
-            choice["stopped_at"] = task.last_step
-        sweep_json = json.dumps(choice, indent=1) + "\n"
         (staging.path / "sweep.json").write_text(sweep_json)
-        curves = [{"draw": draw, "points": done.curve} for draw, done in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
         write_cost(staging.path, cost)
-        # An earlier attempt may have chosen another rate.
-        write_log(context.open_store(), context.attempt, staging.path, ("trial-", refits_prefix(task)))
-    files = (*refits[0].files, *staging.files)
-    digest = {"model": model_digest(refits[0].files), "rows": rows.digest_rows(accuracy_rows, rows.ROWS)}
-    digest["sweep"] = sha256(sweep_json)  # the report reads it, so it is part of the content
+        write_log(context.open_store(), context.attempt, staging.path, has_fit)
+    model_files = refits[0].record.files
+    digest = {
+        "model": model_digest(model_files),
+        "rows": rows.digest_rows(accuracy_rows, rows.ROWS),
+        "sweep": sha256(sweep_json),  # the report reads it, so it is part of the content
+    }
     metrics: dict[str, float | int | str] = {
         "learning_rate": task.learning_rate,
         **_test_accuracy(dataset, refits, overlap),
         "parameters": task.contract.architecture.num_parameters,
         **_trained_parameters(task),
-        "substitutes": sum(refit.substitutes for refit in refits),
+        "substitutes": sum(done.record.substitutes for done in refits),
         **overlap.metrics,
+        **({} if choice.tried is None else {"validation_accuracy": choice.tried.accuracy}),
+        **({} if task.temperature is None else {"temperature": task.temperature}),
+        **({} if context.config.search is None else {"trial": choice.number}),
+        **({} if task.last_step is None else {"stopped_at_step": task.last_step}),
     }
-    if trials:
-        metrics["validation_accuracy"] = float(np.mean(chosen["accuracies"]))
-    if task.temperature is not None:
-        metrics["temperature"] = task.temperature
+    return Result(sha256(canonical_json(digest)), (*model_files, *staging.files), metrics)
+
+
+def _sweep(config: Finetune, task: Task, choice: Choice) -> dict[str, Any]:
+    """Return what sweep.json says."""
+    found: dict[str, Any] = {
+        "trials": [point.in_sweep(config) for point in choice.sweep],
+        "chosen": task.learning_rate,
+        "selected_on": choice.selected_on,
+    }
     if config.search is not None:
-        metrics["trial"] = number
+        found |= {
+            "kind": config.search.kind,
+            "chosen_trial": choice.number,
+            "chosen_point": choice.point,
+        }
     if task.last_step is not None:
-        metrics["stopped_at_step"] = task.last_step
-    return Result(content_digest=sha256(canonical_json(digest)), files=files, metrics=metrics)
+        found["stopped_at"] = task.last_step
+    return found
 
 
 def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports]:
@@ -201,7 +265,7 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports
 
 
 def tables(
-    task: Task, dataset: Dataset, refits: list[Refit], selected_on: str, overlap: Overlap
+    task: Task, dataset: Dataset, refits: list[Refitted], selected_on: str, overlap: Overlap
 ) -> tuple[list[rows.Row], list[Any]]:
     """Return the rows of rows.parquet and the tables of predictions.parquet."""
     config = task.config
@@ -223,8 +287,6 @@ def tables(
     if checkpoint := config.checkpoints().get("backbone"):
         settings["checkpoint"] = checkpoint
     settings |= {path: value for path, value in task.point.items() if path not in settings}
-    if task.schedule:
-        settings["schedule"] = describe_schedule(task.schedule)
     truth = rows.truth_of(dataset, overlap.seen)
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED
@@ -242,12 +304,18 @@ def tables(
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
-        labels, probabilities = done.score.predictions, done.score.probabilities
+        labels, probabilities = predicted(done), done.images.select(PROBABILITIES.names)
         for row, images in rows.scored(common, truth, labels, selected_on, settings, probabilities):
             accuracy_rows.append(row)
             predictions.append(images)
-        accuracy_rows += rows.mean_ap_of_real(common, truth, done.score.mean_ap, selected_on, settings)
+        accuracy_rows += rows.mean_ap_of_real(common, truth, done.record.mean_ap, selected_on, settings)
     return accuracy_rows, predictions
+
+
+def predicted(refit: Refitted) -> NDArray[np.int64]:
+    """Return the label [n] that a refit's model gave each test image."""
+    labels: NDArray[np.int64] = refit.images["prediction"].to_numpy().astype(np.int64)
+    return labels
 
 
 def _trained_parameters(task: Task) -> dict[str, int]:
@@ -259,7 +327,7 @@ def _trained_parameters(task: Task) -> dict[str, int]:
     return {"trained_parameters": trained_parameters(task)}
 
 
-def _test_accuracy(dataset: Dataset, refits: list[Refit], overlap: Overlap) -> dict[str, float]:
+def _test_accuracy(dataset: Dataset, refits: list[Refitted], overlap: Overlap) -> dict[str, float]:
     """Return the mean over refits on the test images that were not seen in training; empty if all were.
 
     Of several refits also the standard deviation (ddof 1).
@@ -268,7 +336,7 @@ def _test_accuracy(dataset: Dataset, refits: list[Refit], overlap: Overlap) -> d
     if not unseen.any():
         return {}
     labels = dataset.labels("test")
-    accuracies = [float(np.mean((done.score.predictions == labels)[unseen])) for done in refits]
+    accuracies = [float(np.mean((predicted(done) == labels)[unseen])) for done in refits]
     metrics = {"test_accuracy": float(np.mean(accuracies))}
     if len(accuracies) > 1:
         metrics["test_accuracy_std"] = float(np.std(accuracies, ddof=1))

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from pipelines.files.fetch import fetched
 from pipelines.spec import UNSTATED, GivenPreprocessing, Import
-from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from vit_model.config import ModelContract, Preprocessing
+from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.stage import run_stage
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 
 if TYPE_CHECKING:

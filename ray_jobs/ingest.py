@@ -77,8 +77,9 @@ from ray_jobs.ingesting.splits import (
     find_copies,
     without_untrained,
 )
+from ray_jobs.process.context import AT_REST, Context, Result, SourceChangedError
 from ray_jobs.process.progress import Progress
-from ray_jobs.process.stage import AT_REST, Context, Result, SourceChangedError, run_stage
+from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.containers import outermost

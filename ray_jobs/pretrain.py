@@ -28,7 +28,8 @@ from pipelines.store import (
 )
 from ray_jobs.process import devices
 from ray_jobs.process.alive import Steps, count_steps
-from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
+from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.stage import causes, run_stage
 from ray_jobs.training.workers import micro_batch_size, run_group, this_worker
 from vit_model.errors import UserError
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 
 from pipelines.spec import Report
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.context import Context, Result
+from ray_jobs.process.stage import run_stage
 
 
 def main(context: Context[Report]) -> Result:

@@ -24,7 +24,8 @@ from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, check_leakage
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.context import Context, Result
+from ray_jobs.process.stage import run_stage
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:

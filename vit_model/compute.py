@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from vit_model.bottlenecks import BottleneckStage, bottleneck_stages, stem_channels, stem_parameters
 from vit_model.config import Architecture, LoRAOptions, MaeOptions, ResNetConfig, ViTConfig
+from vit_model.variants import BottleneckStage, bottleneck_stages, stem_channels, stem_parameters
 
 Trained = Literal["all", "biases"] | LoRAOptions
 """Which weights a training changes: all, biases and the head, or LoRA's matrices and the head."""

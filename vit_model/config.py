@@ -1,103 +1,38 @@
 """Configurations of models: frozen pydantic models that every process reads, free of torch.
 
-In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig` (the architecture), `Preprocessing` (pixels to
-input) and `ModelContract` (a model artifact's config.json: all of that, the class names, where the weights came from).
+In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig`.
 Use: `ViTConfig.variant("B/16", image_size=224, num_classes=1000)`.
 """
 
 import math
-from collections.abc import Iterator
-from functools import cache
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
-    ValidationError,
-    model_serializer,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from vit_model.bottlenecks import (
+from vit_model.fields import Frozen, later
+from vit_model.variants import (
+    FAMILIES,
     BottleneckStage,
     bottleneck_stages,
     stem_channels,
     stem_parameters,
     stem_stride,
+    variant_sizes,
 )
-from vit_model.variants import FAMILIES, variant_sizes
 
+LARGEST_SIZE = 2**20  # of a side of a model's tensors; the longest of ViT-22B's is 24,576
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Frozen(BaseModel):
-    """The base of all configurations: immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_boolean_is_a_number(cls, given: Any) -> Any:
-        """Refuse booleans for numbers, which pydantic takes for 0 and 1; its `strict` would refuse lists, too."""
-        if not isinstance(given, dict):
-            return given
-        for name, has_dict in _numbers(cls):
-            if isinstance(value := given.get(name), bool | list | tuple | dict):
-                for place, boolean in _booleans((name,), value, has_dict):
-                    reads = "YAML reads yes, no, on and off as true and false"
-                    raise wrong_field(place, f"expected a number, not {str(boolean).lower()} ({reads})")
-        return given
-
-
-def wrong_field(place: tuple[str | int, ...], message: str) -> ValidationError:
-    """Return the error for a validator of a model to raise about one of its fields, or about a place inside it."""
-    problem = PydanticCustomError("value_error", "{message}", {"message": message})
-    return ValidationError.from_exception_data("", [InitErrorDetails(type=problem, loc=place, input=None)])
-
-
-@cache
-def _numbers(model: type[BaseModel]) -> tuple[tuple[str, bool], ...]:
-    """Return the fields that take numbers and no booleans, each with whether it takes mappings of them."""
-    kinds = {name: set(_kinds(info.annotation)) for name, info in model.model_fields.items()}
-    return tuple(
-        (name, dict in each) for name, each in kinds.items() if each & {int, float} and bool not in each
-    )
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types in an annotation, those of a `Literal`'s values included, but not those in other models."""
-    if get_origin(annotation) is Literal:
-        yield from map(type, get_args(annotation))
-        return
-    yield get_origin(annotation) or annotation
-    for part in get_args(annotation):
-        yield from _kinds(part)
-
-
-def _booleans(place: tuple[str | int, ...], value: Any, has_dict: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield the place and value of each boolean in a value and its lists, and in its mappings if it may have any."""
-    if isinstance(value, bool):
-        yield place, value
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _booleans((*place, number), each, has_dict)
-    elif isinstance(value, dict) and has_dict:
-        for name, each in value.items():
-            yield from _booleans((*place, name), each, has_dict)
-
-
-def later(*default: Any, **constraints: Any) -> Any:
-    """Declare a field that was added after configurations had been stored; without it they mean its default.
-
-    A stage's key therefore leaves the field out while it has its default (`pipelines.identity`).
-    """
-    return Field(*default, json_schema_extra={"later": True}, **constraints)
+HEADLESS: dict[str, Any] = {"representation_head": False, "head_bias": 0.0}
+"""The options of a model whose head is new or has none."""
 
 
 class ViTOptions(Frozen):
@@ -179,53 +114,98 @@ class ViTOptions(Frozen):
         )
 
 
-class ViTConfig(ViTOptions):
-    """The architecture of a ViT (arXiv 2010.11929, section 3.1), or of a hybrid. Sizes of images are in pixels."""
+class ViTShape(ViTOptions):
+    """The shape of a ViT or of a hybrid, independent of its images and classes."""
 
-    family: Literal["vit"] = "vit"
-    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Side of the square, or (height, width)."""
-    patch_size: PositiveInt
+    family: Literal["vit"] = later("vit")
+    patch_size: Size
     """Side of a token's square of pixels; in a hybrid that is the stride of the stem times that of its patches."""
-    in_channels: PositiveInt = 3
-    width: PositiveInt
-    depth: PositiveInt
-    num_heads: PositiveInt
-    mlp_dim: PositiveInt
-    num_classes: Annotated[int, Field(ge=0)] = 0
-    """0 leaves the head out: `forward` then returns the representation."""
-    stem: tuple[PositiveInt, ...] | None = None
-    """A hybrid's units in each stage of its convolutional stem ("R50": 3, 4, 6, 3); null: patches of pixels."""
+    width: Size
+    depth: Size
+    num_heads: Size
+    stem: tuple[Size, ...] | None = later(
+        None, description="for a hybrid: units in each stage of the convolutional stem"
+    )
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        for side in self.image_shape:
-            if side % self.patch_size:
-                raise ValueError(
-                    f"image_size {side} is not a multiple of patch_size {self.patch_size};"
-                    f" {neighbours(side, self.patch_size)} would fit"
-                )
-        check_vit_sizes(self.patch_size, self.width, self.num_heads, self.position, self.stem)
+        if self.width % self.num_heads:
+            divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
+            raise ValueError(
+                f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit"
+            )
+        if self.position in ("learned2d", "sincos2d", "sincos2d_moco") and self.width % 4:
+            raise ValueError(
+                f"width {self.width} is not a multiple of 4, which position {self.position!r} needs"
+            )
+        if self.stem is not None and self.patch_size % (stride := stem_stride(self.stem)):
+            raise ValueError(
+                f"patch_size {self.patch_size} is not a multiple of {stride}, the stride of a stem with"
+                f" {len(self.stem)} stages"
+            )
         return self
+
+    def check_side(self, name: str, side: int) -> None:
+        """Raise ValueError if a side of images, which the message calls `name`, is not a whole number of patches."""
+        if side % self.patch_size:
+            below = side // self.patch_size * self.patch_size
+            fitting = f"{below} or {below + self.patch_size}" if below else f"{self.patch_size}"
+            raise ValueError(
+                f"{name} {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit"
+            )
+
+
+class _ForImages(Frozen):
+    """What an architecture has beside its shape: the images that it takes and the classes that it tells apart."""
+
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
+    """Side of the square, or (height, width), in pixels."""
+    in_channels: PositiveInt = 3
+    num_classes: Annotated[int, Field(ge=0)] = 0
+    """0 leaves the head out: `forward` then returns the representation."""
 
     @classmethod
     def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
-        """The named model of the papers, e.g. "Ti/16" or "R50+B/16", with any other field given by name.
+        """Return the named model of the papers, e.g. "Ti/16", "R50+B/16" or "R50x1", with other fields given by name.
 
-        Raises ValueError for a name that is not in `VARIANTS` and for a field that the name already fixes.
+        Raises ValueError for a name that is not in `VARIANTS` or `RESNETS`, or is that of another family, and for a
+        field that the name already fixes.
         """
-        return cls(image_size=image_size, **_variant_fields(name, cls, fields))
-
-    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
-        """The same encoder at another resolution, without the tanh layer and with a new classifier (section 3.2)."""
-        changed: dict[str, Any] = {"image_size": image_size, "num_classes": num_classes}
-        changed |= {"representation_head": False, "head_bias": 0.0}
-        return type(self).model_validate(self.model_dump() | changed)
+        fixed = variant_sizes(name)
+        if fixed["family"] != cls.model_fields["family"].default:
+            raise ValueError(f"variant {name!r} is a {FAMILIES[fixed['family']]}, not for a {cls.__name__}")
+        if both := sorted(fixed.keys() & fields.keys()):
+            raise ValueError(
+                f"variant {name!r} already fixes {', '.join(both)}; for other sizes use {cls.__name__}(...)"
+            )
+        return cls(image_size=image_size, **fixed, **fields)
 
     @property
     def image_shape(self) -> tuple[int, int]:
         """(height, width) in pixels."""
-        return _both_sides(self.image_size)
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
+
+    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
+        """Return the same encoder at another resolution, with a new classifier and without the tanh layer before it
+        (section 3.2)."""
+        changed = HEADLESS | {"image_size": image_size, "num_classes": num_classes}
+        fields = self.model_dump()
+        return type(self).model_validate(
+            fields | {name: changed[name] for name in fields.keys() & changed.keys()}
+        )
+
+
+class ViTConfig(_ForImages, ViTShape):
+    """The architecture of a ViT (arXiv 2010.11929, section 3.1), or of a hybrid."""
+
+    mlp_dim: PositiveInt
+
+    @model_validator(mode="after")
+    def _image_fits(self) -> Self:
+        for side in self.image_shape:
+            self.check_side("image_size", side)
+        return self
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -396,67 +376,23 @@ class MaeOptions(Frozen):
                 raise ValueError(f"a masked autoencoder {message}")
 
 
-def neighbours(side: int, patch_size: int) -> str:
-    """Return the multiples of `patch_size` around a side that is not one, in words."""
-    below = side // patch_size * patch_size
-    return f"{below} or {below + patch_size}" if below else f"{patch_size}"
-
-
-def check_vit_sizes(
-    patch_size: int, width: int, num_heads: int, position: str, stem: tuple[int, ...] | None
-) -> None:
-    """Raise ValueError if two sizes of a ViT contradict each other, for images of any size."""
-    if width % num_heads:
-        divisors = [n for n in range(1, min(width, 1024) + 1) if width % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - num_heads))
-        raise ValueError(f"width {width} is not a multiple of num_heads {num_heads}; {nearest} would fit")
-    if position in ("learned2d", "sincos2d", "sincos2d_moco") and width % 4:
-        raise ValueError(f"width {width} is not a multiple of 4, which position {position!r} needs")
-    if stem is not None and patch_size % stem_stride(stem):
-        raise ValueError(
-            f"patch_size {patch_size} is not a multiple of {stem_stride(stem)}, the stride of a stem"
-            f" with {len(stem)} stages"
-        )
-
-
 class ResNetOptions(Frozen):
     """The shape of a BiT ResNet, independent of its images and classes."""
 
     family: Literal["resnet"] = "resnet"
-    units: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
+    units: Annotated[tuple[Size, ...], Field(min_length=1, max_length=8)]
     """Bottlenecks in each stage ("R50": 3, 4, 6, 3); each stage has half the resolution and twice the channels."""
-    width_factor: PositiveInt = 1
+    width_factor: Size = 1
     """All channels are multiplied by it."""
     head_bias: float = 0.0
     """What the classifier's bias starts from."""
 
 
-class ResNetConfig(ResNetOptions):
-    """The architecture of the paper's baseline (section 4.1): a ResNet v2 with group norm, as in BiT (1912.11370)."""
+class ResNetConfig(_ForImages, ResNetOptions):
+    """The architecture of the paper's baseline (section 4.1): a ResNet v2 with group norm, as in BiT (1912.11370).
 
-    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Side of the square, or (height, width), in pixels. Weights fit every size."""
-    in_channels: PositiveInt = 3
-    num_classes: Annotated[int, Field(ge=0)] = 0
-    """0 leaves the head out: `forward` then returns the representation."""
-
-    @classmethod
-    def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
-        """The named model, e.g. "R50x1" or "R152x2", with any other field given by name.
-
-        Raises ValueError for a name that is not in `RESNETS` and for a field that the name already fixes.
-        """
-        return cls(image_size=image_size, **_variant_fields(name, cls, fields))
-
-    @property
-    def image_shape(self) -> tuple[int, int]:
-        """(height, width) in pixels."""
-        return _both_sides(self.image_size)
-
-    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
-        """The same body at another resolution, with a new classifier that starts from zero."""
-        changed = {"image_size": image_size, "num_classes": num_classes, "head_bias": 0.0}
-        return type(self).model_validate(self.model_dump() | changed)
+    Its weights fit images of every size.
+    """
 
     @property
     def stages(self) -> list[BottleneckStage]:
@@ -506,139 +442,3 @@ Architecture = Annotated[
     ),
 ]
 """Every architecture that `vit_model.build.build` makes a model of."""
-
-# Fields that do not change the encoder's function of its weights. The image size only changes the positions.
-_NOT_ENCODER = {
-    "image_size",
-    "num_classes",
-    "representation_head",
-    "head_bias",
-    "dropout",
-    "stochastic_depth",
-    "layer_scale",
-    "position_resize",
-}
-
-
-def different_encoders(ours: Architecture, theirs: Architecture) -> str:
-    """Describe the fields in which two configurations differ as encoders, with both values; empty if in none.
-
-    Weights of `theirs`, which messages call the backbone, have another meaning in `ours` if there is such a field.
-    """
-    different = ["family"]
-    if ours.family == theirs.family:
-        different = [
-            name
-            for name in type(ours).model_fields
-            if name not in _NOT_ENCODER and getattr(ours, name) != getattr(theirs, name)
-        ]
-    # The initial value of layer_scale does not matter, only whether there is one.
-    if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
-        different += ["layer_scale"] * ((ours.layer_scale is None) != (theirs.layer_scale is None))
-    return ", ".join(
-        f"{name} is {getattr(theirs, name)!r} in the backbone, {getattr(ours, name)!r} in the model"
-        for name in different
-    )
-
-
-def _variant_fields(
-    name: str, config: type[ViTConfig] | type[ResNetConfig], fields: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the fields that a name fixes and the other fields."""
-    fixed = variant_sizes(name)
-    if fixed["family"] != config.model_fields["family"].default:
-        raise ValueError(f"variant {name!r} is a {FAMILIES[fixed['family']]}, not for a {config.__name__}")
-    if both := sorted(fixed.keys() & fields.keys()):
-        raise ValueError(
-            f"variant {name!r} already fixes {', '.join(both)}; for other sizes use {config.__name__}(...)"
-        )
-    return fixed | fields
-
-
-def _both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
-
-
-class Contract(Frozen):
-    """A part of config.json. It leaves out fields declared with `later` that have their default, because the file's
-    bytes are part of a model's digest."""
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        left_out = [
-            name
-            for name, field in fields.items()
-            if field.json_schema_extra == {"later": True} and getattr(self, name) == field.default
-        ]
-        return {name: value for name, value in serialize(self).items() if name not in left_out}
-
-
-class Preprocessing(Contract):
-    """The conversion of an image to a model's input: resize and crop to a square, then (x / 255 - mean) / std."""
-
-    mean: tuple[float, ...]
-    std: tuple[Annotated[float, Field(gt=0)], ...]
-    interpolation: Literal["bilinear", "bicubic", "bilinear_aliased"] = "bilinear"
-    """"bilinear_aliased": bilinear without antialiasing, rounded down, as tf.image.resize in big_vision."""
-    crop: Literal["squash", "center"] = "squash"
-    """"squash": to the square of resolution / crop_fraction. "center": shorter side to it. Then crop the middle."""
-    crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    crop_offset: Literal["round", "floor"] = later("round")
-    """An odd margin's half pixel: "round" half to even, as torchvision and timm crop; "floor" as transformers does."""
-    resolution: PositiveInt
-    channels: Literal[1, 3]
-
-    @property
-    def resized(self) -> int:
-        """The side of the square, or the shorter side, that is then cropped."""
-        return int(self.resolution / self.crop_fraction + 1e-6)  # 384 / (384 / 448) must be 448
-
-    @property
-    def offset_matters(self) -> bool:
-        """Whether the two values of crop_offset differ for images of some size."""
-        return self.crop == "center" or (self.resized - self.resolution) % 4 == 3
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != self.channels:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} must have {self.channels} values, as many as channels"
-                )
-        return self
-
-
-class ModelContract(Contract):
-    """A model artifact's config.json: everything needed to use its weights, and their origin."""
-
-    architecture: Architecture
-    class_names: tuple[str, ...]
-    """In the order of the logits; empty for a model without a classifier: its head, if any, projects (CLIP)."""
-    problem_type: Literal["single_label_classification", "multi_label_classification"] = later(
-        "single_label_classification"
-    )
-    """Whether the logits are those of a softmax, or of a sigmoid for each class; the names are Hugging Face's."""
-    preprocessing: Preprocessing
-    training_data: str
-    """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
-    license: str | None
-    """The name that the authors of the weights give it; null if they give none."""
-    format_version: Literal[1] = 1
-
-    @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
-        model, pixels = self.architecture, self.preprocessing
-        if self.class_names and len(self.class_names) != model.num_classes:
-            raise ValueError(
-                f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}"
-            )
-        if pixels.channels != model.in_channels:
-            raise ValueError(
-                f"preprocessing.channels is {pixels.channels}, architecture.in_channels {model.in_channels}"
-            )
-        if (pixels.resolution, pixels.resolution) != model.image_shape:
-            raise ValueError(
-                f"preprocessing.resolution is {pixels.resolution}, architecture.image_size {model.image_size}"
-            )
-        return self

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit_model.bottlenecks import stem_channels
 from vit_model.config import ViTConfig
 from vit_model.parts import ParameterGroups, check_images, lecun_normal_
 from vit_model.positions import relative_scores, sincos2d, sincos2d_moco
 from vit_model.resnet import Stem
+from vit_model.variants import stem_channels
 
 
 class PatchEmbed(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.preprocessing import load_image, normalise
 from vit_model.weights import load_model

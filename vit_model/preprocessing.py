@@ -20,7 +20,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY
 
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:

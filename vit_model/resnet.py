@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_model.bottlenecks import BottleneckStage, bottleneck_stages
 from vit_model.config import ResNetConfig
 from vit_model.parts import ParameterGroups, check_images, lecun_normal_
+from vit_model.variants import BottleneckStage, bottleneck_stages
 
 GROUPS = 32
 

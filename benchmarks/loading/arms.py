@@ -53,7 +53,7 @@ def open_loader(folder: Path, threads: int, **sampling: int) -> Loader:
     from ray_jobs.data.loader import Loader
     from ray_jobs.data.sampler import Sampler
     from ray_jobs.data.shards import Images, open_dataset
-    from vit_model.config import Preprocessing
+    from vit_model.contract import Preprocessing
 
     data = open_dataset(folder / "ours")
     train = Images(data, data.index("train"))

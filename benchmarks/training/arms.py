@@ -31,7 +31,7 @@ from ray_jobs.training.methods import make_method
 from tests.support.records import make_attempt
 from training.sizes import Size
 from vit_model.build import build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.parts import AroundModel
 from vit_model.preprocessing import normalise
 

@@ -35,7 +35,7 @@ from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from vit_model.build import Network
-    from vit_model.config import ModelContract
+    from vit_model.contract import ModelContract
 
 Format = Literal["hf", "timm", "npz", "onnx"]
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipelines import identity
 from pipelines.engine.latest import Newest, newest_models, recipe_of, start_of, wants_latest
 from pipelines.files.weights import lacks_preprocessing
@@ -19,6 +17,7 @@ from pipelines.spec import (
     LAST,
     UNSTATED,
     AnyStage,
+    Finetune,
     Import,
     Ingest,
     Pretrain,
@@ -26,6 +25,7 @@ from pipelines.spec import (
     Report,
     recorded_checkpoint,
 )
+from pipelines.spec.search import require_runnable
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -40,8 +40,7 @@ from pipelines.store import (
     successors,
     weights_file,
 )
-from vit_model.config import ModelContract, different_encoders
-from vit_model.errors import reasons as reasons_of
+from vit_model.contract import ModelContract
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
 
@@ -111,8 +110,8 @@ def plan_pipeline(
 
     Raises:
         RecipeError: a committed model does not have the checkpoint that a stage names, or does not fit the stage that
-            starts from it; or a source cannot be read. For a matrix: no member's source can be read; otherwise the
-            members with unreadable sources are `missing`.
+            starts from it; a search is of a kind that can no longer be run; or a source cannot be read. For a matrix:
+            no member's source can be read; otherwise the members with unreadable sources are `missing`.
     """
     sources, lost = _sources(pipeline, names)
     newest = newest_models(store, pipeline, names) if latest is None else latest
@@ -145,7 +144,10 @@ def plan_pipeline(
                 if stage.reference is not None:
                     committed[stage.name] = stage.reference
             generations.done(*ready)
-    return [planned[name] for name in names]
+    stages = [planned[name] for name in names]
+    for stage in rerun(stages, forced):
+        _check_search(stage)
+    return stages
 
 
 def rerun(planned: Iterable[PlannedStage], forced: Container[str]) -> Iterator[PlannedStage]:
@@ -263,10 +265,7 @@ def _check_checkpoints(
         (reference,) = inputs[field]
         manifest = read_manifest(store, reference.job, reference.key)
         assert manifest is not None
-        try:
-            weights_file(store, manifest, checkpoint)
-        except RecipeError as error:
-            raise RecipeError(f"stages.{name}.{field}: {error}") from None
+        weights_file(store, manifest, checkpoint, f"stages.{name}.{field}: ")
 
 
 def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
@@ -276,18 +275,13 @@ def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str,
     if (found := _find_model(store, inputs["init_from"])) is None:
         return
     stage, contract = found
-    theirs = contract.architecture
     try:
-        model = config.with_model(theirs).model
-    except ValidationError as error:
-        raise RecipeError(f"stages.{name}.init_from: {stage}: {reasons_of(error)}") from None
-    assert model is not None
-    ours = model.architecture(config.resolution, theirs.in_channels, 0)
-    if different := different_encoders(ours, theirs):
-        latest = ""
-        if wants_latest(config):
-            latest = f". Change model back, or train new weights with --set {name}.init_from=null"
-        raise RecipeError(f"stages.{name}.init_from: {stage} does not match model: {different}{latest}")
+        config.check_start(f"stages.{name}.init_from: {stage}", contract.architecture)
+    except RecipeError as error:
+        if not wants_latest(config):
+            raise
+        remedy = f"Change model back, or train new weights with --set {name}.init_from=null"
+        raise RecipeError(f"{error}. {remedy}") from None
 
 
 def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
@@ -297,10 +291,17 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
     if (found := _find_model(store, inputs["teacher"])) is None:
         return
     stage, contract = found
-    try:
-        config.check_teacher(contract.preprocessing.resolution, bool(contract.class_names))
-    except ValueError as error:
-        raise RecipeError(f"stages.{name}.teacher: {stage} {error}") from None
+    where = f"stages.{name}.teacher: {stage}"
+    config.check_teacher(where, contract.preprocessing.resolution, bool(contract.class_names))
+
+
+def _check_search(stage: PlannedStage) -> None:
+    """Raise RecipeError if a search would run of which only finished results are used."""
+    if isinstance(stage.config, Finetune) and stage.state in {"run", "pending"}:
+        try:
+            require_runnable(stage.config.search, stage.config.workers)
+        except ValueError as error:
+            raise RecipeError(f"stages.{stage.name}.search.{error}") from None
 
 
 def _check_import(name: str, config: AnyStage) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
+from pipelines.spec import TRAINED
 from pipelines.store import (
+    FitName,
     LogLine,
     Store,
     StoreDamaged,
@@ -19,11 +19,6 @@ from pipelines.store import (
     read_manifest,
     read_plan,
 )
-
-_JOBS = ("pretrain", "finetune")
-# The names of fits, see `LogLine.fit`.
-_TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<part>\d{1,9})(?P<schedule>-s[0-9a-f]+)?")
-_REFIT = re.compile(r"refit-\d+(-[ps][0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -46,32 +41,24 @@ class Training:
 
         A fit with a name that no fit of this training has is named as in its log, into which anybody may write.
         """
-        if found := _REFIT.fullmatch(fit or ""):
-            return f"draw {found['draw']}"
-        if (found := _TRIAL.fullmatch(fit or "")) is None:
+        name = FitName.parse(fit)
+        rates, has_search = self.config.get("learning_rates", ()), bool(self.config.get("search"))
+        if name is None or (name.kind == "trial" and not has_search and name.number >= len(rates)):
             return fit or ""
-        number = int(found["number"])
-        if found["schedule"]:
-            return f"trial {number}, round {int(found['part']) + 1}"
-        rates = self.config.get("learning_rates", ())
-        if not self.config.get("search") and number >= len(rates):
-            return found[0]
-        name = f"trial {number}" if self.config.get("search") else f"learning rate {rates[number]:g}"
-        return f"{name}, fold {found['part']}" if self.has_folds or int(found["part"]) else name
+        if name.kind == "refit":
+            return f"draw {name.part}"
+        title = f"trial {name.number}" if has_search else f"learning rate {rates[name.number]:g}"
+        return f"{title}, fold {name.part}" if self.has_folds or name.part else title
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
-        steps = int(self.config["steps"])
-        if (found := _REFIT.fullmatch(fit or "")) and found["last"]:
-            return int(found["last"])
-        found, search = _TRIAL.fullmatch(fit or ""), self.config.get("search") or {}
-        if found and found["schedule"] and "rounds" in search:
-            return math.ceil(steps * (int(found["part"]) + 1) / int(search["rounds"]))
-        return steps
+        name = FitName.parse(fit)
+        return int((name and name.last_step) or self.config["steps"])
 
     def may_end_before(self, fit: str | None) -> bool:
         """Return whether one of its fits may end before its last step: a trial with early stopping."""
-        return self.config.get("early_stopping") is not None and (fit or "").startswith("trial-")
+        name = FitName.parse(fit)
+        return self.config.get("early_stopping") is not None and name is not None and name.kind == "trial"
 
 
 class Trainings:
@@ -89,7 +76,7 @@ class Trainings:
         return [
             self._training(entry["stage"], entry["key"])
             for entry in status["stages"]
-            if "key" in entry and self._configs[entry["stage"]]["job"] in _JOBS
+            if "key" in entry and self._configs[entry["stage"]]["job"] in TRAINED
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:

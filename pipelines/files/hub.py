@@ -28,7 +28,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, Field, ValidationError
 
 from pipelines.errors import StoreError, StoreUnreachable
-from pipelines.files.digests import cache_folder, file_digests
+from pipelines.files.hashing import cache_folder, local_digests
 from pipelines.scratch import named_if_full
 from pipelines.spec import COMMIT, HUB_PATH, RecipeError
 
@@ -178,7 +178,7 @@ def _download(path: str, name: str, limit: int, expected: str | None = None) -> 
 
 
 def _digest(file: Path) -> str:
-    return str(file_digests([("", file)])[0][1])
+    return next(local_digests([file]))
 
 
 def _get(path: str, address: str, file: IO[bytes], limit: int) -> None:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipelines.files.digests import read_cache, write_cache
+from pipelines.files.hashing import read_cache, write_cache
 from pipelines.identity.key import canonical_json, sha256
 from pipelines.spec import module
 
@@ -92,7 +92,10 @@ def _says_nothing(node: Any) -> bool:
             return True  # a docstring
         case ast.keyword(arg="description"):
             return True
-        case ast.AnnAssign(target=ast.Name(id="VERSION" | "CONCERNS")):
+        case (
+            ast.AnnAssign(target=ast.Name(id="VERSION" | "CONCERNS"))
+            | ast.Assign(targets=[ast.Name(id="VERSION" | "CONCERNS")])
+        ):
             return True
     return False
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelines.spec import AnyStage, Import, Ingest
-from pipelines.spec.fields import marks
-from vit_model.config import Frozen
+from vit_model.fields import Frozen, marks
 
 
 def canonical_json(value: Any) -> str:

@@ -23,10 +23,10 @@ from pipelines.machine.init import count_gpus, examine, pipeline_name, shots_of,
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.spec import Import, RecipeError, quantity
-from pipelines.spec.shapes import size_of
 from vit_model import compute
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError, reasons
+from vit_model.sizes import size_of
 
 if TYPE_CHECKING:
     from ray_jobs.sources.readers.folder import Listing

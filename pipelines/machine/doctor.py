@@ -26,7 +26,7 @@ from pipelines.cluster.head import processes_of, read_head
 from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect
 from pipelines.cluster.local import state_folder
 from pipelines.engine.submission import check_address, check_store
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.machine.findings import Finding, machine_findings, nearest_folder
 from pipelines.results.verify import sample
 from pipelines.spec import RecipeError

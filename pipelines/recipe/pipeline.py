@@ -7,11 +7,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipelines.spec import (
     HUB_PATH,
     LATEST,
+    TRAINED,
     WITHOUT_LABELS,
     Finetune,
     Pretrain,
@@ -21,8 +22,7 @@ from pipelines.spec import (
     nearest,
     step_of,
 )
-from vit_model.config import Frozen, different_encoders
-from vit_model.errors import reasons
+from vit_model.fields import Frozen
 
 
 class Pipeline(Frozen):
@@ -59,42 +59,32 @@ class Pipeline(Frozen):
                 )
         self.order()
         for name, stage in self.stages.items():
-            if isinstance(stage, Pretrain) and (start := stage.inputs().get("init_from")):
-                self._check_encoder(f"stages.{name}.init_from: {start[0]}", stage, start[0])
-            if isinstance(stage, Pretrain) and (teacher := stage.inputs().get("teacher")):
-                self._check_teacher(f"stages.{name}.teacher: {teacher[0]}", stage, self.stages[teacher[0]])
+            if isinstance(stage, Pretrain):
+                for field, check in (("init_from", self._check_start), ("teacher", self._check_teacher)):
+                    for source in stage.inputs().get(field, ()):
+                        check(f"stages.{name}.{field}: {source}", stage, source)
         return self
 
-    def _check_teacher(self, where: str, stage: Pretrain, teacher: Stage) -> None:
-        """Raise ValueError if a pretraining cannot imitate a stage's model, as far as the recipe says."""
-        if not isinstance(teacher, Pretrain | Finetune):
-            return  # weights from outside
-        has_classifier = isinstance(teacher, Finetune) or teacher.objective not in WITHOUT_LABELS
-        try:
-            stage.check_teacher(teacher.resolution, has_classifier)
-        except ValueError as error:
-            raise ValueError(f"{where} {error}") from None
-
-    def _check_encoder(self, where: str, stage: Pretrain, source: str) -> None:
+    def _check_start(self, where: str, stage: Pretrain, source: str) -> None:
         """Raise ValueError if a pretraining's model cannot take over a stage's weights, as far as the recipe says."""
         start = self.stages[source]
-        while (
-            isinstance(start, Pretrain | Finetune) and start.model is None
-        ):  # it has the shape of its own start
+        while isinstance(start, Pretrain | Finetune) and start.model is None:  # its start has the same shape
             (source,) = start.inputs()["backbone" if isinstance(start, Finetune) else "init_from"]
             start = self.stages[source]
-        if not isinstance(start, Pretrain | Finetune) or start.model is None or start.resolution is None:
-            return  # weights from outside
-        if stage.model is None:
-            try:
-                stage.with_model(start.model.architecture(start.resolution, 3, 1))
-            except ValidationError as error:
-                raise ValueError(f"{where}: {reasons(error)}") from None
-            return
-        # Classes may differ, and a model takes over its start's number of channels.
-        ours = stage.model.architecture(stage.resolution, 3, 0)
-        if different := different_encoders(ours, start.model.architecture(start.resolution, 3, 0)):
-            raise ValueError(f"{where} does not match model: {different}")
+        if (
+            isinstance(start, Pretrain | Finetune)
+            and start.model is not None
+            and start.resolution is not None
+        ):
+            # Classes may differ, and a model takes over its start's number of channels.
+            stage.check_start(where, start.model.architecture(start.resolution, 3, 0))
+
+    def _check_teacher(self, where: str, stage: Pretrain, source: str) -> None:
+        """Raise ValueError if a pretraining cannot imitate a stage's model, as far as the recipe says."""
+        teacher = self.stages[source]
+        if isinstance(teacher, Pretrain | Finetune):  # others are weights from outside
+            has_classifier = isinstance(teacher, Finetune) or teacher.objective not in WITHOUT_LABELS
+            stage.check_teacher(where, teacher.resolution, has_classifier)
 
     def _check_input(self, where: str, source: str, kinds: tuple[str, ...]) -> None:
         if source not in self.stages:
@@ -231,7 +221,7 @@ def unknown_stage(selector: str, names: Iterable[str]) -> str:
         wanted = selector.partition("@")[2]
         return f"{base(selector)} has no member {wanted!r}{nearest(wanted, sorted(parts))}"
     jobs = names if isinstance(names, Mapping) else {}
-    trained = ("pretrain", "finetune") if selector == "train" else (selector,)
+    trained = TRAINED if selector == "train" else (selector,)
     same = dict.fromkeys(base(name) for name, job in jobs.items() if job in trained)
     hint = f"; with job {' or '.join(trained)} there are: {', '.join(same)}"
     return f"no stage is called {selector!r}{hint if same else nearest(selector, dict.fromkeys(map(base, stages)))}"

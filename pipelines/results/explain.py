@@ -20,10 +20,9 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.results.lookup import find_manifests
 from pipelines.results.query import query
 from pipelines.spec import AnyStage, RecipeError
-from pipelines.spec.fields import marks
 from pipelines.store import Manifest, Store, all_manifests, read_manifest
-from vit_model.config import Frozen
 from vit_model.errors import reasons
+from vit_model.fields import Frozen, marks
 
 EXPLAINED = ("evaluate", "finetune")
 _BY_FIELD = ("ingest", "import")  # inputs whose fields are exchanged one by one

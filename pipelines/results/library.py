@@ -15,7 +15,7 @@ from pipelines.results.lookup import find_artifact
 from pipelines.results.tables import define_tables
 from pipelines.spec import LAST, nearest
 from pipelines.store import Manifest, Store, model_folder
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pipelines.store import (
     successor,
     warn,
 )
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 SHORT = 12  # characters of a digest in text and DOT
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 from pipelines.engine.runs import run_status, runs
 from pipelines.engine.status import COMMITTED
-from pipelines.spec import BEST, LAST, RecipeError, nearest
+from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
     Layout,
     Manifest,
@@ -22,13 +22,7 @@ from pipelines.store import (
     warn,
 )
 
-KINDS = {
-    "datasets": "dataset",
-    "models": "model",
-    "evaluations": "evaluation",
-    "audits": "audit",
-    "reports": "report",
-}
+KINDS = {f"{kind}s": kind for kind in get_args(Kind)}
 COLUMNS = {
     "runs": ("run", "status", "stages", "created"),
     "datasets": ("key", "stage", "name", "images", "classes", "finished", "run"),

@@ -18,7 +18,7 @@ from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import Finetune, RecipeError, nearest
 from pipelines.spec.augmentation import EvalCrop
 from pipelines.store import Manifest
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 TOLERANCE = 0.3
 """Points of percent between the mean and the published accuracy."""

@@ -1,4 +1,4 @@
-"""Cron lines: validated, turned into times, and translated for systemd and Kubernetes.
+"""Cron lines: validated, and turned into times.
 
 A line has cron's five fields and nothing that only some programs support, so it means the same to `vitflow schedule
 serve`, systemd and Kubernetes. When the clocks change, it behaves as in Debian's cron: a fixed time that does not exist
@@ -28,8 +28,6 @@ _FIELDS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("day of week", 0, 7, _DAYS),
 )
 _ITEM = re.compile(r"(?:\*|([A-Z0-9]+)(?:-([A-Z0-9]+))?)(?:/([0-9]+))?")
-# The periods that are searched for the last tick, in this order; leap days are up to eight years apart.
-_BACK = tuple(timedelta(days=days) for days in (1 / 24, 1, 8, 32, 367, 8 * 366))
 
 
 def check_cron(cron: str) -> str:
@@ -143,43 +141,6 @@ def ticks(cron: str, timezone: str, after: datetime) -> Iterator[datetime]:
 
 def last_tick(cron: str, timezone: str, since: datetime, now: datetime) -> datetime | None:
     """Return the latest time that is later than `since` and not later than `now`; None if there is none."""
-    for back in _BACK:
-        latest = None
-        for tick in ticks(cron, timezone, max(since, now - back)):
-            if tick > now:
-                break
-            latest = tick
-        if latest is not None or now - back <= since:
-            return latest
-    return None
-
-
-def on_calendar(cron: str, timezone: str) -> list[str]:
-    """Translate a line for systemd's OnCalendar=: to one line, or two if cron's two fields of days mean 'either'.
-
-    There is one difference: if the clocks change and a time does not exist, systemd skips that day.
-    """
-    sim = CronSim(cron, datetime(2024, 1, 1, tzinfo=UTC))
-    minutes, hours = _listed(sim.minutes, 60), _listed(sim.hours, 24)
-    months, days = _listed(sim.months, 12), _listed(sim.days, 31)
-    weekdays = sorted({number % 7 for number in sim.weekdays if isinstance(number, int)})
-    named = "" if len(weekdays) == 7 else ",".join(_DAYS[number].title() for number in weekdays) + " "
-    time = f"{hours}:{minutes}:00 {timezone}"
-    if named and days != "*" and not sim.day_and:
-        return [f"*-{months}-{days} {time}", f"{named}*-{months}-* {time}"]
-    return [f"{named}*-{months}-{days} {time}"]
-
-
-def _listed(numbers: set[int], possible: int) -> str:
-    return "*" if len(numbers) == possible else ",".join(f"{number:02d}" for number in sorted(numbers))
-
-
-def kubernetes_cron(cron: str) -> str:
-    """Translate a line for Kubernetes, for which Sunday is 0, not 7."""
-    *fields, weekdays = cron.split()
-    if "7" in weekdays:
-        sim = CronSim(cron, datetime(2024, 1, 1, tzinfo=UTC))
-        weekdays = ",".join(
-            map(str, sorted({number % 7 for number in sim.weekdays if isinstance(number, int)}))
-        )
-    return " ".join([*fields, weekdays])
+    begin = (now + timedelta(minutes=1)).astimezone(ZoneInfo(timezone))
+    latest = next(local.astimezone(UTC) for local in CronSim(cron, begin, reverse=True) if local <= now)
+    return latest if latest > since else None

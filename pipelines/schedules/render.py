@@ -1,5 +1,8 @@
 """A schedule's files for other timers: systemd, cron, Kubernetes. They start `vitflow schedule tick`.
 
+Kubernetes and cronie read the cron line and its time zone themselves. systemd, which has other lines, and Debian's
+cron, which has no time zones, call `schedule tick` every minute; it does something only when the schedule is due.
+
 The decision on a tick is in the store, so a timer does no harm if it fires twice, or beside `schedule serve`. The files
 contain no secrets: the timer's program provides keys and tokens.
 """
@@ -14,7 +17,6 @@ from importlib.metadata import version
 import yaml
 
 from pipelines.engine.submission import is_loopback
-from pipelines.schedules.cron import kubernetes_cron, on_calendar
 from pipelines.schedules.schedule import Schedule
 from pipelines.spec import RecipeError
 from pipelines.store import Store
@@ -34,9 +36,6 @@ def systemd(schedule: Schedule, store: Store) -> dict[str, str]:
         "EnvironmentFile=-%h/.config/vitflow/environment",
         *(f"Environment={_systemd_quoted(f'{name}={value}')}" for name, value in store.settings.items()),
         f"ExecStart={' '.join(map(_systemd_quoted, _command(schedule, store)))}",
-        "Restart=on-failure",
-        "RestartSec=60",
-        "RestartPreventExitStatus=2",
     ]
     if _is_local(schedule):
         service.append("KillMode=process")  # the local Ray outlives the command that starts it
@@ -45,9 +44,8 @@ def systemd(schedule: Schedule, store: Store) -> dict[str, str]:
         f"Description=vitflow schedule {schedule.name}: {schedule.cron} {schedule.timezone}",
         "",
         "[Timer]",
-        *(f"OnCalendar={line}" for line in on_calendar(schedule.cron, schedule.timezone)),
+        "OnCalendar=minutely",
         "AccuracySec=1s",
-        "Persistent=true",
         "",
         "[Install]",
         "WantedBy=timers.target",
@@ -60,10 +58,12 @@ def crontab(schedule: Schedule, store: Store) -> dict[str, str]:
     """Return {file name: text} with the lines for `crontab -e`."""
     command = shlex.join(_command(schedule, store)).replace("%", r"\%")
     lines = [
-        f"# vitflow schedule {schedule.name}. Only cronie reads CRON_TZ; Debian's cron uses the machine's time zone.",
-        f"CRON_TZ={schedule.timezone}",
+        f"# vitflow schedule {schedule.name}: {schedule.cron} {schedule.timezone}, checked every minute.",
         *(f"{name}={value}" for name, value in store.settings.items()),
-        f"{schedule.cron} {command}",
+        f"* * * * * {command} >/dev/null",
+        "# With cronie, which reads CRON_TZ, these two lines instead start it only when it is due:",
+        f"# CRON_TZ={schedule.timezone}",
+        f"# {schedule.cron} {command} >/dev/null",
     ]
     return {f"vitflow-{schedule.name}.crontab": "\n".join(lines) + "\n"}
 
@@ -75,7 +75,8 @@ def kubernetes(schedule: Schedule, store: Store, image: str | None = None) -> di
         image: a container image with vitflow; by default vitflow:<this version>.
 
     Raises:
-        RecipeError: a pod cannot reach the schedule's cluster or store, or Kubernetes does not allow the name.
+        RecipeError: a pod cannot reach the schedule's cluster or store, or Kubernetes does not allow the name or the
+            cron line.
     """
     if _is_local(schedule):
         raise RecipeError(
@@ -88,6 +89,11 @@ def kubernetes(schedule: Schedule, store: Store, image: str | None = None) -> di
         better = schedule.name.replace("_", "-").rstrip("-")
         raise RecipeError(
             f"{schedule.name!r} is not a valid name in Kubernetes; add the schedule as {better!r}"
+        )
+    if "7" in schedule.cron.split()[-1]:
+        raise RecipeError(
+            f"{schedule.name} has the cron line {schedule.cron!r}, but Kubernetes knows no day 7 of the week; "
+            "add the schedule with 0 for Sunday"
         )
     name = f"vitflow-{schedule.name}"
     container = {
@@ -109,7 +115,7 @@ def kubernetes(schedule: Schedule, store: Store, image: str | None = None) -> di
         "kind": "CronJob",
         "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "vitflow"}},
         "spec": {
-            "schedule": kubernetes_cron(schedule.cron),
+            "schedule": schedule.cron,
             "timeZone": schedule.timezone,
             "concurrencyPolicy": "Forbid",
             "startingDeadlineSeconds": DEADLINE_SECONDS,

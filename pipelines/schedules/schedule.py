@@ -39,7 +39,7 @@ from pipelines.store import (
     warn,
     who,
 )
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 CLOCK_STEP = timedelta(seconds=60)  # the clocks of two machines differ by less, unless one was set
@@ -222,15 +222,17 @@ def attend(
     schedule = read_schedule(store, name)
     if schedule is None or schedule.state != "active":
         return
-    previous = last_decision(store, name)
+    tick = schedule.last_tick(moment)
+    decided = tick and read_record(store, _decision_name(name, tick), Decision)
+    # Listing the ticks takes more requests the more there are, so an idle call does not.
+    previous = decided or last_decision(store, name)
     blocking_run = None
     if previous is not None and not _is_over(store, previous.run):
         if _status(store, previous.run, schedule, token_file) == Status.UNFINISHED:
             yield from _submit(store, schedule, previous.run, token_file)
         if not _is_over(store, previous.run):
             blocking_run = previous.run
-    tick = schedule.last_tick(moment)
-    if tick is None or store.read(_decision_name(name, tick)) is not None:
+    if tick is None or decided is not None:
         return
     if grace is not None and moment - tick > grace:
         following = next(schedule.next_ticks(moment))

@@ -28,7 +28,6 @@ from pipelines.spec.records import (
     ShapesSource,
     TfdsSource,
 )
-from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
     FASHION_MNIST_ROOT,
     SOURCE_TYPES,
@@ -38,9 +37,9 @@ from pipelines.spec.sources import (
     IdxSource,
     Source,
 )
-from pipelines.spec.stages import STAGE_TYPES, AnyStage, Stage, module
+from pipelines.spec.stages import STAGE_TYPES, TRAINED, AnyStage, Stage, module
 from pipelines.spec.stages.audit import Audit
-from pipelines.spec.stages.base import input_fields
+from pipelines.spec.stages.base import Kind, input_fields
 from pipelines.spec.stages.baselines import Baselines
 from pipelines.spec.stages.evaluate import Evaluate
 from pipelines.spec.stages.finetune import Finetune, Labels
@@ -50,6 +49,7 @@ from pipelines.spec.stages.pretrain import WITHOUT_LABELS, FewShot, Objective, P
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 from pipelines.spec.vtab import VtabSource
+from vit_model.sizes import Model, ModelSize, ResNetSize
 
 __all__ = [
     "BACKBONE_FIELDS",
@@ -65,6 +65,7 @@ __all__ = [
     "ONE_FILE",
     "SOURCE_TYPES",
     "STAGE_TYPES",
+    "TRAINED",
     "UNSTATED",
     "WITHOUT_LABELS",
     "AnyStage",
@@ -87,6 +88,7 @@ __all__ = [
     "ImageNetSource",
     "Import",
     "Ingest",
+    "Kind",
     "Labels",
     "Model",
     "ModelSize",

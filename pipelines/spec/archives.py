@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from pipelines.file_names import parts_of
-from pipelines.spec.fields import RecipeError, Root, distinct, execution
+from pipelines.spec.fields import RecipeError, Root, distinct
 from pipelines.spec.files import At, Files, FileSource, Named
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 IMAGENET_TRAIN = "ILSVRC2012_img_train.tar"
 IMAGENET_VAL = "ILSVRC2012_img_val.tar"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vit_model.config import Frozen, later
+from vit_model.fields import Frozen, later
 
 Augmentation = Literal[
     "none",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 LAST, BEST = "last", "best"
 LATEST = "latest"

@@ -9,34 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
-from pydantic.fields import FieldInfo
 
 from vit_model.errors import UserError
 
 
 class RecipeError(UserError):
     """A recipe, or a request about one, is invalid; the message says what is expected."""
-
-
-def execution(default: Any = ..., **constraints: Any) -> Any:
-    """Declare a field that never changes the result, so it is not in the key: workers, threads, paths."""
-    return Field(default, json_schema_extra={"execution": True}, **constraints)
-
-
-def takes(*kinds: str, shows_names: bool = False, later: bool = False, **constraints: Any) -> Any:
-    """Declare a field that names one other stage (a tuple: several) with an artifact of one of these kinds.
-
-    The names of stages enter the key only if the result shows them (`shows_names`). `later`: see the marker of that
-    name in `vit_model.config`.
-    """
-    return Field(
-        json_schema_extra={"input": list(kinds), "shows_names": shows_names, "later": later}, **constraints
-    )
-
-
-def marks(field: FieldInfo) -> dict[str, Any]:
-    """Return the marks that `execution`, `takes` and `later` put on a field."""
-    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:

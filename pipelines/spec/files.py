@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Location = str | Path
 """A path, s3://bucket/key or hf:ORG/NAME@COMMIT/name."""

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelines.spec.fields import execution
-from vit_model.config import Frozen, later
+from vit_model.fields import Frozen, execution, later
 
 Preset = Literal["paper", "paper_finetuning", "augreg", "deit", "mae", "moco_v3"]
 

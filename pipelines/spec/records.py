@@ -7,9 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelines.spec.fields import RecipeError, Root, Seed, execution
+from pipelines.spec.fields import RecipeError, Root, Seed
 from pipelines.spec.files import Below, Files, FileSource, InPackage
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 
 class HfParquetSource(FileSource):

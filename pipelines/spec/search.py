@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
 from pipelines.spec.fields import Seed
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Point = dict[str, Any]
 """The values of the searched fields in one trial, by the field's path: {"optimizer.weight_decay": 0.1}."""
@@ -26,19 +26,6 @@ FIXED = (
     "search",
     "early_stopping",
     "optimizer.preset",  # a trial's optimizer has all settings already
-)
-
-# Fields that can change during a training: the network, the order of images and what the optimizer keeps do not depend
-# on them.
-CHANGEABLE = (
-    "learning_rate",
-    "optimizer.weight_decay",
-    "randaugment",
-    "randaugment.layers",
-    "randaugment.magnitude",
-    "mixup",
-    "cutmix",
-    "label_smoothing",
 )
 
 
@@ -171,55 +158,30 @@ class Optuna(Frozen):
 
 
 class PBT(Frozen):
-    """A population whose members train at the same time, and change their values while they do (Jaderberg et al. 2017).
-
-    The members begin with random points. After each round all are scored on dev. Those of the lowest quantile then
-    continue from the weights and the optimizer's state of random ones of the highest, with other values: each is drawn
-    anew with probability `resample`, and otherwise multiplied by one of `factors`, but stays in its range; one of a
-    list becomes a neighbour in the list. All members do as many steps at a time, so the result does not depend on how
-    many run at once.
-    """
+    """A finished population-based training, which the store may have: it can be read, but no longer run."""
 
     kind: Literal["pbt"]
     over: Space
-    members: int = Field(8, ge=2, description="trainings at the same time")
-    rounds: int = Field(
-        10,
-        ge=2,
-        description="parts of equal length that the steps are divided into; values change between two",
-    )
-    quantile: float = Field(
-        0.25,
-        gt=0,
-        le=0.5,
-        description="of the members: the part that is replaced, and the part that replaces it",
-    )
-    resample: float = Field(0.25, ge=0, le=1, description="the probability that a value is drawn anew")
-    factors: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=1)]] = Field(
-        (0.8, 1.2), description="what numbers are multiplied by, equally likely"
-    )
+    members: int = 8
+    rounds: int = 10
+    quantile: float = 0.25
+    resample: float = 0.25
+    factors: tuple[float, float] = (0.8, 1.2)
     seed: Seed = 0
-    minutes: float | None = Field(
-        None,
-        gt=0,
-        description="begin no more rounds after this time, which makes the result depend on the machine; the refit"
-        " does all steps, the rest of them with the last values",
-    )
-
-    @model_validator(mode="after")
-    def _can_change(self) -> Self:
-        for path in self.over:
-            if path not in CHANGEABLE:
-                raise ValueError(
-                    f"over.{path}: kind pbt changes values during a training, which {path} does not allow; it can"
-                    f" search {', '.join(CHANGEABLE)}"
-                )
-        if "randaugment" in self.over and any(path.startswith("randaugment.") for path in self.over):
-            raise ValueError("over: give either randaugment or its fields")
-        return self
+    minutes: float | None = None
 
 
 Search = Annotated[Grid | RandomSearch | ASHA | Optuna | PBT, Field(discriminator="kind")]
+
+
+def require_runnable(search: Search | None, workers: int) -> None:
+    """Raise ValueError for a search whose results are used, but which is not run any more."""
+    if isinstance(search, PBT):
+        raise ValueError("kind: pbt can no longer be run; expected one of: grid, random, asha, optuna")
+    if isinstance(search, ASHA) and workers > 1:
+        raise ValueError(
+            f"kind: asha ends trials of one worker only, not of workers {workers}; use workers: 1, or random or optuna"
+        )
 
 
 def placed(fields: dict[str, Any], point: Point) -> dict[str, Any]:

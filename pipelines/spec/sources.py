@@ -7,11 +7,11 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
-from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
+from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct
 from pipelines.spec.files import At, Files, FileSource, InPackage, Named
 from pipelines.spec.records import CifarSource, HfParquetSource, ShapesSource, TfdsSource
 from pipelines.spec.vtab import VtabSource
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 
 class GlyphSource(FileSource):

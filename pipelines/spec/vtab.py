@@ -11,10 +11,9 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.augmentation import Augmentation
-from pipelines.spec.fields import RecipeError, execution, located
+from pipelines.spec.fields import RecipeError, located
 from pipelines.spec.files import Below, Files, FileSource
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 Task = Literal[
     "caltech101",
@@ -130,26 +129,6 @@ TASKS: dict[Task, TaskFiles] = {
 }  # fmt: skip
 WHOLE = ", whole"  # after a title: all of the data set's images
 GROUPS: dict[Task, Group] = {task: files.group for task, files in TASKS.items()}
-
-
-# Kolesnikov et al. 2020 ("Big Transfer"), appendix F: where a flip or a crop would change the label
-_WITHOUT_FLIP = ("dsprites_loc", "dsprites_ori", "smallnorb_azi")
-_WITHOUT_CROP = ("clevr_count", "clevr_dist", "dmlab", "dsprites_loc", "kitti")
-
-
-def augmentation(title: str) -> Augmentation:
-    """Return how BiT and ViT augment a task in fine-tuning.
-
-    Raises:
-        ValueError: no task has this name in reports.
-    """
-    titles = {files.title: task for task, files in TASKS.items()}
-    task = titles.get(title.removesuffix(WHOLE))
-    if task is None:
-        raise ValueError(f"augment vtab is for VTAB-1k's tasks; {title} is not one of them")
-    if task in _WITHOUT_CROP:
-        return "none" if task in _WITHOUT_FLIP else "flip"
-    return "squash_crop" if task in _WITHOUT_FLIP else "squash_crop_flip"
 
 
 class VtabSource(FileSource):

@@ -1,7 +1,6 @@
 """Where results live: a folder or s3://bucket/prefix with create-only commits. Layout in `Layout`.
 
 To read the code, start with `records`, then `protocol`, then one of the two stores. Other rooms import from here.
-`open_store` imports the store that it opens, because boto3 takes longer than planning in a folder.
 """
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, Superseded
@@ -36,6 +35,7 @@ from pipelines.store.checkpoints import (
     remove_checkpoints,
     remove_progress,
 )
+from pipelines.store.fits import FitName
 from pipelines.store.named_checkpoints import (
     MODEL_FILES,
     contract_of,
@@ -44,6 +44,7 @@ from pipelines.store.named_checkpoints import (
     weights_file,
 )
 from pipelines.store.objects import check_name, numbers, read_record, warn
+from pipelines.store.opening import open_store
 from pipelines.store.protocol import (
     LARGEST_RECORD,
     SETTINGS,
@@ -53,7 +54,6 @@ from pipelines.store.protocol import (
     encode,
     inside,
     is_at,
-    open_store,
     wait_for_store,
 )
 from pipelines.store.records import (
@@ -99,6 +99,7 @@ __all__ = [
     "Checkpoint",
     "Event",
     "FileEntry",
+    "FitName",
     "InputRef",
     "Layout",
     "LogLine",

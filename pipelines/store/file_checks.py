@@ -15,7 +15,7 @@ import os
 import stat
 from pathlib import Path
 
-from pipelines.files.digests import cache_folder, file_version
+from pipelines.files.hashing import cache_folder, file_version
 from pipelines.identity import sha256
 from pipelines.store.records import CHECKSUMMED, FileEntry
 

@@ -14,16 +14,8 @@ from pathlib import Path
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
 from pipelines.scratch import named_if_full
+from pipelines.store import protocol
 from pipelines.store.file_checks import OF_THE_FILE, fault, size_fault
-from pipelines.store.protocol import (
-    Staging,
-    complete,
-    identify,
-    inside,
-    job_settings,
-    read_or_damage,
-    too_large,
-)
 from pipelines.store.records import FileEntry, Layout
 
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -42,8 +34,8 @@ class FolderStore:
     def __init__(self, root: Path, *, create: bool = True) -> None:
         self.root = root
         self.uri = str(root)
-        self.settings = job_settings()  # a stage may read files on S3
-        self.id = identify(self, create)
+        self.settings = protocol.job_settings()  # a stage may read files on S3
+        self.id = protocol.identify(self, create)
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
         try:
@@ -55,7 +47,7 @@ class FolderStore:
             if not stat.S_ISREG(status.st_mode):
                 raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
             if limit is not None and status.st_size > limit:
-                raise too_large(f"{self.root}/{name}", status.st_size, limit)
+                raise protocol.too_large(f"{self.root}/{name}", status.st_size, limit)
             return (self.root / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             if name != Layout.STORE:
@@ -65,7 +57,7 @@ class FolderStore:
             raise self._unreadable(name, error) from None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
-        return [read_or_damage(self, name, limit) for name in names]
+        return [protocol.read_or_damage(self, name, limit) for name in names]
 
     def _require(self) -> None:
         """Raise StoreAbsent if the store was deleted: a folder made there now would look like a store."""
@@ -89,7 +81,7 @@ class FolderStore:
                 data = file.read(length)
         except OSError as error:
             raise self._refused("read", name, error, StoreError) from None
-        return complete(f"{self.root}/{name}", data, start, length)
+        return protocol.complete(f"{self.root}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.root / name
@@ -183,21 +175,21 @@ class FolderStore:
     ) -> None:
         for entry in files:
             try:
-                problem = check(inside(self.root / folder, entry.path), entry)
+                problem = check(protocol.inside(self.root / folder, entry.path), entry)
             except OSError as error:
                 raise self._unreadable(f"{folder}/{entry.path}", error) from None
             if problem is not None:
                 raise StoreDamaged(f"{self.root}/{folder}/{entry.path} is damaged: it {problem}")
 
     @contextmanager
-    def staging(self, folder: str) -> Iterator[Staging]:
+    def staging(self, folder: str) -> Iterator[protocol.Staging]:
         target = self.root / folder
         self._require()
         _make_folders(target)
         temporary = target / f".staging-{secrets.token_hex(8)}"
         temporary.mkdir()
         try:
-            staging = Staging(temporary)
+            staging = protocol.Staging(temporary)
             with named_if_full(target):
                 yield staging
                 self._require()

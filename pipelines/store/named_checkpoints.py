@@ -14,14 +14,15 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.identity import sha256
 from pipelines.spec import BEST, LAST, RecipeError, check_checkpoint, step_of
 from pipelines.store.artifacts import local_file, local_files
 from pipelines.store.objects import parse_record
 from pipelines.store.protocol import Store
 from pipelines.store.records import KEPT_WEIGHTS, Manifest
-from vit_model.config import Frozen, ModelContract
+from vit_model.contract import ModelContract
+from vit_model.fields import Frozen
 
 WEIGHTS, CONTRACT = MODEL_FILES = ("model.safetensors", "config.json")
 CHECKPOINTS = "checkpoints.json"
@@ -71,29 +72,33 @@ def contract_of(store: Store, manifest: Manifest) -> ModelContract | None:
     return parse_record(store, f"{manifest.folder}/{CONTRACT}", path.read_bytes(), ModelContract)
 
 
-def weights_file(store: Store, manifest: Manifest, checkpoint: str) -> str:
-    """Return the path of a checkpoint's weights among an artifact's files. Raises RecipeError if it has none."""
+def weights_file(store: Store, manifest: Manifest, checkpoint: str, where: str = "") -> str:
+    """Return the path of a checkpoint's weights among an artifact's files.
+
+    Raises:
+        RecipeError: the artifact does not have it; the message begins with `where`.
+    """
     try:
         check_checkpoint(checkpoint)
     except ValueError as error:
-        raise RecipeError(str(error)) from None
+        raise RecipeError(f"{where}{error}") from None
     if checkpoint == LAST:
         return WEIGHTS
-    name = f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"
+    model = f"{where}checkpoint {checkpoint}: {manifest.stage} ({manifest.job} {manifest.key[:12]})"
     if manifest.job != "pretrain":
-        raise RecipeError(f"checkpoint {checkpoint}: {name} is not a pretraining and has one set of weights")
+        raise RecipeError(f"{model} is not a pretraining and has one set of weights")
     kept = kept_checkpoints(store, manifest)
     step = kept.best if checkpoint == BEST else step_of(checkpoint)
     if step is None:
         raise RecipeError(
-            f"checkpoint {checkpoint}: {name} has no best step, because its data has no dev split or an older version"
-            f" made it. Use last, or in the second case rerun it with --force {manifest.stage}"
+            f"{model} has no best step, because its data has no dev split or an older version made it. Use last, or in"
+            f" the second case rerun it with --force {manifest.stage}"
         )
     if step not in kept.steps:
         there = ", ".join(f"step:{step}" for step in kept.steps)
         raise RecipeError(
-            f"checkpoint {checkpoint}: {name} was made without it and has {there}. Use one of these, or rerun it with"
-            f" {step} in its keep_steps and --force {manifest.stage}"
+            f"{model} was made without it and has {there}. Use one of these, or rerun it with {step} in its keep_steps"
+            f" and --force {manifest.stage}"
         )
     return WEIGHTS if step == kept.steps[-1] else f"{KEPT_WEIGHTS}{step}/{WEIGHTS}"
 

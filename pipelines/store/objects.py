@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipelines.errors import StoreDamaged
 from pipelines.store.protocol import LARGEST_RECORD, Store
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Record = TypeVar("Record", bound=Frozen)
 

@@ -1,4 +1,4 @@
-"""The interface of a store, and `open_store`.
+"""The interface of a store, and functions that both stores use.
 
 Nothing is written in place, and nothing is overwritten except one kind of object: an attempt's `alive.json`, which
 only shows that the attempt lives. So any number of drivers and stages may use one store and be killed at any moment: an
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
 from pipelines.store.records import LAYOUT_VERSION, FileEntry, Layout
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 # Environment variables that jobs on other machines get: the addresses of S3 and of the Hugging Face hub.
 SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "HF_ENDPOINT")
@@ -107,25 +107,6 @@ class Store(Protocol):
         """
 
 
-def open_store(uri: str, *, create: bool = True) -> Store:
-    """Open the store in a folder or at s3://bucket/prefix.
-
-    Raises:
-        StoreAbsent: there is no store, and `create` is false.
-        StoreError: it cannot be used.
-    """
-    if uri.startswith("s3://"):
-        from pipelines.store.s3 import S3Store
-
-        return S3Store(uri, create=create)
-    if "://" in uri:
-        scheme = uri.partition("://")[0]
-        raise StoreError(f"{scheme}://...: unsupported store; expected a folder or s3://bucket/prefix")
-    from pipelines.store.folder import FolderStore, store_folder
-
-    return FolderStore(store_folder(uri), create=create)
-
-
 def is_at(store: Store, uri: str) -> bool:
     """Whether an address leads to this store. A copy of a store has the same id and records, and is another store."""
     if uri == store.uri or "://" in f"{uri} {store.uri}":
@@ -148,9 +129,6 @@ def wait_for_store(
                 say(f"waiting for the store: {error}")
             waiting = True
             sleep(UNREACHABLE_SECONDS)
-
-
-# Functions that both stores use.
 
 
 def job_settings() -> dict[str, str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import getpass
 import socket
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from vit_model.config import Frozen
+from pipelines.spec import Kind
+from vit_model.fields import Frozen
 
 LAYOUT_VERSION = 1
 CHECKSUMMED = "shards/"  # each image in these files has its own checksum, compared at every read
@@ -167,7 +168,7 @@ class Manifest(Frozen):
 
     layout_version: int = LAYOUT_VERSION
     job: str
-    kind: Literal["dataset", "model", "evaluation", "audit", "report"]
+    kind: Kind
     key: str
     content_digest: str
     stage: str

@@ -17,18 +17,10 @@ from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutErr
 
 from pipelines.errors import StoreDamaged
 from pipelines.files import s3
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.scratch import named_if_full, scratch_folder
+from pipelines.store import protocol
 from pipelines.store.file_checks import digest_fault, fault, remember
-from pipelines.store.protocol import (
-    Staging,
-    complete,
-    identify,
-    inside,
-    job_settings,
-    read_or_damage,
-    too_large,
-)
 from pipelines.store.records import FileEntry, Layout
 
 CONFLICT_SECONDS = 10.0  # 409: another conditional write of this name is under way
@@ -48,8 +40,8 @@ class S3Store:
         self.bucket, prefix = s3.parse(uri)
         self.uri = f"s3://{self.bucket}{prefix}"
         self.prefix = f"{prefix[1:]}/" if prefix else ""
-        self.settings = job_settings()
-        self.id = identify(self, create)
+        self.settings = protocol.job_settings()
+        self.id = protocol.identify(self, create)
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
         with self._translate_errors(f"read {name}"):
@@ -62,12 +54,12 @@ class S3Store:
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
         with ThreadPoolExecutor(s3.THREADS) as threads:
-            return list(threads.map(lambda name: read_or_damage(self, name, limit), names))
+            return list(threads.map(lambda name: protocol.read_or_damage(self, name, limit), names))
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         with self._translate_errors(f"read {name}"):
             data = self._get(name, Range=f"bytes={start}-{start + length - 1}")
-        return complete(f"{self.uri}/{name}", data, start, length)
+        return protocol.complete(f"{self.uri}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         deadline = time.monotonic() + CONFLICT_SECONDS
@@ -124,8 +116,8 @@ class S3Store:
         """Do nothing; see `Store.check_sizes`."""
 
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
-        root = inside(cache_folder() / "objects", f"{self.id}/{folder}")
-        missing = [entry for entry in files if not _is_cached(inside(root, entry.path), entry)]
+        root = protocol.inside(cache_folder() / "objects", f"{self.id}/{folder}")
+        missing = [entry for entry in files if not _is_cached(protocol.inside(root, entry.path), entry)]
         root.mkdir(parents=True, exist_ok=True)
         if missing:
             self._fetch(folder, missing, root)
@@ -147,9 +139,9 @@ class S3Store:
                 for (entry, path, start), _ in zip(parts, done, strict=True):
                     if start + s3.PART_BYTES >= entry.size:  # the last part, because results come in order
                         self._check(f"{folder}/{entry.path}", path, entry)
-                        inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
-                        path.replace(inside(root, entry.path))
-                        remember(inside(root, entry.path), entry, True)
+                        protocol.inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
+                        path.replace(protocol.inside(root, entry.path))
+                        remember(protocol.inside(root, entry.path), entry, True)
             finally:
                 threads.shutdown(cancel_futures=True)  # if a file is damaged, do not fetch the rest
 
@@ -176,7 +168,7 @@ class S3Store:
             response = s3.client().get_object(Bucket=self.bucket, Key=self.prefix + name, **parameters)
             if limit is not None and response["ContentLength"] > limit:
                 response["Body"].close()
-                raise too_large(f"{self.uri}/{name}", response["ContentLength"], limit)
+                raise protocol.too_large(f"{self.uri}/{name}", response["ContentLength"], limit)
             try:
                 return bytes(response["Body"].read())
             except _CUT:
@@ -186,9 +178,9 @@ class S3Store:
         raise AssertionError
 
     @contextmanager
-    def staging(self, folder: str) -> Iterator[Staging]:
+    def staging(self, folder: str) -> Iterator[protocol.Staging]:
         with scratch_folder() as temporary:
-            staging = Staging(temporary)
+            staging = protocol.Staging(temporary)
             with named_if_full(temporary):
                 yield staging
             paths = sorted(path for path in staging.path.rglob("*") if path.is_file())

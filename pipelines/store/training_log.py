@@ -15,7 +15,7 @@ earlier writer's lines up to s and the later writer's from there on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -27,7 +27,7 @@ from pipelines.store.artifacts import local_file, read_manifest
 from pipelines.store.objects import numbers, warn
 from pipelines.store.protocol import Store, wait_for_store
 from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 LOG = "log.jsonl"
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
@@ -45,10 +45,7 @@ class LogLine(Frozen):
 
     time: Time
     fit: Annotated[Name, Field(max_length=100)] | None = None
-    """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
-    stopping refit-<rate>-<last step>-<draw>. With PBT trial-<member>-<round>-<schedule>, and
-    refit-<member>-<schedule>-<draw>, where <schedule> is a digest. With Optuna a digest of the point follows its
-    number."""
+    """Of a fine-tuning: its `FitName`."""
     step: int = Field(ge=0, lt=2**63)
     epoch: float
     """The images so far, divided by the number of training images."""
@@ -162,11 +159,15 @@ def running_log(
     return _joined((segment, seen.get(segment.name, [])) for segment in segments)
 
 
-def write_log(store: Store, attempt: Attempt, folder: Path, fits: tuple[str, ...] = ("",)) -> None:
-    """Write log.jsonl with the lines of the fits whose names begin in one of these ways, once the store answers."""
+def write_log(
+    store: Store,
+    attempt: Attempt,
+    folder: Path,
+    has_fit: Callable[[str | None], bool] = lambda fit: True,
+) -> None:
+    """Write log.jsonl with the lines of the fits of the result (`has_fit`), once the store answers."""
     lines = wait_for_store(lambda: running_log(store, attempt.job, attempt.key), warn)
-    kept = [line for line in lines if (line.fit or "").startswith(fits)]
-    (folder / LOG).write_bytes(encode_lines(kept))
+    (folder / LOG).write_bytes(encode_lines(line for line in lines if has_fit(line.fit)))
 
 
 class _Segment(NamedTuple):

@@ -5,43 +5,24 @@ Source: BiT (arXiv 1912.11370), appendix F.
 
 from __future__ import annotations
 
-from pipelines.spec import Augmentation, nearest
+from pipelines.spec import Augmentation
+from pipelines.spec.vtab import TASKS, WHOLE
+from vit_model.errors import UserError
 
-POLICIES: dict[tuple[bool, bool], Augmentation] = {
-    (True, True): "squash_crop_flip",
-    (True, False): "squash_crop",
-    (False, True): "flip",
-    (False, False): "none",
-}
-# Whether there is a random crop, whether there is a flip.
-SWITCHES = {
-    "caltech101": (True, True),
-    "cifar": (True, True),
-    "dtd": (True, True),
-    "oxford_flowers102": (True, True),
-    "oxford_iiit_pet": (True, True),
-    "svhn": (True, True),
-    "sun397": (True, True),
-    "patch_camelyon": (True, True),
-    "eurosat": (True, True),
-    "resisc45": (True, True),
-    "diabetic_retinopathy": (True, True),
-    "clevr_count": (False, True),
-    "clevr_dist": (False, True),
-    "dmlab": (False, True),
-    "kitti": (False, True),
-    "dsprites_loc": (False, False),
-    "dsprites_ori": (True, False),
-    "smallnorb_azi": (True, False),
-    "smallnorb_ele": (True, True),
-}
+_WITHOUT_FLIP = ("dsprites_loc", "dsprites_ori", "smallnorb_azi")
+_WITHOUT_CROP = ("clevr_count", "clevr_dist", "dmlab", "dsprites_loc", "kitti")
 
 
-def vtab_policy(task: str) -> Augmentation:
-    """Return the augmentation of a VTAB task, by the name of its folder in the usual copies of VTAB-1k.
+def augmentation(title: str) -> Augmentation:
+    """Return the augmentation of a VTAB task, by the name of its data set in reports.
 
-    Raises ValueError for an unknown name.
+    Raises:
+        UserError: no task has this name.
     """
-    if task not in SWITCHES:
-        raise ValueError(f"unknown VTAB task {task!r}{nearest(task, SWITCHES)}")
-    return POLICIES[SWITCHES[task]]
+    titles = {files.title: task for task, files in TASKS.items()}
+    task = titles.get(title.removesuffix(WHOLE))
+    if task is None:
+        raise UserError(f"augment vtab is for VTAB-1k's tasks; {title} is not one of them")
+    if task in _WITHOUT_CROP:
+        return "none" if task in _WITHOUT_FLIP else "flip"
+    return "squash_crop" if task in _WITHOUT_FLIP else "squash_crop_flip"

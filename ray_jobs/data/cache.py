@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.scratch import named_if_full
 
 

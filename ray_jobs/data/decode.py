@@ -14,7 +14,7 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from ray_jobs.data.jpeg import plain_jpeg
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 from vit_model.preprocessing import decode_image, load_image
 

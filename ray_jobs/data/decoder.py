@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ray_jobs.augment import RandomCrop
 from ray_jobs.data.decode import Crop, DamagedError, cropped, square
 from ray_jobs.data.shards import Images
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 _CHUNK = 16  # images per task: with fewer, the overhead of a task outweighs its parallelism

@@ -25,7 +25,7 @@ from ray_jobs.data.decoder import Decoder
 from ray_jobs.data.reading import PIECE_BYTES
 from ray_jobs.data.sampler import STREAMS, WINDOW, Sampler, describe
 from ray_jobs.data.shards import Images
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 MEMORY_BYTES = 2**30  # uncropped images are decoded once and kept if they fit into this

@@ -53,7 +53,7 @@ from ray_jobs.data.columns import INDEX, SHARD, Sample
 from ray_jobs.data.decode import square
 from ray_jobs.data.masks import Mask, decode_mask, mask_file, read_masks
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 Split = Literal["train", "dev", "test"]

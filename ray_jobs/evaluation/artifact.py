@@ -10,7 +10,7 @@ from pipelines.spec import AnyStage
 from pipelines.store import FileEntry
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.leakage import Overlap
-from ray_jobs.process.stage import Context, Result
+from ray_jobs.process.context import Context, Result
 
 _UNNAMED = ("few-shot linear", "linear probe", "baseline")  # protocols that the names of metrics leave out
 

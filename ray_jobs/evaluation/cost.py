@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 COST = "cost.json"
 

@@ -32,10 +32,10 @@ from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
 from ray_jobs.evaluation.measuring import forward_cost
 from ray_jobs.evaluation.tasks import Run
+from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
-from ray_jobs.process.stage import Context
 from vit_model.build import Network, build
-from vit_model.config import ModelContract, Preprocessing
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from pipelines.spec import (
     BACKBONE_FIELDS,
+    TRAINED,
     WITHOUT_LABELS,
     AnyStage,
     Evaluate,
@@ -52,7 +53,7 @@ from pipelines.store import (
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from vit_model.errors import UserError
 
 # How rows name a backbone that was trained on other images, and one that was trained on the images labelled here.
@@ -61,7 +62,6 @@ COMPARED = ["content_id", "phash"]  # columns of an index
 _INDEX = "index.parquet"
 _READ = [*COMPARED, "split", "label"]
 _WEIGHTS, _ = MODEL_FILES
-_TRAINED = ("pretrain", "finetune")  # the jobs that train the models which they store
 _MAX_DISTANCE: int = Ingest.model_fields["max_distance"].default  # bits between near-copies
 
 
@@ -324,7 +324,7 @@ def read_trainings(
 
 def _own_trainings(store: Store, model: Manifest) -> list[Training]:
     """Return what a pretraining or fine-tuning was trained on itself; empty for other jobs, or if it is unknown."""
-    if model.job not in _TRAINED:
+    if model.job not in TRAINED:
         return []
     uses_labels = model.job != "pretrain" or model.config.get("objective", "softmax") not in WITHOUT_LABELS
     data = [_unchanged(store, reference) for reference in model.inputs.get("data", ())]
@@ -349,7 +349,7 @@ def _originals(store: Store, model: Manifest) -> list[Manifest]:
     weights = {file.sha256 for file in model.files if file.path == _WEIGHTS}
     return [
         other
-        for job in _TRAINED
+        for job in TRAINED
         for other in all_manifests(store, job)
         if other.key != model.key
         and any(file.sha256 in weights for file in other.files if file.path.endswith(_WEIGHTS))

@@ -20,7 +20,7 @@ from ray_jobs.process import devices
 from ray_jobs.process.stage import processor
 from vit_model import compute
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.preprocessing import normalise
 
 IMAGES = {"cpu": 32, "cuda": 256}  # in a measured forward pass

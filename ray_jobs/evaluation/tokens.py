@@ -19,10 +19,11 @@ from ray_jobs.data.masks import Mask
 from ray_jobs.data.shards import Split
 from ray_jobs.evaluation.features import INITIALISATIONS, PIXELS, UNTRAINED, Weights
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
+from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
-from ray_jobs.process.stage import Context
 from vit_model.build import Network
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES
 from vit_model.weights import read_contract

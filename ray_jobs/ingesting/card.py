@@ -22,7 +22,7 @@ from ray_jobs.ingesting.splits import CONFLICT, Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Bad
 from ray_jobs.sources.readers.features import listed
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 SAMPLE, SIDE = 128, 64  # images, and their pixels per side, from which means are computed
 SHOWN = 40  # classes and reasons in card.md; card.json has all

@@ -26,7 +26,7 @@ from pipelines import identity
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, Manifest, Store, StoreDamaged, StoreError, all_manifests
 from ray_jobs.data.columns import FACTS, INDEX, LISTED
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 
 _SAME = ("key", "file", "place", "stored", "digest")
 # the columns that decoding yields: those of the index without what the source lists and the position in the shard

@@ -17,8 +17,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from pipelines.spec import AnyStage
 from pipelines.store import (
     Alive,
     Attempt,
@@ -32,10 +32,7 @@ from pipelines.store import (
     read_record,
     warn,
 )
-
-if TYPE_CHECKING:
-    from pipelines.spec import AnyStage
-    from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 
 BEAT_SECONDS = 5.0  # a driver waits for twelve of them
 # The longest time without a step: longer than an evaluation between two steps or a restart of the workers. It is the

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from pipelines.spec import Report
-from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
+from pipelines.store import FitName, LogLine, Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, is_identified
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS, is_reference
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import costs, label_issues, measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
@@ -403,14 +403,17 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
         return {None: "dev"}
     if manifest.job != "finetune" or not lines:
         return {}
-    if (manifest.config.get("search") or {}).get("kind") == "pbt":  # its own figure has the rounds
-        return {}
     if (
         number := manifest.metrics.get("trial")
     ) is None:  # without a search, trials are numbered as their rates
         number = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
-    fits = sorted({line.fit for line in lines if line.fit and line.fit.startswith(f"trial-{number}-")})
-    return {fit: "held-out labels" if len(fits) == 1 else f"fold {fit.rsplit('-', 1)[1]}" for fit in fits}
+    names = {fit: FitName.parse(fit) for fit in sorted({line.fit or "" for line in lines})}
+    trials = {
+        fit: name.part
+        for fit, name in names.items()
+        if name and (name.kind, name.number) == ("trial", number)
+    }
+    return {fit: "held-out labels" if len(trials) == 1 else f"fold {fold}" for fit, fold in trials.items()}
 
 
 def _figures(
@@ -444,21 +447,6 @@ def _figures(
                     pruned=tuple("pruned_at" in trial for trial in sweep["trials"]),
                     chosen=[trial["number"] for trial in sweep["trials"]].index(sweep["chosen_trial"]),
                 )
-            )
-        if "schedule" in sweep:
-            members, chosen = sweep["trials"], sweep["chosen_trial"]
-            (own,) = (member["schedule"] for member in members if member["number"] == chosen)
-            figures[f"population {sweep['artifact']}"] = plots.population(
-                [
-                    plots.Member(
-                        steps=tuple(each["step"] for each in member["rounds"]),
-                        accuracies=tuple(each["accuracy"] for each in member["rounds"]),
-                        points=tuple(each["point"] for each in member["rounds"]),
-                        sources=tuple(each.get("copied", member["number"]) for each in member["rounds"]),
-                    )
-                    for member in members
-                ],
-                [phase["member"] for phase in own],
             )
     of_rates = [sweep for sweep in sweeps if "kind" not in sweep]
     for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):

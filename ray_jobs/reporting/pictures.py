@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from ray_jobs.data.shards import Dataset, Split
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # about the number of images on a sheet

@@ -10,7 +10,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,16 +88,6 @@ class Search:
     accuracies: tuple[float, ...]
     pruned: tuple[bool, ...]
     chosen: int
-
-
-@dataclass(frozen=True)
-class Member:
-    """A member of a population: of each round the last step, accuracy (fraction), point, and whom it continued from."""
-
-    steps: tuple[int, ...]
-    accuracies: tuple[float, ...]
-    points: tuple[Mapping[str, Any], ...]
-    sources: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -307,69 +297,8 @@ def search(trials: Search) -> str:
     return out[0]
 
 
-def population(members: Sequence[Member], chosen: Sequence[int]) -> str:
-    """Plot accuracy by step, one line per member, and below it each searched field's values.
-
-    A line that branches off continues from another member; a cross marks a training that was given up for it. The
-    members that trained the chosen one, `chosen` by round, are orange.
-    """
-    fields = list(members[0].points[0])
-    with _figure(5.6, 2.6 + 1.4 * len(fields)) as (figure, out):
-        above, *below = figure.subplots(
-            1 + len(fields), sharex=True, height_ratios=(2.2, *[1.2] * len(fields)), squeeze=False
-        )[:, 0]
-        scales = [_places([point[field] for each in members for point in each.points]) for field in fields]
-        for number, member in sorted(enumerate(members), key=lambda each: each[0] in chosen):
-            for place, (step, accuracy) in enumerate(zip(member.steps, member.accuracies, strict=True)):
-                source = members[member.sources[place]]
-                start = member.steps[place - 1] if place else 0
-                is_chosen = chosen[place] == number
-                style = {"color": SERIES[1 if is_chosen else 0], "alpha": 1 if is_chosen else 0.45}
-                style |= {"linewidth": 2 if is_chosen else 1, "zorder": 3 if is_chosen else 2}
-                if place:
-                    above.plot((start, step), (source.accuracies[place - 1], accuracy), **style)
-                    if source is not member:
-                        lost = member.accuracies[place - 1]
-                        above.plot(start, lost, "x", color=SERIES[0], markersize=6, zorder=4)
-                above.plot(step, accuracy, "o", markersize=3.5, **style)
-                for axes, field, where in zip(below, fields, scales, strict=True):
-                    value = where(member.points[place][field])
-                    axes.plot((start, step), (value, value), **style)
-                    if place and (before := where(source.points[place - 1][field])) != value:
-                        axes.plot((start, start), (before, value), **style | {"linewidth": 0.7})
-        above.set(ylabel="validation accuracy")
-        _percent_axis(above)
-        for axes, field in zip(below, fields, strict=True):
-            _value_axis(axes, [point[field] for each in members for point in each.points])
-            axes.set(ylabel=field.rpartition(".")[2].replace("_", " "))
-            axes.grid(axis="y")
-        below[-1].set(xlabel="step", xlim=(0, None))
-        figure.align_ylabels()
-    return out[0]
-
-
 def _is_numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _places(values: Sequence[Any]) -> Callable[[Any], Any]:
-    """Return the function from a field's value to its place on an axis."""
-    if _is_numeric(values):
-        return lambda value: value
-    names = sorted({_value(value) for value in values})
-    return lambda value: names.index(_value(value))
-
-
-def _value_axis(axes: Any, values: Sequence[Any]) -> None:
-    """Give the y axis the scale of a field: logarithmic over a wide range, names if the values are not numbers."""
-    if not _is_numeric(values):
-        names = sorted({_value(value) for value in values})
-        axes.set_yticks(range(len(names)), names)
-    elif min(values) > 0 and max(values) >= 10 * min(values):
-        axes.set_yscale("log")
-        axes.minorticks_off()
-    if _is_numeric(values):
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from pipelines.spec import STAGE_TYPES
-from pipelines.spec.fields import marks
 from pipelines.spec.vtab import GROUPS, TASKS, Task
 from pipelines.store import Manifest
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import at_checkpoint
 from ray_jobs.reporting.verdicts import kind, percent
+from vit_model.fields import marks
 
 GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
 # Fields of a stage, beside those of its execution, and of a task's source, that may differ within one score.

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from pipelines.spec import Objective, Pretrain, objective_properties
 from ray_jobs.data.shards import DatasetInfo
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.contract import continued_contract
 from vit_model.build import Network
-from vit_model.config import ModelContract, different_encoders
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
 from vit_model.weights import load_model, read_contract, transfer_backbone
 
@@ -51,17 +51,13 @@ def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> Mo
         UserError: the configured model has another encoder; or, without one, the configuration does not fit the
             ancestor's.
     """
-    source = read_contract(ancestor.folder)
+    source, where = read_contract(ancestor.folder), f"init_from {ancestor.name}"
     classes = len(info.class_names) if objective_properties(config.objective).classifier else 0
+    architecture = config.check_start(where, source.architecture, classes)
     try:
-        model = config.with_model(source.architecture).model
-        assert model is not None
-        architecture = model.architecture(config.resolution, source.architecture.in_channels, classes)
-        if different := different_encoders(architecture, source.architecture):
-            raise UserError(f"init_from {ancestor.name} does not match model: {different}")
         return continued_contract(source, architecture, info, config.eval_crop)
     except ValidationError as error:
-        raise UserError(f"init_from {ancestor.name}: {reasons(error)}") from error
+        raise UserError(f"{where}: {reasons(error)}") from error
 
 
 def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: Objective) -> list[str]:

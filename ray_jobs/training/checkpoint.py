@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -52,7 +52,8 @@ from pipelines.store import (
 )
 from ray_jobs.process.alive import Steps
 from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
-from vit_model.config import Frozen
+from ray_jobs.training.task import Evaluation
+from vit_model.fields import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
 _LOOK_SECONDS = 0.2  # between looks for the other workers' files
@@ -76,8 +77,8 @@ class WorkerState(Frozen):
     """the losses since the last point, and of how many steps"""
     substitutes: int = 0
     """of a fit: the images so far that were damaged and replaced in this worker's shares"""
-    evaluations: tuple[tuple[int, float, float], ...] = ()
-    """of a trial that may stop early: (step, accuracy, loss) so far"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """of a trial that may stop early"""
     log: tuple[LogLine, ...] = ()
     """of the first worker: the lines of the log that may not be in the store"""
 
@@ -260,26 +261,16 @@ class Saver:
         return bool(flags)
 
     def resume(
-        self,
-        attempts: Iterable[int],
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ancestors: Sequence[str] = (),
+        self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Saved | None:
         """Open the furthest checkpoint of the fit, by these attempts or its own; None if there is none.
-
-        If it has none, that of its first ancestor that has one: a fit whose steps are the first ones of this fit.
 
         Damaged ones, and those of another model or optimizer, are not used, with a line in the log: this costs a part
         of one fit, while an error would block the key until somebody removes the checkpoint.
         """
-        attempt, usable, fits = self._attempt, {self._attempt.number, *attempts}, (self._fit, *ancestors)
-        there = [
-            checkpoint
-            for fit in fits
-            for checkpoint in checkpoints(self._store, attempt.job, attempt.key, fit, usable)
-        ]
-        self._any = any(checkpoint.fit == self._fit for checkpoint in there)
+        attempt, usable = self._attempt, {self._attempt.number, *attempts}
+        there = checkpoints(self._store, attempt.job, attempt.key, self._fit, usable)
+        self._any = bool(there)
         if self._agreement is not None:
             return self._resume_together(there, module, optimizer)
         return self._furthest(there, module, optimizer)
@@ -289,13 +280,13 @@ class Saver:
     ) -> Saved | None:
         """Open the checkpoint that the first worker chooses: an attempt that still lives may add some meanwhile."""
         saved = self._furthest(there, module, optimizer) if self._rank == 0 else None
-        chosen = [None if saved is None else (saved.fit, saved.attempt, saved.step)]
+        chosen = [None if saved is None else (saved.attempt, saved.step)]
         dist.broadcast_object_list(chosen, 0, self._agreement)
         if self._rank == 0 or chosen[0] is None:
             return saved
-        fit, number, step = chosen[0]
+        number, step = chosen[0]
         job, key = self._attempt.job, self._attempt.key
-        for checkpoint in checkpoints(self._store, job, key, fit, {number}):
+        for checkpoint in checkpoints(self._store, job, key, self._fit, {number}):
             if checkpoint.step == step:
                 return Saved(self._store, checkpoint)
         raise StoreError(
@@ -437,7 +428,7 @@ class Saved:
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
-        self.step, self.attempt, self.fit = checkpoint.step, checkpoint.attempt, checkpoint.fit
+        self.step, self.attempt = checkpoint.step, checkpoint.attempt
         self._where = f"{store.uri}/{checkpoint.folder}"
         self.states: list[WorkerState] = []
         """of each worker that wrote the checkpoint, by rank"""

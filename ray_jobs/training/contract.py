@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pipelines.spec import EvalCrop, Model
 from ray_jobs.data.shards import DatasetInfo
-from vit_model.config import Architecture, ModelContract, Preprocessing
+from vit_model.config import Architecture
+from vit_model.contract import ModelContract, Preprocessing
 
 
 def model_contract(

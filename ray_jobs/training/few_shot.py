@@ -21,7 +21,7 @@ from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation.linear_probe import leave_one_out
 from ray_jobs.evaluation.supports import draw_labels
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.preprocessing import normalise
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,12 +27,12 @@ from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.engine import WEIGHTS, Plain, has_ema
 from ray_jobs.training.guard import Guard
-from ray_jobs.training.log import Evaluation, Log, LogWriter
-from ray_jobs.training.task import DivergenceError, Score, Task, Trial
+from ray_jobs.training.log import Log, LogWriter
+from ray_jobs.training.task import DivergenceError, Evaluation, Score, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import lora
 from vit_model.build import Network, build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
@@ -51,8 +50,8 @@ class Stopping:
     Args:
         steps: of a trial that does not end early.
         count: of the evaluations, at equal distances.
-        patience: see `early_stopping`; None: somebody else ends the trial, by raising an exception in `tell`.
-        tell: is told (step, accuracy, loss) of each evaluation, and again of those before a checkpoint.
+        patience: see `early_stopping`; None: somebody else ends the trial, by raising an exception in `report`.
+        report: is called with each evaluation, and again with those before a checkpoint.
     """
 
     def __init__(
@@ -60,37 +59,33 @@ class Stopping:
         steps: int,
         count: int,
         patience: int | None = None,
-        tell: Callable[[int, float, float], None] = lambda *_: None,
+        report: Callable[[Evaluation], None] = lambda evaluation: None,
     ) -> None:
-        self._patience, self._tell = patience, tell
+        self._patience, self._report = patience, report
         self.steps = {math.ceil(steps * part / count) for part in range(1, count + 1)}
-        self.evaluations: list[tuple[int, float, float]] = []
-        """(step, accuracy, loss), for a checkpoint"""
+        self.evaluations: list[Evaluation] = []
 
     def add(self, step: int, evaluation: Evaluation | None) -> None:
         """Add the evaluation after a step; None: its loss was not finite."""
-        loss, accuracy = evaluation or (math.inf, 0.0)
-        self.continue_from([*self.evaluations, (step, accuracy, loss)])
+        self.continue_from([*self.evaluations, evaluation or Evaluation(step, 0.0, math.inf)])
 
-    def continue_from(self, evaluations: Sequence[tuple[int, float, float]]) -> None:
+    def continue_from(self, evaluations: Sequence[Evaluation]) -> None:
         """Take these evaluations, whose first ones are those that it had."""
         new, self.evaluations = evaluations[len(self.evaluations) :], [*evaluations]
         for evaluation in new:
-            self._tell(*evaluation)
+            self._report(evaluation)
 
     @property
-    def best(self) -> Trial:
-        """The result with the highest accuracy; the lower loss, then the earlier step breaks ties.
-
-        Without patience it is the last.
+    def best(self) -> Evaluation:
+        """The highest-ranked evaluation, of equal ones the first. Without patience it is the last.
 
         Raises:
             DivergenceError: no loss was finite.
         """
-        step, accuracy, loss = self.evaluations[-1] if self._patience is None else self._best()
-        if math.isinf(loss):
-            raise DivergenceError(_NOT_FINITE.format(loss))
-        return Trial(accuracy, loss, step)
+        best = self.evaluations[-1] if self._patience is None else self._best()
+        if math.isinf(best.loss):
+            raise DivergenceError(_NOT_FINITE.format(best.loss))
+        return best
 
     @property
     def is_over(self) -> bool:
@@ -100,8 +95,8 @@ class Stopping:
         since = self.evaluations[::-1].index(self._best()) if self.evaluations else 0
         return since >= self._patience
 
-    def _best(self) -> tuple[int, float, float]:
-        return max(self.evaluations, key=lambda each: (each[1], -each[2]))
+    def _best(self) -> Evaluation:
+        return max(self.evaluations, key=lambda evaluation: rank([evaluation]))
 
 
 def start_model(task: Task, seed: int) -> Network:
@@ -129,7 +124,7 @@ def start(
         model.activation_checkpointing = config.activation_checkpointing
     optim.restrict(model, config, seed)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
-    saved = None if saver is None else saver.resume(task.attempts, model, optimizer, task.ancestors)
+    saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
     if saved is not None:
         saved.load(model, WEIGHTS)
     accumulation = config.gradient_accumulation_steps
@@ -206,14 +201,11 @@ def fit(
     estimates.require_fit(task, device)
     model, engine, saved = start(task, learning_rate, seed, device, dtype, saver, worker.world)
     first, before = 0, WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
-    is_inherited = saved is not None and saved.fit in task.ancestors
     if saved is not None:
         first, before = saved.step, own_state(saved.states, worker)
-        if worker.rank == 0 and not is_inherited:
+        if worker.rank == 0:
             print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    if worker.rank == 0 and task.ancestors and first < task.schedule[-1].step:
-        print(f"{noun} {first}: repeating the rounds since, no checkpoint of which can be used", flush=True)
-    steps, last = config.steps, task.last_step or config.steps  # of the schedule, of this fit
+    steps, last = config.steps, task.steps  # of the schedule, of this fit
     evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
     if stopping is not None:
         evaluations = stopping.steps
@@ -230,13 +222,12 @@ def fit(
     weights = class_weights(task, data)
     weights = None if weights is None else weights.to(device)
     guard = Guard(data, sampler, last, saver)
-    phases, now, base = task.settings, config, learning_rate
     with Loader(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
         if saved is not None:
             batches.load_state_dict(before.loader)
-            if writer is not None and not is_inherited:
+            if writer is not None:
                 writer.continue_from(first, before.log)
         log = Log(
             config,
@@ -256,18 +247,14 @@ def fit(
         if worker.world > 1:
             devices.let_gloo_yield()
         for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
-            if task.schedule and (step == first or step in phases):
-                now = phases[max(start for start in phases if start <= step)]
-                (base,), transform = now.learning_rates, replace(transform, config=now)
-                optim.set_weight_decay(engine.optimizer, model, now.optimizer, base, now.head_first)
             torch.manual_seed(dropout_seed(seed, step, worker.rank))
             batch = (*transform(images.to(device), labels.to(device), positions, step), positions)
-            rate = optim.learning_rate(step, steps, base, now.optimizer)
+            rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
             for (part,), targets, drawn in optim.micro_batches(config.gradient_accumulation_steps, *batch):
                 depth = depth_draws(task.contract.architecture, seed, drawn, device)
                 logits = engine(normalise(part, task.contract.preprocessing, dtype), *depth)
                 # a mean over images, also with weights, so that the mean over the parts is the batch's
-                loss = softmax_cross_entropy(logits, targets, now.label_smoothing, weights)
+                loss = softmax_cross_entropy(logits, targets, config.label_smoothing, weights)
                 engine.backward(loss)
                 loss_sum += loss.detach()
                 summed += 1
@@ -286,16 +273,14 @@ def fit(
                 summed = 0
             evaluation = None
             if validation is not None and done in evaluations:
-                evaluation = _evaluate(averaged(model, engine), task.contract, validation, worker)
+                evaluation = _evaluate(averaged(model, engine), task.contract, validation, done, worker)
                 if stopping is not None:
                     stopping.add(done, evaluation)
             log.step(done, rate, norm, mean_loss, evaluation)
             if stopping is not None and stopping.is_over:
                 guard.check()
                 break
-            # the next round of PBT continues from the last step of this one
-            is_continued = bool(task.schedule) and done == last < steps
-            if saver is not None and ((done < last and saver.is_due(done)) or is_continued):
+            if saver is not None and done < last and saver.is_due(done):
                 guard.check()
                 state = WorkerState(
                     loader=batches.state_dict(),
@@ -345,7 +330,7 @@ def averaged(model: Network, engine: Plain) -> Network:
 
 
 def _evaluate(
-    model: Network, contract: ModelContract, data: Images, worker: Worker = ALONE
+    model: Network, contract: ModelContract, data: Images, step: int, worker: Worker = ALONE
 ) -> Evaluation | None:
     """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change.
 
@@ -366,7 +351,7 @@ def _evaluate(
         return None
     finally:
         model.train()
-    return Evaluation(loss, accuracy)
+    return Evaluation(step, accuracy, loss)
 
 
 def predict(model: Network, contract: ModelContract, data: Images) -> torch.Tensor:

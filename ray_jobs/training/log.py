@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from ulid import ULID
@@ -31,17 +31,11 @@ from pipelines.store import (
 from ray_jobs.data.loader import Loader
 from ray_jobs.process import devices, progress
 from ray_jobs.training import optim
+from ray_jobs.training.task import Evaluation
 
 LINE_SECONDS = 10.0  # at most between two lines
 SEGMENT_SECONDS = 5.0  # between two segments
 _JOINED = 32  # segments, into one: a training of a month has about a hundred
-
-
-class Evaluation(NamedTuple):
-    """Results on dev, or on the validation part of a fold."""
-
-    loss: float
-    accuracy: float
 
 
 class LogWriter:

@@ -35,11 +35,12 @@ from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import EMA, WEIGHTS, Engine, Piece, make_engine
 from ray_jobs.training.few_shot import FewShotProbe
 from ray_jobs.training.guard import Guard
-from ray_jobs.training.log import Evaluation, Log, LogWriter
+from ray_jobs.training.log import Log, LogWriter
 from ray_jobs.training.methods import Method, make_method
+from ray_jobs.training.task import Evaluation
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network, build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
@@ -340,7 +341,7 @@ def run_steps(
             mean_loss = curve.mean()
             # Not at every step, because reading a number waits for the device.
             optim.check_finite("loss", mean_loss, step)
-            evaluation = evaluate(training, dtype) if done in evaluations else None
+            evaluation = evaluate(training, dtype, done) if done in evaluations else None
             accuracy = None if evaluation is None else evaluation.accuracy
             curve.points.append(
                 {"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": accuracy}
@@ -362,7 +363,7 @@ def _pieces(training: Training) -> Iterator[Piece]:
             yield Piece(kind, name, 0, weight.flatten())
 
 
-def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
+def evaluate(training: Training, dtype: torch.dtype, step: int) -> Evaluation | None:
     """Return the loss of dev images and the fraction that is classified correctly; each worker scores a share.
 
     None if the dataset has no dev split or the model no classifier.
@@ -392,7 +393,7 @@ def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
     if worker.world > 1:
         dist.all_reduce(sums)
     loss, correct = sums.tolist()
-    return Evaluation(loss / total, correct / total)
+    return Evaluation(step, correct / total, loss / total)
 
 
 class Dev:

@@ -16,7 +16,7 @@ import ray
 
 from pipelines.spec import Pretrain
 from pipelines.store import StoreError, ask_for_checkpoint, checkpoints, warn
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 
 GRACE_SECONDS = 25.0  # for the checkpoint after SIGTERM; machines get 30 s or more
 _LOOK_SECONDS = 3.0

@@ -150,22 +150,6 @@ def make_optimizer(
     return MuonAndAdamW(for_matrices.make(matrices, optimizer), for_others.make(settings, optimizer))
 
 
-def set_weight_decay(
-    optimizer: torch.optim.Optimizer,
-    model: ParameterGroups,
-    settings: Optimizer,
-    base: float,
-    head_first: int = 0,
-) -> None:
-    """Give an optimizer from `make_optimizer` another weight decay or base rate, and keep its state.
-
-    The other settings must be those that it was made with.
-    """
-    changed = make_optimizer(model, settings, base, head_first=head_first)
-    for group, other in zip(optimizer.param_groups, changed.param_groups, strict=True):
-        group["weight_decay"] = other["weight_decay"]
-
-
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon and AdamW as one optimizer, with the groups and the states of both.
 

@@ -4,81 +4,74 @@ is.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.spec.search import Optuna, Point, Search
-from pipelines.spec.vtab import augmentation
-from pipelines.store import FileEntry
+from pipelines.store import FitName
+from ray_jobs.augment.vtab import augmentation
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
-from ray_jobs.training.search import describe
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
 
 Indices = NDArray[np.int64]
 Folds = list[tuple[Indices, Indices]]
 """Rows to fit on and rows to score on, per fold."""
-Place = tuple[int | str, ...]
-"""A trial of a sweep: the key of its point (`point_key`), and the number of its fold; with PBT see `place_of`."""
-Evaluated = tuple[int, float, float]
-"""An evaluation of a trial: (step, accuracy, loss)."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DIVERGED = sys.float_info.max
+"""The loss of a trial that diverged; JSON has no infinity."""
+
+
+class Evaluation(NamedTuple):
+    """Results on dev, or on the validation part of a fold, after a step. JSON has it as [step, accuracy, loss]."""
+
+    step: Annotated[int, Field(ge=1)]
+    accuracy: Fraction
+    loss: float
+
+
+class Measured(Protocol):
+    """What is ranked: an `Evaluation`, or the record of a trial."""
+
+    @property
+    def accuracy(self) -> float: ...
+    @property
+    def loss(self) -> float: ...
+
+
+def rank(folds: Sequence[Measured], by: str = "accuracy") -> tuple[int, float, float]:
+    """Return the key of the results of one setting, on one part of the images or several; the best has the highest.
+
+    Results that diverged in fewer folds come first, then those with the higher mean of the field `by`; the lower loss
+    breaks ties. Settings that are compared by loss have the same number of losses, so sums rank as means do.
+    """
+    losses = [result.loss for result in folds if result.loss < DIVERGED]
+    return len(losses), mean(folds, by), -sum(losses)
+
+
+def mean(folds: Sequence[Measured], by: str = "accuracy") -> float:
+    """Return the mean of a field over results."""
+    return float(np.mean([getattr(result, by) for result in folds]))
 
 
 class DivergenceError(UserError):
     """A training whose loss or gradient is no longer finite."""
 
 
-class Phase(NamedTuple):
-    """A part of a training with PBT: from which step on it has which point, and which member trained it."""
-
-    step: int
-    member: int
-    point: Point
-
-
-Schedule = tuple[Phase, ...]
-"""One phase per round, from the first round on."""
-
-
-def place_of(schedule: Schedule) -> Place:
-    """Return the place of a schedule's last round: the member, the round, and a digest of the schedule.
-
-    On GPUs, results vary a little, and another attempt may have given the member another schedule.
-    """
-    digest = sha256(canonical_json([phase._asdict() for phase in schedule]))
-    return schedule[-1].member, len(schedule) - 1, f"s{digest[:8]}"
-
-
-def point_key(search: Search | None, number: int, point: Point) -> Place:
-    """Return what the names of a point's fits begin with: its number; if Optuna proposed it, also a digest of it.
-
-    Other points are known by their number. Of a proposed one, another attempt may have given the number to another, or
-    its entry in the ledger may be lost.
-    """
-    if not isinstance(search, Optuna):
-        return (number,)
-    return number, f"p{sha256(canonical_json(point))[:8]}"
-
-
-def changes(schedule: Schedule) -> list[dict[str, Any]]:
-    """Return the phases that changed a value: [{step, point}]."""
-    kept = [
-        phase for place, phase in enumerate(schedule) if not place or phase.point != schedule[place - 1].point
-    ]
-    return [{"step": phase.step, "point": phase.point} for phase in kept]
-
-
-def describe_schedule(schedule: Schedule) -> str:
-    """Say a schedule: `learning rate 0.01 from step 0; learning rate 0.012 from step 40`."""
-    return "; ".join(f"{describe(each['point'])} from step {each['step']}" for each in changes(schedule))
+def point_digest(search: Search | None, point: Point) -> str | None:
+    """Return the digest of a point that Optuna proposed, see `FitName`; other points are known by their number."""
+    return sha256(canonical_json(point))[:8] if isinstance(search, Optuna) else None
 
 
 class Task(NamedTuple):
@@ -87,39 +80,31 @@ class Task(NamedTuple):
     config: Finetune
     contract: ModelContract
     backbone: Path | None
-    key: Place
-    """Of the point whose values `config` has, see `point_key`; (0,) if it is of none."""
-    point: Point
-    """Empty if it is of none."""
+    point: Point = {}  # noqa: RUF012 (never changed)
+    """Whose values `config` has; empty if it is of none."""
+    number: int = 0
+    """Of the point, in the order in which they were tried; 0 if it is of none."""
+    digest: str | None = None
+    """Of the point, see `point_digest`."""
     attempts: tuple[int, ...] = ()
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
-    """Of a refit, whose trial was best there (`early_stopping`); of a round of PBT; None: the configuration's last."""
+    """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
     temperature: float | None = None
     """Of a refit's calibrated probabilities, from images that the trials held out; None: there are none."""
-    schedule: Schedule = ()
-    """With PBT: the phases of the training, of which the last has `point`."""
-    ancestors: tuple[str, ...] = ()
-    """Of a round of PBT: the fits whose state it continues from, the latest first."""
 
     @property
-    def number(self) -> int:
-        """The number of the point, in the order in which they were tried; 0 if it is of none."""
-        return int(self.key[0])
+    def steps(self) -> int:
+        """How many steps a fit of it does."""
+        return self.last_step or self.config.steps
 
-    @property
-    def settings(self) -> dict[int, Finetune]:
-        """{step: the configuration from it on}."""
-        return {phase.step: self.config.at(phase.point) for phase in self.schedule} or {0: self.config}
+    def trial(self, fold: int) -> FitName:
+        """Return the name of a trial of its point."""
+        return FitName("trial", self.number, fold, self.digest)
 
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """What a refit is known by: the point, and with PBT the values before."""
-        return self.point | ({"schedule": changes(self.schedule)} if self.schedule else {})
-
-    def place(self, fold: int) -> Place:
-        """Return the place of a trial of this task."""
-        return place_of(self.schedule) if self.schedule else (*self.key, fold)
+    def refit(self, draw: int) -> FitName:
+        """Return the name of a refit with its point."""
+        return FitName("refit", self.number, draw, self.digest, self.last_step)
 
     @property
     def learning_rate(self) -> float:
@@ -128,50 +113,17 @@ class Task(NamedTuple):
         return rate
 
 
-def trial_name(place: Place) -> str:
-    """Return the name of a trial: of its checkpoints, its log and its entry in the ledger."""
-    return "-".join(("trial", *map(str, place)))
-
-
 class Score(NamedTuple):
     """A model's results on n images.
 
     `predictions` [n] are labels, `probabilities` is a table of `ray_jobs.evaluation.rows.PROBABILITIES` [n], `loss` is
-    the mean cross-entropy. `mean_ap` is the mean average precision of the classes (`ray_jobs.evaluation
-    .average_precision.multi_label`) if images have several labels, otherwise None.
+    the mean cross-entropy.
     """
 
     accuracy: float
     loss: float
     predictions: NDArray[np.int64]
     probabilities: pa.Table
-    mean_ap: float | None = None
-
-
-class Trial(NamedTuple):
-    """The results of a trial on the images that it was not fitted on."""
-
-    accuracy: float
-    loss: float
-    step: int
-    """after which it had them: the best one with `early_stopping`, otherwise the last"""
-    evaluations: tuple[Evaluated, ...] = ()
-    """with ASHA, which decides by them"""
-    is_pruned: bool = False
-    """whether ASHA ended it there"""
-    seconds: float = 0.0
-    """that it took"""
-    temperature: float | None = None
-    """that minimises the loss on these images; None: it ended early, or its model is not the last one"""
-
-
-class Refit(NamedTuple):
-    """The results of one draw's model on test. `files` are the model's files; empty if it was not kept."""
-
-    score: Score
-    curve: list[dict[str, float | int]]
-    substitutes: int
-    files: tuple[FileEntry, ...]
 
 
 def read_split(dataset: Dataset, split: Split) -> Images:
@@ -187,15 +139,12 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         UserError: a setting does not fit the data, the model or the classes.
     """
     if config.augment == "vtab":
-        try:
-            config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
     if backbone is None:
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
         check_settings(config, contract)
-        return Task(config, contract, None, (0,), {})
+        return Task(config, contract, None)
     from vit_model.weights import read_contract
 
     source = read_contract(backbone)
@@ -211,7 +160,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     check_settings(config, contract)
-    return Task(config, contract, backbone, (0,), {})
+    return Task(config, contract, backbone)
 
 
 def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
@@ -226,7 +175,15 @@ def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
         why = reasons(error) if isinstance(error, ValidationError) else str(error)
         raise UserError(f"search: {describe(point)} do not go together: {why}") from error
     return make_task(config, dataset, task.backbone)._replace(
-        attempts=task.attempts, key=point_key(task.config.search, number, point), point=point
+        attempts=task.attempts, point=point, number=number, digest=point_digest(task.config.search, point)
+    )
+
+
+def describe(point: Point) -> str:
+    """Say a point: `learning rate 0.01, optimizer.weight decay 0.1`."""
+    return ", ".join(
+        f"{path.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
+        for path, value in point.items()
     )
 
 

@@ -41,7 +41,7 @@ def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
             began = time.perf_counter()
             with contextlib.redirect_stdout(io.StringIO()):  # hide its progress
                 fit(
-                    Task(config, model_contract(size, resolution, data.info), None, (0,), {}),
+                    Task(config, model_contract(size, resolution, data.info), None),
                     images,
                     1e-4,
                     seed=0,

@@ -11,7 +11,8 @@ from PIL import Image
 from tests.support.stores import files_of, manifests
 from tests.support.vits import TINY, randomised
 from vit_model.compute import forward_flops
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import npz
 from vit_model.weights import save_model
 

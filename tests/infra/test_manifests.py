@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from pipelines.recipe.load import load_pipeline
+from pipelines.schedules import render
+from pipelines.schedules.schedule import Schedule
 from tests.support.paths import ROOT, SHARED
 
 INFRA = ROOT / "infra"
@@ -141,8 +143,7 @@ def test_the_rays_are_open_to_each_other_and_else_at_the_jobs_api_alone() -> Non
 
 
 def test_the_cron_job_is_what_schedule_render_prints() -> None:
-    render, schedules = (pytest.importorskip(f"pipelines.{name}") for name in ("render", "schedule"))
-    schedule = schedules.Schedule(
+    schedule = Schedule(
         name="nightly",
         pipeline=load_pipeline("quickstart"),
         recipe="quickstart",
@@ -150,7 +151,7 @@ def test_the_cron_job_is_what_schedule_render_prints() -> None:
         timezone="Etc/UTC",
         address="http://vitflow-ray-head-svc:8265",
     )
-    store = SimpleNamespace(uri="s3://bucket/prefix", settings={})
+    store: Any = SimpleNamespace(uri="s3://bucket/prefix", settings={})
     assert [yaml.safe_load(text) for text in render.kubernetes(schedule, store).values()] == [
         MANIFESTS["cronjob"]
     ]

@@ -11,7 +11,8 @@ from pipelines.store import open_store
 from ray_jobs.import_model import contract_of, describe, import_model
 from tests.support.records import make_context
 from tests.support.s3 import Server, used
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 from vit_model.formats import Imported, hugging_face, npz, timm
 from vit_model.model import ViT

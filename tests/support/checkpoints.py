@@ -8,7 +8,8 @@ import torch
 
 from pipelines.store import Checkpoint, FileEntry, Layout, Manifest, Store, commit, commit_checkpoint, now
 from tests.support.records import make_attempt, make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.weights import save_model
 

@@ -26,11 +26,12 @@ from pipelines.store import FileEntry, Store, add_event, commit, open_store, rea
 from ray_jobs import report
 from ray_jobs.data.shards import ImageSize, Sample, open_dataset
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.weights import save_model
 

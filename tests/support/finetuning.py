@@ -3,15 +3,19 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pipelines.spec import Finetune, Labels, Model, ModelSize
-from pipelines.store import Manifest, create_attempt, open_store
+from pipelines.store import FileEntry, Manifest, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.cost import Cost, Speed
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.contract import model_contract
+from ray_jobs.training.task import Score
+from ray_jobs.tuning.ledger import images_table
+from ray_jobs.tuning.trial import Refit, Refitted, Trial
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
@@ -56,6 +60,18 @@ def configuration(**fields: object) -> Finetune:
         "labels": Labels(per_class=4, draws=2, folds=2),
     }
     return Finetune.model_validate(base | fields)
+
+
+def trial(accuracy: float, loss: float, step: int, **fields: Any) -> Trial:
+    return Trial(accuracy=accuracy, loss=loss, step=step, **fields)
+
+
+def refitted(score: Score, **fields: Any) -> Refitted:
+    """A refit with these results."""
+    base = {"accuracy": score.accuracy, "loss": score.loss, "step": 1, "point": {}, "substitutes": 0}
+    file = FileEntry(path="images.parquet", size=0, sha256="0")
+    record = Refit(**base | {"images": file, "curve": (), "files": ()} | fields)
+    return Refitted(record, images_table(score))
 
 
 def save_backbone(folder: Path, size: Model = SIZE) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from pipelines.identity import source_fingerprint
 from pipelines.spec import STAGE_TYPES
 from pipelines.store import Attempt, Manifest, Store, now
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 
 
 def make_manifest(job: str = "ingest", **fields: Any) -> Manifest:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit_model.config import Architecture, ModelContract, Preprocessing, ViTConfig
+from vit_model.config import Architecture, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 
 TINY: dict[str, Any] = {

@@ -7,7 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 
 # Variant at 224 pixels; parameters without a head, with 1000 classes, with 21843, with 21843 behind tanh.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image, normalise
 
 

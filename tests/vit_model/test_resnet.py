@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.support import timm_models
 from vit_model.build import Network, build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.resnet import ResNet, StdConv2d, StdConv2dSame, Stem
 from vit_model.variants import RESNETS

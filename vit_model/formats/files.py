@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.formats.files import (
     read_json,

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from vit_model.config import Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 from vit_model.formats.files import read_json
 

@@ -4,7 +4,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from vit_model.config import Architecture, Preprocessing
+from vit_model.config import Architecture
+from vit_model.contract import Preprocessing
 
 
 class Imported(NamedTuple):

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_model.bottlenecks import stem_stride
 from vit_model.build import Network, build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig, ViTOptions
+from vit_model.config import Architecture, ResNetConfig, ViTConfig, ViTOptions
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 from vit_model.formats.imported import Imported
 from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
 from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, POSITIONS, Part, layout, newer, put, taken
+from vit_model.variants import stem_stride
 from vit_model.weights import checked_weights, require_finite
 
 # The files of sincos2d models and ResNets do not contain the image size; Google trains these models at this one.

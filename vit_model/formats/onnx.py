@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.weights import checked_weights
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 from vit_model.formats.files import (
     Source,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_model.build import Network
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
 from vit_model.parts import AroundModel, lecun_normal_

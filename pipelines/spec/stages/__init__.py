@@ -1,6 +1,6 @@
 """The stages of a pipeline, as recipes define them: one module each, and the list of them."""
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
@@ -15,24 +15,16 @@ from pipelines.spec.stages.pretrain import Pretrain
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 
-Stage = Annotated[
-    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Report,
-    Field(discriminator="job"),
-]
-STAGE_TYPES: dict[str, type[BaseStage]] = {
-    "ingest": Ingest,
-    "import": Import,
-    "pretrain": Pretrain,
-    "finetune": Finetune,
-    "evaluate": Evaluate,
-    "segment": Segment,
-    "baselines": Baselines,
-    "audit": Audit,
-    "report": Report,
-}
 AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Report
+"""All stages. Everything else that lists them is derived from this union."""
+Stage = Annotated[AnyStage, Field(discriminator="job")]
+STAGE_TYPES: dict[str, type[BaseStage]] = {
+    job: stage for stage in get_args(AnyStage) for job in get_args(stage.model_fields["job"].annotation)
+}
+TRAINED = tuple(job for job, stage in STAGE_TYPES.items() if issubclass(stage, Pretrain | Finetune))
+"""The jobs that train the model which they store."""
 
 
 def module(job: str) -> str:
-    """Return the name of the `ray_jobs` module for a job."""
-    return "import_model" if job == "import" else job  # `import` is a keyword
+    """Return the name of the `ray_jobs` module for a job: that of the module here which defines its stage."""
+    return STAGE_TYPES[job].__module__.rpartition(".")[2]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, RandAugment, mixing
 from pipelines.spec.checkpoints import Backbone
-from pipelines.spec.fields import Seed, execution, takes
+from pipelines.spec.fields import Seed
 from pipelines.spec.optimizer import Optimizer
-from pipelines.spec.shapes import Model
 from pipelines.spec.stages.base import BACKBONE, BaseStage, Dtype, Rate
 from pipelines.spec.stages.finetune import Finetune
-from vit_model.config import Frozen
 from vit_model.errors import reasons
+from vit_model.fields import Frozen, execution, takes
+from vit_model.sizes import Model
 
 
 class CrossValidation(Frozen):
@@ -40,7 +40,7 @@ class CrossValidation(Frozen):
 class Audit(BaseStage):
     """A list of likely wrong labels in train and dev, by confident learning on out-of-sample probabilities."""
 
-    KIND: ClassVar[str] = "audit"
+    KIND = "audit"
     job: Literal["audit"]
     data: str = takes("dataset")
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)

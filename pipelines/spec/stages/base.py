@@ -9,13 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from pipelines.spec.checkpoints import NamedCheckpoint
-from pipelines.spec.fields import execution, marks
-from pipelines.spec.shapes import Model, ModelSize
-from vit_model.config import Frozen, later
+from vit_model.fields import Frozen, execution, later, marks
+from vit_model.sizes import Model, ModelSize
 
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
+Kind = Literal["dataset", "model", "evaluation", "audit", "report"]
+"""The kinds of artifact that stages make."""
 Dtype = Literal["bfloat16", "float32"]
 SeenInTraining = Literal["fail", "report"]
 BACKBONE = "a stage's name; or, of a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
@@ -47,7 +48,7 @@ class BaseStage(Frozen):
 
     VERSION: ClassVar[int] = 1
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {}
-    KIND: ClassVar[str]
+    KIND: ClassVar[Kind]
     job: str
 
     @property

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from pipelines.spec.fields import distinct, takes
+from pipelines.spec.fields import distinct
 from pipelines.spec.stages.base import BaseStage
 from pipelines.spec.stages.finetune import Labels
+from vit_model.fields import takes
 
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
@@ -17,9 +18,9 @@ Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 class Baselines(BaseStage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
-    VERSION: ClassVar[int] = 6  # images are divided among equally frequent classes
+    VERSION = 6  # images are divided among equally frequent classes
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: "majority" in stage.methods}
-    KIND: ClassVar[str] = "evaluation"
+    KIND = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")
     methods: Annotated[tuple[Method, ...], Field(min_length=1), AfterValidator(distinct)] = (

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import EvalCrop
 from pipelines.spec.checkpoints import Backbone
-from pipelines.spec.fields import Seed, distinct, execution, takes
+from pipelines.spec.fields import Seed, distinct
 from pipelines.spec.stages.base import BACKBONE, BaseStage, SeenInTraining, Shots, seen_in_training
-from vit_model.config import later
+from vit_model.fields import execution, later, takes
 
 Probe = Literal["least squares", "k-NN", "DINO k-NN", "nearest class mean", "logistic regression"]
 ProbeProtocol = Literal["leave_one_out", "dev", "big_vision", "scenic"]
@@ -26,8 +26,8 @@ PROBE_DEFAULTS: dict[str, dict[str, Any]] = {
 class Evaluate(BaseStage):
     """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
 
-    VERSION: ClassVar[int] = 6  # untrained weights of several seeds, and the majority class
-    KIND: ClassVar[str] = "evaluation"
+    VERSION = 6  # untrained weights of several seeds, and the majority class
+    KIND = "evaluation"
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: Backbone = takes("model", description=BACKBONE)

@@ -9,10 +9,9 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import Backbone, CheckpointEvery
-from pipelines.spec.fields import Seed, distinct, execution, marks, takes
+from pipelines.spec.fields import Seed, distinct
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Optuna, Point, Range, Search, placed
-from pipelines.spec.shapes import Model, check_patches
+from pipelines.spec.search import ASHA, FIXED, Choices, Optuna, Point, Range, Search, placed
 from pipelines.spec.stages.base import (
     BACKBONE,
     BaseStage,
@@ -23,8 +22,10 @@ from pipelines.spec.stages.base import (
     has_stochastic_depth,
     seen_in_training,
 )
-from vit_model.config import Frozen, LoRAOptions, later, wrong_field
+from vit_model.config import LoRAOptions
 from vit_model.errors import reasons
+from vit_model.fields import Frozen, execution, later, marks, takes, wrong_field
+from vit_model.sizes import Model, ModelSize
 
 
 class Labels(Frozen):
@@ -76,12 +77,12 @@ class Finetune(BaseStage):
 
     # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
     # key by the digest of its input. 8: Optuna tries no point twice.
-    VERSION: ClassVar[int] = 8
+    VERSION = 8
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: has_stochastic_depth(stage.model) or bool(stage.stochastic_depth),
         8: lambda stage: isinstance(stage.search, Optuna),
     }
-    KIND: ClassVar[str] = "model"
+    KIND = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)
@@ -103,7 +104,7 @@ class Finetune(BaseStage):
     )
     search: Search | None = later(
         None,
-        description="other fields to sweep, and how: grid, random, asha, optuna or pbt. `over` gives each field's"
+        description="other fields to sweep, and how: grid, random, asha or optuna. `over` gives each field's"
         " values, or {low, high, scale: linear or log}; fields in others are written as optimizer.weight_decay",
     )
     steps: int = Field(ge=1)
@@ -193,7 +194,8 @@ class Finetune(BaseStage):
         if self.model is not None:
             if self.resolution is None:
                 raise ValueError("resolution is required without a backbone")
-            check_patches(self.resolution, self.model)
+            if isinstance(self.model, ModelSize):
+                self.model.check_side("resolution", self.resolution)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
         if self.refits > 1 and self.labels.per_class is not None:
             raise ValueError(
@@ -240,22 +242,16 @@ class Finetune(BaseStage):
             return self
         if ("learning_rate" in search.over) == bool(self.learning_rates):
             raise ValueError("give either learning_rates or search.over.learning_rate")
-        if isinstance(search, ASHA | PBT):
+        if isinstance(search, ASHA):
             if self.labels.per_class is not None:
                 raise ValueError(
                     f"search.kind {search.kind} needs one held-out part, but labels.per_class has folds: use random or"
                     " optuna"
                 )
             if self.early_stopping is not None:
-                why = (
-                    "ends trials itself"
-                    if isinstance(search, ASHA)
-                    else "compares trials after the same steps"
-                )
-                raise ValueError(f"search.kind {search.kind} {why}: leave out early_stopping")
-            name = "evaluations" if isinstance(search, ASHA) else "rounds"
-            if (count := getattr(search, name)) > self.steps:
-                raise ValueError(f"search.{name} {count} is more than steps {self.steps}")
+                raise ValueError(f"search.kind {search.kind} ends trials itself: leave out early_stopping")
+            if search.evaluations > self.steps:
+                raise ValueError(f"search.evaluations {search.evaluations} is more than steps {self.steps}")
         self._check_space()
         return self
 

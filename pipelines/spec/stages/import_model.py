@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.fields import checkpoint, execution
+from pipelines.spec.fields import checkpoint
 from pipelines.spec.stages.base import BaseStage
-from vit_model.config import Frozen, later
+from vit_model.fields import Frozen, execution, later
 
 # What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
 MEAN_AND_STD = {
@@ -60,8 +60,8 @@ ONE_FILE = "weights"  # used instead of the name of a single imported file, so t
 class Import(BaseStage):
     """Import pretrained weights: Google's .npz, timm's, a Hugging Face folder, safetensors."""
 
-    VERSION: ClassVar[int] = 2
-    KIND: ClassVar[str] = "model"
+    VERSION = 2
+    KIND = "model"
     job: Literal["import"]
     path: Annotated[str, AfterValidator(checkpoint)] = execution(
         description="a file or a folder, local or on S3, or hf:ORG/NAME[@REVISION]; the key depends on its content,"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.fields import Root, distinct, execution, takes
+from pipelines.spec.fields import Root, distinct
 from pipelines.spec.sources import Source
 from pipelines.spec.stages.base import BaseStage
-from vit_model.config import later
+from vit_model.fields import execution, later, takes
 
 
 class Ingest(BaseStage):
     """Ingest: convert a source to validated Parquet shards with fixed splits."""
 
-    VERSION: ClassVar[int] = 6
-    KIND: ClassVar[str] = "dataset"
+    VERSION = 6
+    KIND = "dataset"
     job: Literal["ingest"]
     source: Source
     duplicates: Literal["keep", "drop"] = later(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, assert_never, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
-from pipelines.spec.fields import Seed, ascending, distinct, execution, takes
+from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.shapes import Model, ResNetSize, check_patches, size_of
 from pipelines.spec.stages.base import (
     BaseStage,
     Dtype,
@@ -21,7 +20,10 @@ from pipelines.spec.stages.base import (
     activation_checkpointing,
     has_stochastic_depth,
 )
-from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
+from vit_model.config import Architecture, MaeOptions
+from vit_model.errors import reasons
+from vit_model.fields import Frozen, execution, later, takes
+from vit_model.sizes import Model, ModelSize, ResNetSize, different_encoders, size_of
 
 Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
@@ -131,11 +133,11 @@ class Pretrain(BaseStage):
 
     # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
     # by the digest of its input.
-    VERSION: ClassVar[int] = 6
+    VERSION = 6
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         6: lambda stage: has_stochastic_depth(stage.model)
     }
-    KIND: ClassVar[str] = "model"
+    KIND = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model | None = Field(
@@ -243,7 +245,7 @@ class Pretrain(BaseStage):
             del inputs["init_from"]
         return inputs
 
-    def with_model(self, start: ViTConfig | ResNetConfig) -> Self:
+    def with_model(self, start: Architecture) -> Self:
         """Return the stage with the shape of the model that it starts from, if it gives none.
 
         Raises:
@@ -253,6 +255,23 @@ class Pretrain(BaseStage):
             return self
         model = size_of(start, head=self.objective not in WITHOUT_LABELS)
         return type(self).model_validate(self.model_dump() | {"model": model})
+
+    def check_start(self, where: str, start: Architecture, classes: int = 0) -> Architecture:
+        """Return the architecture of the stage's model, which takes over the encoder of another one.
+
+        Raises:
+            RecipeError: the stage does not fit the shape of the start, or has another encoder; the message begins with
+                `where`.
+        """
+        try:
+            model = self.with_model(start).model
+        except ValidationError as error:
+            raise RecipeError(f"{where}: {reasons(error)}") from None
+        assert model is not None
+        ours = model.architecture(self.resolution, start.in_channels, classes)
+        if different := different_encoders(ours, start):
+            raise RecipeError(f"{where} does not match model: {different}")
+        return ours
 
     @model_validator(mode="after")
     def _start_is_known(self) -> Self:
@@ -274,8 +293,8 @@ class Pretrain(BaseStage):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        if self.model is not None:
-            check_patches(self.resolution, self.model)
+        if isinstance(self.model, ModelSize):
+            self.model.check_side("resolution", self.resolution)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
         if self.optimizer.name == "muon" and self.zero_stage:
             raise ValueError(
@@ -352,21 +371,23 @@ class Pretrain(BaseStage):
                 " model.distillation false"
             )
 
-    def check_teacher(self, resolution: int | None, has_classifier: bool) -> None:
-        """Raise ValueError for a teacher that the stage cannot imitate.
+    def check_teacher(self, where: str, resolution: int | None, has_classifier: bool) -> None:
+        """Raise RecipeError for a teacher that the stage cannot imitate.
 
         Args:
+            where: the beginning of the message.
             resolution: the side of the teacher's images; None: not known yet.
         """
         if resolution is not None and resolution != self.resolution:
-            raise ValueError(
-                f"takes images of resolution {resolution}, but this stage trains with resolution {self.resolution}, and"
-                f" both see the same pixels; use resolution {resolution}, or a teacher fine-tuned at {self.resolution}"
+            raise RecipeError(
+                f"{where} takes images of resolution {resolution}, but this stage trains with resolution"
+                f" {self.resolution}, and both see the same pixels; use resolution {resolution}, or a teacher"
+                f" fine-tuned at {self.resolution}"
             )
         if not has_classifier and self.distillation.kind != "features":
-            raise ValueError(
-                f"has no classifier, which distillation.kind {self.distillation.kind} imitates; use kind features, or"
-                " fine-tune the teacher"
+            raise RecipeError(
+                f"{where} has no classifier, which distillation.kind {self.distillation.kind} imitates; use kind"
+                " features, or fine-tune the teacher"
             )
 
     def _check_no_labels(self) -> None:

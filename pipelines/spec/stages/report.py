@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from pipelines.spec.fields import takes
 from pipelines.spec.stages.base import BaseStage
-from vit_model.config import later
+from vit_model.fields import later, takes
 
 
 class Report(BaseStage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = (
-        9  # verdicts name what they compare with; VTAB's scores are of one classifier each
-    )
-    KIND: ClassVar[str] = "report"
+    VERSION = 9  # verdicts name what they compare with; VTAB's scores are of one classifier each
+    KIND = "report"
     job: Literal["report"]
     title: str
     note: str = Field("", description="a note for readers, shown beside the verdict")

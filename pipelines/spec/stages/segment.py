@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from pipelines.spec.checkpoints import Backbone
-from pipelines.spec.fields import Seed, execution, takes
+from pipelines.spec.fields import Seed
 from pipelines.spec.stages.base import BACKBONE, BaseStage, SeenInTraining, seen_in_training
+from vit_model.fields import execution, takes
 
 
 class Segment(BaseStage):
     """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
 
-    VERSION: ClassVar[int] = 2  # mIoU is the mean over the classes in the masks
-    KIND: ClassVar[str] = "evaluation"
+    VERSION = 2  # mIoU is the mean over the classes in the masks
+    KIND = "evaluation"
     job: Literal["segment"]
     data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
     backbone: Backbone = takes("model", description=BACKBONE)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines import identity
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.scratch import named_if_full, scratch_folder
 from ray_jobs.sources.archives import rar
 from vit_model.errors import UserError

@@ -40,7 +40,7 @@ from ray_jobs.sources.archives.blobs import (
     open_blob,
     unpacker,
 )
-from ray_jobs.sources.archives.entries import Bad, Files
+from ray_jobs.sources.archives.entries import Bad, Files, Member
 from ray_jobs.sources.archives.headers import THREADS, Refused, RegularFile, listed
 from vit_model.errors import UserError
 
@@ -53,22 +53,6 @@ _NOT_ITS_CRC = "its bytes are not those that its archive has the checksum of"
 _REMEMBERED = 1024  # resolved files per call of `read`
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-class Member(NamedTuple):
-    """A regular file in an archive, and the position of its bytes, as in ENTRIES."""
-
-    path: str
-    """Its path in the archive, with "/"."""
-    file: str
-    offset: int
-    length: int
-    codec: str
-    """"stored" or "deflate"."""
-    size: int
-    """Of its content, according to the archive."""
-    crc: int | None = None
-    """CRC-32 of its content, if the archive has one."""
 
 
 class Contents(NamedTuple):

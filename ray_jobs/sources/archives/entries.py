@@ -17,15 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from ray_jobs.data.columns import ENTRIES
 from ray_jobs.data.shards import ImageSize
-
-if TYPE_CHECKING:
-    from ray_jobs.sources.archives.containers import Member
 
 Files = Mapping[str, str]
 _BATCH = 65_536
@@ -38,6 +35,22 @@ class Bad(NamedTuple):
     reason: str
     file: str = ""
     offset: int = 0
+
+
+class Member(NamedTuple):
+    """A regular file in an archive, and the position of its bytes, as in ENTRIES."""
+
+    path: str
+    """Its path in the archive, with "/"."""
+    file: str
+    offset: int
+    length: int
+    codec: str
+    """"stored" or "deflate"."""
+    size: int
+    """Of its content, according to the archive."""
+    crc: int | None = None
+    """CRC-32 of its content, if the archive has one."""
 
 
 class Listing(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,8 @@ from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.arrays import unpickle_arrays
-from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, Member, table
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from ray_jobs.sources.archives.containers import Member
 
 PIXELS = 3 * 32 * 32
 MAX_BYTES = 2**28  # of one unpacked file; CIFAR-100's train has 155 MB

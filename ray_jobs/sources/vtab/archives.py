@@ -9,14 +9,12 @@ import cv2
 import numpy as np
 
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.entries import Files
+from ray_jobs.sources.archives.entries import Files, Member
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, open_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from ray_jobs.sources.archives.containers import Member
 
 
 def by_path(files: Files, file: str) -> dict[str, Member]:

@@ -17,8 +17,7 @@ from pipelines.spec.vtab import VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.arrays import hdf5_array, hdf5_rows, hdf5_slice
-from ray_jobs.sources.archives.containers import Member
-from ray_jobs.sources.archives.entries import Files, Listing
+from ray_jobs.sources.archives.entries import Files, Listing, Member
 from ray_jobs.sources.vtab import pixels, splits
 from ray_jobs.sources.vtab.splits import Records
 from vit_model.errors import UserError

@@ -13,8 +13,7 @@ from typing import IO, Any, cast
 
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.containers import Member
-from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, Member, table
 from ray_jobs.sources.archives.examples import feature_range, parse_example, tfrecords
 from ray_jobs.sources.vtab import archives, pixels, scene_labels, splits
 from ray_jobs.sources.vtab.splits import Records

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.sources.archives.entries import Bad, Listing, table
+from ray_jobs.sources.archives.entries import Bad, Listing, Member, table
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ray_jobs.sources.archives.containers import Member
 
 PARTS = ("train", "validation", "test")
 """The names of TFDS's splits, which also are the salts of their hashes."""

@@ -18,7 +18,7 @@ from ray_jobs.training.methods.distillation import Distillation
 from ray_jobs.training.methods.mae import Autoencoder
 from ray_jobs.training.methods.masked_patches import LabelsAndPatches, Patches
 from ray_jobs.training.methods.supervised import Supervised
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 
 __all__ = ["Method", "make_method"]
 

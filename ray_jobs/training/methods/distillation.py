@@ -18,7 +18,7 @@ from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.methods.base import Method
 from vit_model import compute
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.objectives.distillation import Student, Teacher, imitation
 from vit_model.parts import ParameterGroups
@@ -80,10 +80,7 @@ def read_teacher(teacher: Ancestor, config: Pretrain, contract: ModelContract) -
         UserError: it takes images of another size or with other channels, or lacks the classifier or a class.
     """
     theirs = read_contract(teacher.folder)
-    try:
-        config.check_teacher(theirs.preprocessing.resolution, bool(theirs.class_names))
-    except ValueError as error:
-        raise UserError(f"teacher {teacher.name} {error}") from None
+    config.check_teacher(f"teacher {teacher.name}", theirs.preprocessing.resolution, bool(theirs.class_names))
     if theirs.preprocessing.channels != contract.preprocessing.channels:
         raise UserError(
             f"teacher {teacher.name} takes images with {theirs.preprocessing.channels} channels; those of"

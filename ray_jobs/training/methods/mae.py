@@ -15,7 +15,7 @@ from ray_jobs.augment import uniform
 from ray_jobs.training.methods.base import Method
 from vit_model import compute
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT, is_fused
 from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
 from vit_model.parts import ParameterGroups

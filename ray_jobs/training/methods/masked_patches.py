@@ -14,7 +14,7 @@ from pipelines.spec import Pretrain
 from ray_jobs.augment import uniform
 from ray_jobs.training.methods.base import Method
 from vit_model.build import Network
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels, outputs
 from vit_model.parts import ParameterGroups

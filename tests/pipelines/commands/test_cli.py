@@ -9,6 +9,9 @@ import pytest
 from pipelines.identity import git_state
 from tests.support.paths import TINY
 
+CHANGES = ("labels={}", "learning_rates=[]", "search={kind: pbt, over: {learning_rate: [0.01, 0.1]}}")
+PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -30,6 +33,8 @@ from tests.support.paths import TINY
         (["run", TINY, "--store", "gs://bucket/x"], "a folder or s3://bucket/prefix"),
         (["run", TINY, "--store", "/dev/null/x"], "cannot write"),
         (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would be"),
+        (["run", TINY, *PBT], "stages.finetune.search.kind: pbt can no longer be run"),
+        (["plan", TINY, *PBT], "stages.finetune.search.kind: pbt can no longer be run"),
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
         (["list"], "Name the store of your results with --store"),

@@ -21,7 +21,7 @@ from pipelines.machine import init
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lineage import describe_source
-from pipelines.spec import Evaluate, Import, RecipeError, module
+from pipelines.spec import STAGE_TYPES, Evaluate, Import, RecipeError, module
 from pipelines.store import InputRef, Layout, Store, commit, open_store
 from ray_jobs.reporting.provenance import protocols
 from ray_jobs.sources.readers.folder import scan
@@ -30,7 +30,8 @@ from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.resnet import ResNet
 from vit_model.weights import save_model
@@ -104,12 +105,11 @@ def test_without_files_there_is_no_key(tmp_path: Path, content: str) -> None:
         key(tmp_path / "x")
 
 
-def test_the_job_has_a_module_of_another_name() -> None:
-    assert module("import") == "import_model" and module("ingest") == "ingest"
-    assert "ray_jobs/import_model.py" in identity.import_closure("import")
-    assert "ray_jobs/pretrain.py" not in identity.import_closure("import"), (
-        "other stages' code is not its own"
-    )
+@pytest.mark.parametrize("job", STAGE_TYPES)
+def test_a_stages_code_is_the_module_of_its_job(job: str) -> None:
+    ours = {name for name in identity.import_closure(job) if name.count("/") == 1 and "__init__" not in name}
+    assert module(job) == job.replace("import", "import_model")
+    assert {name for name in ours if name.startswith("ray_jobs/")} == {f"ray_jobs/{module(job)}.py"}
 
 
 # ------------------------------------------------------------------------------------------------- recipes

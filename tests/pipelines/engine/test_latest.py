@@ -19,7 +19,8 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import InputRef, Manifest, Store, open_store
 from tests.support.records import make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 
 SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 TARGETS = ("digits", "pretrain")

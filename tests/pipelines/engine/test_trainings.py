@@ -69,13 +69,6 @@ def test_fits_have_titles() -> None:
     whole = training.config["steps"]
     assert [searched.steps(fit) for fit in proposed] == [whole, whole, 120]
     assert [training.steps(fit) for fit in ("refit-1-3", "refit-1-120-3")] == [training.config["steps"], 120]
-    population = {"learning_rates": [], "steps": 10, "search": {"kind": "pbt", "rounds": 3}}
-    trained = replace(training, config={**training.config, **population})
-    fits = ("trial-3-1-s0a1b2c3d", "refit-3-s01234567-2")
-    assert [(trained.title(fit), trained.steps(fit)) for fit in fits] == [
-        ("trial 3, round 2", 7),
-        ("draw 2", 10),
-    ]
 
 
 def test_only_a_trial_with_early_stopping_may_end_before_its_last_step() -> None:

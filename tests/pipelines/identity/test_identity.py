@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from pipelines import identity
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
@@ -30,9 +30,8 @@ from pipelines.spec import (
     ResNetSize,
     module,
 )
-from pipelines.spec.fields import marks
 from tests.support.paths import TINY
-from vit_model.config import Frozen
+from vit_model.fields import Frozen, marks
 
 GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
 IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}

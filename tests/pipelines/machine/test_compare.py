@@ -14,7 +14,8 @@ from pipelines.spec import Evaluate, Finetune, Import
 from pipelines.store import open_store
 from tests.conftest import Vitflow
 from tests.support.vits import TINY, randomised
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import npz, timm
 from vit_model.model import ViT
 from vit_model.weights import save_model

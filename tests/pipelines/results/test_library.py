@@ -13,14 +13,15 @@ from PIL import Image
 
 import pipelines
 from pipelines.files import s3
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
 from tests.support import datasets
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.weights import save_model

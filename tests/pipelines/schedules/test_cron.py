@@ -1,8 +1,6 @@
-"""Cron lines against a walk over all minutes, against APScheduler, and against systemd's own reading."""
+"""Cron lines against a walk over all minutes, and against APScheduler."""
 
 import re
-import shutil
-import subprocess
 from datetime import UTC, date, datetime, time, timedelta
 from itertools import islice, takewhile
 from zoneinfo import ZoneInfo
@@ -15,9 +13,7 @@ from hypothesis import strategies as st
 from pipelines.schedules.cron import (
     check_cron,
     check_timezone,
-    kubernetes_cron,
     last_tick,
-    on_calendar,
     ticks,
 )
 from pipelines.spec import RecipeError
@@ -209,46 +205,3 @@ def test_a_time_zone_is_the_same_one_everywhere(name: str, message: str) -> None
     with pytest.raises(RecipeError, match=message):
         check_timezone(name)
     assert check_timezone("EST5EDT") == "EST5EDT"
-
-
-@settings(max_examples=50)
-@given(line=lines())
-def test_kubernetes_line_means_the_same_without_a_seventh_day(line: str) -> None:
-    line = line.replace(" 30 ", " 3 ").replace(" 31 ", " 3 ")
-    given = line.split()[-1]
-    theirs = kubernetes_cron(line).split()[-1]
-    assert {n % 7 for n in numbers(theirs, 0, 7)} == {n % 7 for n in numbers(given, 0, 7)}
-    assert "7" not in theirs
-
-
-SYSTEMD = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
-)
-
-
-@SYSTEMD
-@pytest.mark.parametrize(
-    "line",
-    [
-        "0 3 * * 1",
-        "*/20 * * * *",
-        "15,45 8-18/5 * * 1-5",
-        "0 0 1 */3 *",
-        "30 12 29 2 *",
-        "0 6 1,15 * 5",
-        "0 0 * * 7",
-    ],
-)
-@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
-def test_systemd_reads_on_calendar_as_we_read_cron(line: str, zone: str) -> None:
-    begin = datetime(
-        2026, 11, 21, 14, 5, 30, tzinfo=UTC
-    )  # no change of the clocks lies within the next weeks
-    command = ["systemd-analyze", "calendar", "--iterations=12", f"--base-time={begin:%Y-%m-%d %H:%M:%S} UTC"]
-    said = subprocess.run(
-        [*command, *on_calendar(line, zone)], capture_output=True, text=True, check=True, env={"TZ": "UTC"}
-    ).stdout
-    found = re.findall(r"(?:Next elapse|Iter\. #\d+): \w+ (\S+ \S+) UTC", said)
-    theirs = sorted({datetime.fromisoformat(text).replace(tzinfo=UTC) for text in found})[:12]
-    assert theirs == list(islice(ticks(line, zone, begin), len(theirs)))
-    assert len(theirs) >= 12

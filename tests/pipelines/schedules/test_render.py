@@ -34,7 +34,7 @@ def test_the_service_and_the_timer_are_valid_units(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     store = open_store(str(tmp_path / 'a "strange" $folder 100%'))
-    files = render.systemd(make_schedule(cron="0 3 1 * 1"), store)
+    files = render.systemd(make_schedule(), store)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
@@ -45,8 +45,7 @@ def test_the_service_and_the_timer_are_valid_units(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "weekly" not in done.stderr, done.stderr
-    assert files["vitflow-weekly.timer"].count("OnCalendar=") == 2, "the 1st, and Mondays"
-    assert "Persistent=true" in files["vitflow-weekly.timer"]
+    assert "OnCalendar=minutely" in files["vitflow-weekly.timer"]
     assert "KillMode=process" in files["vitflow-weekly.service"], "the local Ray outlives the command"
 
 
@@ -56,32 +55,23 @@ def test_systemd_starts_the_command_with_these_words(tmp_path: Path) -> None:
     assert line.endswith('--store "/a b/\\"c\\" $$d 100%%\\\\"')
 
 
-def test_the_crontab_line_is_the_schedules(tmp_path: Path) -> None:
+def test_the_crontab_ticks_every_minute_because_only_cronie_knows_time_zones(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "100% of 'it'"))
     (text,) = render.crontab(make_schedule(), store).values()
-    line = text.splitlines()[-1]
-    assert "CRON_TZ=Europe/Berlin" in text.splitlines()
-    assert line.startswith("0 3 * * 1 ")
-    command = line.removeprefix("0 3 * * 1 ")
+    (line,) = [line for line in text.splitlines() if not line.startswith("#")]
+    assert text.endswith(f"# CRON_TZ=Europe/Berlin\n# {line.replace('* * * * *', '0 3 * * 1')}\n")
+    command = line.removeprefix("* * * * * ")
     assert "%" not in command.replace(r"\%", ""), "an unescaped % ends a crontab's command"
-    words = shlex.split(command.replace(r"\%", "%"))
-    assert words == [
-        sys.executable,
-        "-P",
-        "-m",
-        "pipelines",
-        "schedule",
-        "tick",
-        "weekly",
-        "--store",
-        store.uri,
-    ]
+    python, *words, silent = shlex.split(command.replace(r"\%", "%"))
+    assert python == sys.executable
+    assert words == ["-P", "-m", "pipelines", "schedule", "tick", "weekly", "--store", store.uri]
+    assert silent == ">/dev/null", "cron mails what is printed"
 
 
 def test_the_cron_job_is_valid_and_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    schedule = make_schedule(address="http://head.ray:8265", cron="0 3 * * 5-7")
+    schedule = make_schedule(address="http://head.ray:8265", cron="0 3 * * 0,5,6")
     store: Any = OnS3(AWS_ENDPOINT_URL_S3="http://s3:9000")
     (text,) = render.kubernetes(schedule, store, "registry/vitflow:1").values()
     found = yaml.safe_load(text)
@@ -102,6 +92,7 @@ def test_the_cron_job_is_valid_and_has_no_secrets(monkeypatch: pytest.MonkeyPatc
         ({"address": "http://127.0.0.1:8265"}, "s3://b/p", "the local Ray"),
         ({"address": "http://h:8265"}, "/data/store", "a pod does not see this folder"),
         ({"address": "http://h:8265", "name": "a_b"}, "s3://b/p", "add the schedule as 'a-b'"),
+        ({"address": "http://h:8265", "cron": "0 3 * * 5-7"}, "s3://b/p", "5-7.*with 0 for Sunday"),
     ],
 )
 def test_what_could_not_work_in_a_pod(fields: dict[str, Any], uri: str, message: str) -> None:

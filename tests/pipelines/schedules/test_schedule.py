@@ -16,7 +16,7 @@ import pytest
 from pipelines.engine import plan, runs
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.schedules import serve
+from pipelines.schedules import schedule, serve
 from pipelines.schedules.schedule import (
     Schedule,
     add_schedule,
@@ -168,6 +168,35 @@ def test_where_nothing_is_new_the_run_is_over_at_once_and_ray_is_not_started(
     assert [stage["status"] for stage in status["stages"]] == ["CACHED"]
     assert not (tmp_path / "ray").exists()
     assert runs.runs(store, "often") == [run], "its id is sorted and found as any run's"
+
+
+def test_an_idle_tick_makes_the_same_requests_after_many_ticks(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counted(FolderStore):
+        requests = 0
+
+        def read(self, name: str, limit: int | None = None) -> bytes | None:
+            self.requests += 1
+            return super().read(name, limit)
+
+        def names(self, folder: str) -> list[str]:
+            assert not folder.endswith("ticks"), "a listing takes a request per 1,000 objects"
+            self.requests += 1
+            return super().names(folder)
+
+    def idle_requests() -> int:
+        counted = Counted(store.root)
+        monkeypatch.setattr(schedule, "_OVER", set())  # as in a new process
+        assert say(counted, tick + timedelta(seconds=20)) == []
+        return counted.requests
+
+    tick = first_tick(store)
+    say(store, tick)
+    before = idle_requests()
+    for number in range(200):
+        decide(store, "often", tick - (number + 1) * MINUTE, "earlier")
+    assert idle_requests() == before < 12
 
 
 def test_many_servers_at_once_decide_each_tick_once(store: FolderStore) -> None:

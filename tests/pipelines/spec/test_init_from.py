@@ -9,7 +9,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.matrix import expand
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import LATEST, ModelSize, Pretrain, RecipeError, ResNetSize
-from pipelines.spec.shapes import size_of
+from vit_model.sizes import size_of
 
 SIZE: dict[str, Any] = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 TRAIN = {"job": "pretrain", "data": "digits", "steps": 20, "batch_size": 32, "learning_rate": 1e-3}
@@ -69,7 +69,7 @@ def stage(**fields: Any) -> Pretrain:
         ({"model": {"family": "resnet", "units": [1]}}, "family is 'vit' in the backbone, 'resnet' in the model"),
         (
             {"model": ..., "resolution": 18},
-            "stages.more.init_from: first: resolution 18 is not a multiple of patch_size 4: 16 or 20 would be",
+            "stages.more.init_from: first: resolution 18 is not a multiple of patch_size 4; 16 or 20 would fit",
         ),
     ],
     ids=str,

@@ -16,7 +16,7 @@ from pipelines.spec import Finetune, RecipeError
 from pipelines.spec.vtab import TASKS
 from pipelines.store import open_store
 from ray_jobs.training.optim import warmup_steps
-from ray_jobs.training.search import points
+from ray_jobs.tuning.points import points
 from tests.support.records import make_manifest
 
 

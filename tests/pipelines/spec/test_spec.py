@@ -73,7 +73,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "stages.pretrain.model: patch_size 4 is not a multiple of 8, the stride of a stem with 2 stages",
         ),
         ("stages.digits.source.sead", 3, "stages.digits.source.sead: there is no such field"),
-        ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
+        (
+            "stages.pretrain.resolution",
+            9,
+            "resolution 9 is not a multiple of patch_size 4; 8 or 12 would fit",
+        ),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
         ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
         (

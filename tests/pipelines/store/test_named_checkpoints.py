@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.spec import Evaluate, NamedCheckpoint, RecipeError
 from pipelines.store import (
     FileEntry,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelines.files import s3
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.files.s3 import parse
 from pipelines.store import FileEntry, StoreError, StoreUnreachable, open_store
 from pipelines.store import s3 as s3_store

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from pipelines.spec import Augmentation
+from pipelines.spec.vtab import TASKS, WHOLE
 from ray_jobs.augment import CROPPING, augment, crops
 from ray_jobs.augment.crops import resized_crop_boxes
 from ray_jobs.augment.random import uniform
-from ray_jobs.augment.vtab import SWITCHES, vtab_policy
+from ray_jobs.augment.vtab import augmentation
 
 SIZES = [(224, 224), (375, 500), (500, 375), (100, 700), (700, 100), (32, 32), (5, 3), (1, 1)]
 
@@ -131,11 +132,8 @@ NO_CROP = {"clevr_count", "clevr_dist", "dmlab", "kitti", "dsprites_loc"}
 
 
 def test_vtabs_tasks_keep_what_their_answer_depends_on() -> None:
-    assert len(SWITCHES) == 19 and set(SWITCHES) > NO_FLIP | NO_CROP
-    for task in SWITCHES:
-        policy = vtab_policy(task)
-        assert policy.endswith("flip") == (task not in NO_FLIP), task
-        assert ("crop" in policy) == (task not in NO_CROP), task
-        assert policy in get_args(Augmentation)
-    with pytest.raises(ValueError, match="unknown VTAB task 'clevr_distance'; did you mean 'clevr_dist'"):
-        vtab_policy("clevr_distance")
+    assert set(TASKS) > NO_FLIP | NO_CROP
+    for task, files in TASKS.items():
+        policy = augmentation(files.title)
+        assert augmentation(files.title + WHOLE) == policy in get_args(Augmentation)
+        assert ("flip" in policy, "crop" in policy) == (task not in NO_FLIP, task not in NO_CROP), task

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ray_jobs.data.images import examine, shrunk
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.store import FileEntry, Store, open_store
 from ray_jobs.augment import RandomCrop, crops
 from ray_jobs.data import reading
@@ -25,7 +25,7 @@ from ray_jobs.data.shards import Dataset, Images, ImageSize, Sample, open_artifa
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import decode_image, load_image
 
 N, SIDE = 60, 24

@@ -18,7 +18,7 @@ from ray_jobs.data import images
 from ray_jobs.data.images import examine
 from ray_jobs.data.jpeg import plain_jpeg
 from tests.support.fuzz import mutated
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image
 
 SIDE = 24

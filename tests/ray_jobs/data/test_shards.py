@@ -11,7 +11,7 @@ from PIL import Image
 from ray_jobs.data import shards
 from ray_jobs.data.shards import ImageSize, Sample, open_dataset
 from tests.support import datasets
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image
 
 RNG = np.random.default_rng(0)

@@ -13,9 +13,10 @@ from pipelines.store import Layout, Manifest, Store, commit, create_attempt, inp
 from ray_jobs import audit
 from ray_jobs.data import shards
 from ray_jobs.evaluation.label_issues import FILE, read_issues
-from ray_jobs.process.stage import Context
-from ray_jobs.training import fit, folds
+from ray_jobs.process.context import Context
+from ray_jobs.training import fit
 from ray_jobs.training.contract import model_contract
+from ray_jobs.tuning import folds
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build

@@ -15,13 +15,13 @@ from ray_jobs import baselines, finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process.stage import Context
-from ray_jobs.training import sweep as sweep_module
+from ray_jobs.process.context import Context
 from ray_jobs.training.fit import score
-from ray_jobs.training.ledger import add_trial
-from ray_jobs.training.task import Refit, Trial
+from ray_jobs.tuning import runner as sweep_module
+from ray_jobs.tuning.ledger import add_trial
+from ray_jobs.tuning.trial import Refitted
 from tests.support import datasets
-from tests.support.finetuning import COST
+from tests.support.finetuning import COST, refitted, trial
 from tests.support.records import make_context, make_manifest
 
 TEST = 12
@@ -65,12 +65,12 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
             task, _ = missing[0]
             seen.folds.append((images(task, pools[0].take(inside)), images(task, pools[0].take(outside))))
         for task, fold in missing:
-            add_trial(made, (task.number, fold), Trial(1.0, 1.0, 1))
+            add_trial(made, task.trial(fold), trial(1.0, 1.0, 1))
 
-    def run_refits(_: Any, task: Any, pools: Any, draws: Any) -> list[Refit]:
+    def run_refits(_: Any, task: Any, pools: Any, draws: Any) -> list[Refitted]:
         seen.draws.extend(images(task, pools[draw]) for draw in draws)
         scored = score(torch.zeros(TEST, 2), np.zeros(TEST, np.int64))
-        return [Refit(scored, [], 0, ()) for _ in draws]
+        return [refitted(scored) for _ in draws]
 
     monkeypatch.setattr(sweep_module, "run_trials", run_trials)
     monkeypatch.setattr(finetune, "run_refits", run_refits)

@@ -23,12 +23,13 @@ from ray_jobs import evaluate, finetune, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
 from ray_jobs.import_model import import_model
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import score
-from ray_jobs.training.task import Refit, make_task
+from ray_jobs.training.task import make_task
 from tests.support import datasets
+from tests.support.finetuning import refitted
 from tests.support.records import flip, make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.build import build
@@ -485,7 +486,7 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)
         task = make_task(config, dataset, made.folder("tuned"))
-        refits = [Refit(score(torch.zeros(30, 2), dataset.labels("test")), [], 0, ())]
+        refits = [refitted(score(torch.zeros(30, 2), dataset.labels("test")))]
         numbers, _ = finetune.tables(task, dataset, refits, "dev", overlap)
         assert [row["method"] for row in numbers] == [name]
 
@@ -552,7 +553,7 @@ def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_see
     labels = dataset.labels("test")
     seen = np.arange(30) < 10
     logits = torch.eye(2)[np.where(seen, labels, 1 - labels)]
-    right_on_seen = Refit(score(logits, labels), [], 0, ())
+    right_on_seen = refitted(score(logits, labels))
 
     def accuracy(mask: np.ndarray) -> dict[str, float]:
         return finetune._test_accuracy(dataset, [right_on_seen], leakage.Overlap(mask, 0, 0, 0))

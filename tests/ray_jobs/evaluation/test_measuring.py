@@ -11,7 +11,8 @@ from ray_jobs.evaluation import measuring
 from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.task import Task
 from tests.support.finetuning import configuration
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -69,8 +70,7 @@ def test_a_larger_model_costs_more_and_training_more_than_a_forward_pass(tmp_pat
     threads = torch.get_num_threads()
     config = configuration(resolution=16, batch_size=8, gradient_accumulation_steps=2, learning_rates=(1e-3,))
     found = [
-        finetuning_cost(Task(config, contract(width, depth), None, (0,), {}))
-        for width, depth in ((16, 1), (256, 4))
+        finetuning_cost(Task(config, contract(width, depth), None)) for width, depth in ((16, 1), (256, 4))
     ]
     torch.set_num_threads(threads)
     small, large = found

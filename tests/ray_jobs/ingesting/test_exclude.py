@@ -22,7 +22,7 @@ from ray_jobs.data.images import Hashes
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES, write_issues
 from ray_jobs.ingesting.exclude import check_classes, exclude, read_list
-from ray_jobs.process.stage import Result
+from ray_jobs.process.context import Result
 from tests.support.records import make_context, make_manifest
 from vit_model.errors import UserError
 

@@ -26,13 +26,13 @@ from ray_jobs.data.images import DECODING
 from ray_jobs.data.shards import SPLITS, content_digest, open_dataset
 from ray_jobs.ingesting.card import copies_note
 from ray_jobs.ingesting.reuse import facts_file
-from ray_jobs.process.stage import Context, Result, SourceChangedError
+from ray_jobs.process.context import Context, Result, SourceChangedError
 from tests.support.archives import image
 from tests.support.paths import ROOT
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.records import make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 KILLED = """
 import pickle, sys, ray

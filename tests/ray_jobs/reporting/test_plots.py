@@ -25,23 +25,6 @@ def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended(
         assert f">{text}<" in svg
 
 
-def test_a_population_shows_each_round_the_copies_and_the_chosen_training() -> None:
-    def member(accuracies: tuple[float, float], rates: tuple[float, float], source: int) -> plots.Member:
-        points = tuple({"learning_rate": rate, "randaugment": None} for rate in rates)
-        return plots.Member((10, 20), accuracies, points, (source, source))
-
-    first = member((0.1, 0.6), (0.001, 0.08), 1)
-    members = [
-        plots.Member((10, 20), first.accuracies, first.points, (0, 1)),
-        member((0.5, 0.55), (0.1, 0.1), 1),
-        member((0.3, 0.4), (0.01, 0.01), 2),
-    ]
-    svg = plots.population(members, [1, 0])
-    assert (markers(svg, 1), markers(svg, 2)) == (4 + 1, 2), "four rounds and a cross; the two chosen rounds"
-    for text in ("step", "learning rate", "randaugment", "none", "0.1", "validation accuracy"):
-        assert f">{text}<" in svg
-
-
 def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_were_measured() -> None:
     assert "accuracy" not in plots.loss([POINTS, POINTS])
     both = plots.loss([POINTS], [Measured("dev", (4, 7, 10), (0.3, 0.5, 0.6), (1.0, 0.8, 0.7))])

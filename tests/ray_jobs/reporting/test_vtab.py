@@ -21,7 +21,7 @@ from pipelines.store import Manifest, Store, input_ref, open_store
 from ray_jobs import evaluate, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import page as page_module
 from ray_jobs.reporting.gather import ReportData
 from ray_jobs.training.contract import model_contract

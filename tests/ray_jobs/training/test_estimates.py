@@ -85,7 +85,7 @@ def fit(batch_size: int, **fields: object) -> Task:
         "steps": 1,
     }
     config = Finetune.model_validate(base | {"batch_size": batch_size} | fields)
-    return Task(config, contract_of(config.model.architecture(384, 3, 10)), None, (0,), {})
+    return Task(config, contract_of(config.model.architecture(384, 3, 10)), None)
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_advice_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

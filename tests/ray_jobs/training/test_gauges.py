@@ -6,7 +6,8 @@ import pytest
 
 from pipelines.store import LogLine, create_attempt
 from ray_jobs.training import gauges
-from ray_jobs.training.log import Evaluation, LogWriter
+from ray_jobs.training.log import LogWriter
+from ray_jobs.training.task import Evaluation
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
 from tests.support.trainings import line
@@ -41,7 +42,7 @@ def test_gauges_have_the_last_value_of_each_number(monkeypatch: pytest.MonkeyPat
     create_attempt(store, attempt)
     writer = LogWriter(store, attempt, "refit-0-1", gauges.Gauges(attempt, "refit-0-1").show)
     writer.add(line(8))
-    writer.add_evaluation(Evaluation(0.25, 0.5))
+    writer.add_evaluation(Evaluation(1, 0.5, 0.25))
     writer.add(line(16, mfu=None))
     last = line(16).model_dump(exclude={"time", "fit", "few_shot"})
     assert metrics.values == last | {"mfu": line(8).mfu, "dev_loss": 0.25, "dev_accuracy": 0.5}

@@ -11,7 +11,8 @@ import torch
 from pipelines.store import LogLine, StoreError, StoreUnreachable, create_attempt, describe_line, read_log
 from ray_jobs.process import devices
 from ray_jobs.training import log as module
-from ray_jobs.training.log import Evaluation, Log, LogWriter
+from ray_jobs.training.log import Log, LogWriter
+from ray_jobs.training.task import Evaluation
 from tests.support.clusters import wait_for
 from tests.support.interrupted import configuration
 from tests.support.memory_store import MemoryStore
@@ -72,7 +73,7 @@ def test_lines_come_with_the_points_and_at_least_every_ten_seconds(clock: Clock,
         loader.seconds_waited += 0.25
         log.add(torch.tensor(float(done)))
         is_point = done in (4, 30)
-        evaluation = Evaluation(0.5, 0.75) if done == 30 else None
+        evaluation = Evaluation(30, 0.75, 0.5) if done == 30 else None
         log.step(done, 0.1 * done, torch.tensor(2.0 * done), 7.0 if is_point else None, evaluation)
     lines = writer.unsaved()
     assert [each.step for each in lines] == [4, 14, 24, 30, 40]
@@ -113,7 +114,7 @@ def test_what_is_not_finite_is_not_written(store: MemoryStore) -> None:
     writer = LogWriter(store, ATTEMPT)
     log, _ = make_log(writer)
     log.add(torch.tensor(float("nan")))
-    log.step(1, 0.1, -1.0, evaluation=Evaluation(float("inf"), 0.5))
+    log.step(1, 0.1, -1.0, evaluation=Evaluation(1, 0.5, float("inf")))
     (only,) = writer.unsaved()
     assert only.loss is None and only.gradient_norm is None and only.dev_loss is None
 
@@ -176,7 +177,7 @@ def test_segments_are_written_while_training_goes_on(
         wait_for(lambda: steps_in(store) == [1, 2], 10)
         assert writer.unsaved() == ()
         writer.add(line(3))
-        writer.add_evaluation(Evaluation(0.5, 0.25))
+        writer.add_evaluation(Evaluation(1, 0.25, 0.5))
     lines = read_log(store, "pretrain", "k")
     assert [(each.step, each.dev_loss, each.dev_accuracy) for each in lines[1:]] == [
         (2, None, None),

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from pipelines.store import Store, asked_for, checkpoints, open_store
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training import notices
 from tests.support.checkpoints import put_state
 from tests.support.interrupted import configuration

@@ -20,7 +20,8 @@ from ray_jobs.training.fit import fit, predict, score
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from vit_model import compute
-from vit_model.config import MaeOptions, ModelContract, Preprocessing, ViTConfig
+from vit_model.config import MaeOptions, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo, MomentumEncoder, momentum

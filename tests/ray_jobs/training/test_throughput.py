@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ray_jobs.training.throughput import _random_dataset
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 
 def test_the_measured_images_are_a_dataset_like_any_other(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from ray_jobs.evaluation.measuring import resident
 from tests.support.parity import randomise
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import hugging_face, timm
 from vit_model.model import ViT
 

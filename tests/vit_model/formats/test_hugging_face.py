@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import Imported, hugging_face, timm
 from vit_model.model import ViT
 from vit_model.predict import classify

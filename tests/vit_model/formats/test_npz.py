@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tests.support import google_numpy, timm_models
 from vit_model.build import build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import Imported, npz
 from vit_model.formats.npz_layout import layout
 from vit_model.model import ViT

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.support.paths import ROOT
 from vit_model.build import Network, build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import onnx
 
 SMALL: dict[str, Any] = {

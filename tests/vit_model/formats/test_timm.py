@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tests.support import timm_models
 from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import Imported
 from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from tests.support.parity import assert_close, gradients_by_our_names, randomise
 from tests.support.vits import TINY
 from vit_model.build import build
-from vit_model.config import Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import ResNetConfig, ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.formats import hugging_face
 from vit_model.model import ViT
 from vit_model.objectives.distillation import Student, Teacher, imitation

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from ray_jobs.sources.archives import blobs, containers, headers
 from ray_jobs.sources.archives.containers import contents, local, members, read, read_file, read_member
 from ray_jobs.sources.archives.entries import place, table

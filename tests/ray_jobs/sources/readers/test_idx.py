@@ -21,7 +21,7 @@ from ray_jobs.data import shards
 from ray_jobs.sources.readers import idx
 from tests.support.idx import NAMES, encoded
 from tests.support.records import make_context
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 RNG = np.random.default_rng(0)
 TRAIN, TEST = RNG.integers(0, 256, (240, 6, 5), np.uint8), RNG.integers(0, 256, (60, 6, 5), np.uint8)

@@ -17,13 +17,13 @@ from pipelines.errors import Superseded
 from pipelines.spec import Finetune, Labels
 from pipelines.store import Checkpoint, Layout, checkpoints, open_store
 from ray_jobs import finetune
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training import optim
-from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.ledger import open_ledger
-from ray_jobs.training.task import at_point, make_task
+from ray_jobs.training.task import Evaluation, at_point, make_task
 from ray_jobs.training.workers import ALONE, Worker
+from ray_jobs.tuning import fits
+from ray_jobs.tuning.ledger import open_ledger
 from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves, save_backbone
 from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers
@@ -72,7 +72,7 @@ def run(
     given: Context[Any],
     rate: int = 0,
     worker: Worker = ALONE,
-    tell: Any = None,
+    report: Any = None,
     backbone: Path | None = None,
 ) -> None:
     """Do what the stage and its task for draw 0 do, with this rate of the configuration; or the trial that may stop."""
@@ -81,12 +81,12 @@ def run(
     task = task._replace(attempts=open_ledger(given).attempts)
     rates = given.config.learning_rates or (1e-2,)
     task = at_point(task, rate, {"learning_rate": rates[rate]}, dataset)
-    if tell is not None:
-        trials_module.trial(given, task, pools[0], supports.folds, 0, 0, tell, worker)
+    if report is not None:
+        fits.trial(given, task, pools[0], supports.folds, 0, 0, report, worker)
     elif given.config.early_stopping is not None:
-        trials_module.trial(given, task, pools[0], supports.folds, 0, worker=worker)
+        fits.trial(given, task, pools[0], supports.folds, 0, worker=worker)
     else:
-        trials_module.refit(given, task, pools[0], 0, worker=worker)
+        fits.refit(given, task, pools[0], 0, worker=worker)
 
 
 def run_killed(root: Path, config: Finetune, number: int, kill: Kill) -> None:
@@ -200,7 +200,7 @@ def test_with_few_trained_weights_it_continues_to_the_same_bytes(fields, tmp_pat
     config = refitting(backbone="vit", model=None, resolution=None, **fields)
     backbone = tmp_path / "vit"
     save_backbone(backbone)
-    monkeypatch.setattr(trials_module, "fetched", lambda context, task: task)
+    monkeypatch.setattr(fits, "fetched", lambda context, task: task)
     undisturbed, killed = (put_store(tmp_path / name) for name in ("undisturbed", "killed"))
     run(attempt(undisturbed, config, 1), backbone=backbone)
     run_until(monkeypatch, 50, attempt(killed, config, 1), backbone=backbone)
@@ -297,23 +297,21 @@ SAME: dict[
 }
 
 
-def _member(
-    rank: int, meeting: str, root: Path, config: Finetune, number: int, kill: Kill | None, tell: Any = None
-) -> None:
-    """Do what a worker of Ray Train does in a refit, or in the trial if there are evaluations to tell of."""
+def _member(rank: int, meeting: str, root: Path, config: Finetune, number: int, kill: Kill | None) -> None:
+    """Do what a worker of Ray Train does in a refit or a trial."""
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=config.workers)
     if kill is not None and kill.rank == rank:
         arm(kill)
     worker = Worker(rank, config.workers, rank, config.workers, number)
-    run(attempt(root, config, number), worker=worker, tell=tell)
+    run(attempt(root, config, number), worker=worker)
     dist.destroy_process_group()
 
 
-def run_group(root: Path, config: Finetune, number: int, kill: Kill | None = None, tell: Any = None) -> None:
+def run_group(root: Path, config: Finetune, number: int, kill: Kill | None = None) -> None:
     attempt(root, config, number)  # once, before both write it
     meeting = f"file://{root.parent}/meeting-{number}"
     try:
-        run_workers(config.workers, _member, meeting, root, config, number, kill, tell)
+        run_workers(config.workers, _member, meeting, root, config, number, kill)
     except (ProcessExitedException, ProcessRaisedException) as error:  # the other may be seen first to end
         if kill is None or not ("SIGKILL" in str(error) or "by peer" in str(error)):
             raise
@@ -366,14 +364,7 @@ def test_two_workers_fit_what_one_does_and_either_continues_the_other(tmp_path):
             assert (one["step"], one["loss"]) == (other["step"], pytest.approx(other["loss"], rel=1e-4))
 
 
-def _give_up(step: int, accuracy: float, loss: float) -> None:
-    """ASHA's verdict, which reaches all workers."""
-    if step >= 30:
-        raise SystemExit
-
-
-def test_a_trial_of_two_workers_stops_alike_in_both_whoever_ends_it(tmp_path):
-    """Early stopping, by what both evaluate; and ASHA, in the middle of a checkpoint."""
+def test_a_trial_of_two_workers_stops_early_alike_in_both(tmp_path):
     config = refitting(**SAME, learning_rates=(1.0,), early_stopping={"evaluations": 20, "patience": 5})
     found = []
     for workers in (1, 2):
@@ -383,10 +374,20 @@ def test_a_trial_of_two_workers_stops_alike_in_both_whoever_ends_it(tmp_path):
         found.append(json.loads((root / Layout.ledger("finetune", "k", 1) / "trial-0-0.json").read_text()))
     assert found[1]["step"] == found[0]["step"] and found[1]["accuracy"] == found[0]["accuracy"]
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-3)
-    root = put_store(tmp_path / "asha")
+
+
+def test_a_trial_that_asha_ends_is_recorded_and_leaves_no_checkpoints(tmp_path):
     search = {"kind": "asha", "trials": 2, "evaluations": 6, "over": {"learning_rate": [0.01, 0.1]}}
-    config = refitting(**SAME, learning_rates=(), search=search, workers=2, checkpoint_every={"steps": 10})
-    run_group(root, config, 1, tell=_give_up)  # both end as they were told
+    config = refitting(**SAME, learning_rates=(), search=search, checkpoint_every={"steps": 10})
+    root = put_store(tmp_path)
+
+    def give_up(evaluation: Evaluation) -> None:
+        if evaluation.step >= 30:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        run(attempt(root, config, 1), report=give_up)
     entry = json.loads((root / Layout.ledger("finetune", "k", 1) / "trial-0-0.json").read_text())
     assert (entry["is_pruned"], entry["step"]) == (True, 30)
+    assert [step for step, *_ in entry["evaluations"]] == [10, 20, 30]
     assert not [*root.rglob("checkpoints")]

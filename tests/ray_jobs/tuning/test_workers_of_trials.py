@@ -14,7 +14,7 @@ from ray_jobs import finetune
 from ray_jobs.process import devices
 from ray_jobs.process.stage import join_ray
 from ray_jobs.training.task import at_point, make_task
-from ray_jobs.training.trials import run_trial
+from ray_jobs.tuning.runner import run_trial
 from tests.support.clusters import ray_cluster
 from tests.support.finetuning import attempt, configuration, context, put_halves
 from tests.support.workers import run_workers
@@ -24,7 +24,7 @@ CORES = 4
 
 def searching() -> Finetune:
     over = {"learning_rate": {"low": 1e-5, "high": 0.1, "scale": "log"}}
-    search = {"kind": "asha", "trials": 4, "evaluations": 8, "reduction_factor": 2, "over": over}
+    search = {"kind": "random", "trials": 4, "over": over}
     return configuration(labels=Labels(), learning_rates=(), search=search, steps=64, workers=2)
 
 
@@ -82,14 +82,11 @@ def _search_and_kill(rank: int, root: Path, environment: dict[str, str]) -> None
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_search_with_two_workers_per_trial_ends_and_frees_what_its_trials_held(tmp_path):
-    """Trials that ASHA ends, whose workers end with them, and one that is killed (ray#54305)."""
+    """Also those of one that is killed (ray#54305)."""
     with ray_cluster([CORES]) as cluster:
         run_workers(1, _search_and_kill, tmp_path, cluster.environment(0) | {"RAY_ADDRESS": cluster.gcs})
     folder = tmp_path / "store" / Layout.files("finetune", "k", 1)
     trials = json.loads((folder / "sweep.json").read_text())["trials"]
     assert [trial["number"] for trial in trials] == [0, 1, 2, 3], "later ones got to run"
-    pruned = [trial["pruned_at"] for trial in trials if "pruned_at" in trial]
-    assert 1 <= len(pruned) < 4
-    assert all(step % 8 == 0 and step < 64 for step in pruned), "after an evaluation"
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["test_accuracy"] >= 0.5, "the refit"

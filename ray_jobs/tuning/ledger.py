@@ -2,13 +2,12 @@
 an audit has its finished folds.
 
 
-In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` (with PBT
-`trial-<member>-<round>-<schedule>.json`) or `ledger/refit-<draw>.json`, in the attempt's folder, created once, by the
-process that computed the result, as soon as it has it. A point that Optuna proposed has `ledger/point-<number>.json`
-before its first trial, and its trials are `trial-<number>-<digest of the point>-<fold>.json`. What a refit predicts of
-each test image is in a Parquet file beside its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry,
-which has its sha256. An attempt reads the ledgers of the attempts before it and writes to its own, so several attempts
-may run at once.
+In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
+in the attempt's folder, created once, by the process that computed the result, as soon as it has it. A point that
+Optuna proposed has `ledger/point-<number>.json` before its first trial, and its trials are
+`trial-<number>-<digest of the point>-<fold>.json`. What a refit predicts of each test image is in a Parquet file beside
+its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry, which has its sha256. An attempt reads the
+ledgers of the attempts before it and writes to its own, so several attempts may run at once.
 
 The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
 so each has a checksum. A damaged entry is computed again, with a line in the log: this costs one fit, while an error
@@ -22,20 +21,17 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Self, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.spec.search import Point
 from pipelines.store import (
-    MODEL_FILES,
     FileEntry,
+    FitName,
     Layout,
     StoreDamaged,
     check_name,
@@ -44,122 +40,49 @@ from pipelines.store import (
     read_record,
 )
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
-from ray_jobs.process.stage import Context
-from ray_jobs.training.task import Place, Refit, Score, Trial, trial_name
-from vit_model.config import Frozen
+from ray_jobs.process.context import Context
+from ray_jobs.training.task import Score, Task
+from ray_jobs.tuning.trial import Fold, ProposedPoint, Record, Refit, Refitted, Trial
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-_IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])
-
-
-class LedgerEntry(Frozen):
-    """What all entries have."""
-
-    name: str
-    """Of this object in the store."""
-    sha256: str = ""
-    """Of the other fields, see `checksum`."""
-
-    def checksum(self) -> str:
-        """Return the sha256 of all other fields."""
-        return sha256(canonical_json(self.model_dump(mode="json", exclude={"sha256"})))
+IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-class PointEntry(LedgerEntry):
-    """A point that Optuna proposed: {field: value}."""
-
-    point: dict[str, JsonValue]
-
-
-class TrialEntry(LedgerEntry):
-    """A finished trial, see `Trial`: its results on the validation part of its fold, after `step` steps."""
-
-    accuracy: Fraction
-    loss: float
-    step: PositiveInt
-    """Of a refit, its last."""
-    evaluations: tuple[tuple[PositiveInt, Fraction, float], ...] = ()
-    is_pruned: bool = False
-    seconds: float = 0.0
-    temperature: PositiveFloat | None = None
-
-
-class CurvePoint(Frozen):
-    """A point of a refit's training curve."""
-
-    step: PositiveInt
-    learning_rate: float
-    loss: float
-
-
-class RefitEntry(TrialEntry):
-    """A finished refit: its results on the test images, and its model's files if they are kept."""
-
-    point: dict[str, JsonValue]
-    images: FileEntry
-    """A table of `_IMAGES` in the ledger's folder, a row per test image."""
-    mean_ap: Fraction | None = None
-    curve: tuple[CurvePoint, ...]
-    substitutes: NonNegativeInt
-    files: tuple[FileEntry, ...]
-    """In the folder `files` of the same attempt."""
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        expected = sorted(MODEL_FILES) if self.name.endswith(f"/{_refit(0)}") else []
-        if [file.path for file in self.files] != expected:
-            raise ValueError(f"files: expected {expected}")
-        if "/" in self.images.path:
-            raise ValueError(f"images: {self.images.path} is not the name of a file beside this entry")
-        return self
-
-
-class FoldEntry(LedgerEntry):
-    """A finished fold of an audit's cross-validation: the file with its images' probabilities."""
-
-    files: tuple[FileEntry, ...]
-    """In the folder `files` of the same attempt."""
-
-
-Entry = TypeVar("Entry", bound=LedgerEntry)
-
-
-def add_trial(context: Context[Finetune], place: Place, trial: Trial) -> None:
+def add_trial(context: Context[Finetune], fit: FitName, trial: Trial) -> None:
     """Record a finished trial."""
-    name = _name(context, context.attempt.number, _trial(place))
-    _add(context, TrialEntry(name=name, **trial._asdict()))
+    _add(context, f"{fit}.json", trial)
 
 
 def add_point(context: Context[Finetune], number: int, point: Point) -> bool:
     """Record a point that Optuna proposed; return False if there is another with this number."""
-    name = _name(context, context.attempt.number, f"point-{number}.json")
-    return _add(context, PointEntry(name=name, point=point))
+    return _add(context, f"point-{number}.json", ProposedPoint(point=point))
 
 
-def add_refit(
-    context: Context[Finetune], draw: int, point: Point, step: int, refit: Refit, temperature: float | None
-) -> None:
-    """Record a finished refit, whose files are in the attempt's folder."""
-    images = _add_images(context, draw, refit.score)
-    entry = RefitEntry(
-        name=_name(context, context.attempt.number, _refit(draw)),
-        accuracy=refit.score.accuracy,
-        loss=refit.score.loss,
-        step=step,
-        point=point,
-        images=images,
-        mean_ap=refit.score.mean_ap,
-        temperature=temperature,
-        curve=refit.curve,
-        substitutes=refit.substitutes,
-        files=refit.files,
-    )
-    _add(context, entry)
+def add_refit(context: Context[Finetune], draw: int, refit: Refit) -> None:
+    """Record a finished refit, whose files are in the attempt's folder and whose images `add_images` has written."""
+    _add(context, _refit(draw), refit)
 
 
 def add_fold(context: Context[Finetune], number: int, files: tuple[FileEntry, ...]) -> None:
     """Record a finished fold of an audit, whose files are in the attempt's folder."""
-    _add(context, FoldEntry(name=_name(context, context.attempt.number, _fold(number)), files=files))
+    _add(context, _fold(number), Fold(files=files))
+
+
+def add_images(context: Context[Finetune], draw: int, images: pa.Table) -> FileEntry:
+    """Write the table of a refit's test images. Its name has its digest, so what Ray runs again overwrites nothing."""
+    buffer = pa.BufferOutputStream()
+    write_parquet(buffer, images)
+    data = buffer.getvalue().to_pybytes()
+    digest = hashlib.sha256(data).hexdigest()
+    file = FileEntry(path=f"refit-{draw}-{digest[:16]}.parquet", size=len(data), sha256=digest)
+    context.open_store().create(_name(context, context.attempt.number, file.path), data)
+    return file
+
+
+def images_table(score: Score) -> pa.Table:
+    """Return the table of `IMAGES` of a model's results."""
+    columns = [pa.array(score.predictions, IMAGES.field(0).type), *score.probabilities.columns]
+    return pa.table(columns, schema=IMAGES)
 
 
 class Ledger:
@@ -170,11 +93,9 @@ class Ledger:
         self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
         self._all = tuple(dict.fromkeys((context.attempt.number, *attempts)))
 
-    def trial(self, place: Place) -> tuple[int, Trial] | None:
+    def trial(self, fit: FitName) -> tuple[int, Trial] | None:
         """Return a finished trial and its attempt; None if it is not finished."""
-        for attempt, entry in self._find(_trial(place), TrialEntry):
-            return attempt, Trial(**{field: getattr(entry, field) for field in Trial._fields})
-        return None
+        return next(self._find(f"{fit}.json", Trial), None)
 
     def points(self) -> dict[int, Point]:
         """Return the points that Optuna proposed, by number, in this order."""
@@ -185,35 +106,32 @@ class Ledger:
         found: dict[int, Point] = {}
         for file in files:
             if match := re.fullmatch(r"point-(\d+)\.json", file):
-                for _, entry in self._find(file, PointEntry):
+                for _, entry in self._find(file, ProposedPoint):
                     found.setdefault(int(match[1]), dict(entry.point))
         return dict(sorted(found.items()))
 
-    def refit(self, draw: int, point: Point, step: int, temperature: float | None) -> Refit | None:
-        """Return a finished refit with this point, last step and temperature, and say so; None if it is not finished.
+    def refit(self, task: Task, draw: int) -> Refitted | None:
+        """Return a finished refit with the task's point, last step and temperature, and say so; None if there is none.
 
         Its files are copied into the folder of the context's attempt.
         """
-        for attempt, entry in self._find(_refit(draw), RefitEntry):
+        for attempt, refit in self._find(_refit(draw), Refit):
             # on GPUs, results vary a little, and the trials of another attempt may have chosen others
-            if (entry.point, entry.step, entry.temperature) != (point, step, temperature):
+            if (refit.point, refit.step, refit.temperature) != (task.point, task.steps, task.temperature):
                 continue
             try:
-                images = self._images(attempt, entry.images)
-                files = self._copy(attempt, entry.files)
+                images = self._images(attempt, refit.images)
+                files = self._copy(attempt, refit.files)
             except StoreDamaged as error:
                 print(f"{error}; the refit is not used", flush=True)
                 continue
-            print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
-            predictions = images["prediction"].to_numpy().astype(np.int64)
-            probabilities = images.select(PROBABILITIES.names)
-            score = Score(entry.accuracy, entry.loss, predictions, probabilities, entry.mean_ap)
-            return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
+            print(f"draw {draw}: test accuracy {refit.accuracy:.3f} (from attempt {attempt})", flush=True)
+            return Refitted(refit.model_copy(update={"files": files}), images)
         return None
 
     def fold(self, number: int) -> tuple[FileEntry, ...] | None:
         """Return the files of a finished fold, in the folder of the context's attempt; None if it is not finished."""
-        for attempt, entry in self._find(_fold(number), FoldEntry):
+        for attempt, entry in self._find(_fold(number), Fold):
             try:
                 files = self._copy(attempt, entry.files) if attempt != self._all[0] else entry.files
             except StoreDamaged as error:
@@ -223,7 +141,7 @@ class Ledger:
             return files
         return None
 
-    def _find(self, file: str, model: type[Entry]) -> Iterator[tuple[int, Entry]]:
+    def _find(self, file: str, model: type[AnyRecord]) -> Iterator[tuple[int, AnyRecord]]:
         """Yield each attempt that has this entry, and the entry; skip damaged ones with a line in the log."""
         for attempt in self._all:
             name = _name(self._context, attempt, file)
@@ -293,22 +211,10 @@ def open_ledger(context: Context[Finetune]) -> Ledger:
     return Ledger(context, usable)
 
 
-def _add_images(context: Context[Finetune], draw: int, score: Score) -> FileEntry:
-    """Write the table of a refit's test images. Its name has its digest, so what Ray runs again overwrites nothing."""
-    columns = [pa.array(score.predictions, _IMAGES.field(0).type), *score.probabilities.columns]
-    buffer = pa.BufferOutputStream()
-    write_parquet(buffer, pa.table(columns, schema=_IMAGES))
-    data = buffer.getvalue().to_pybytes()
-    digest = hashlib.sha256(data).hexdigest()
-    file = FileEntry(path=f"refit-{draw}-{digest[:16]}.parquet", size=len(data), sha256=digest)
-    context.open_store().create(_name(context, context.attempt.number, file.path), data)
-    return file
-
-
 def _check(images: pa.Table) -> None:
-    """Raise ValueError unless a table is one of `_IMAGES`, with numbers that a refit can have."""
-    if not images.schema.equals(_IMAGES):
-        raise ValueError(f"its columns are {images.schema.names}; expected {_IMAGES.names}")
+    """Raise ValueError unless a table is one of `IMAGES`, with numbers that a refit can have."""
+    if not images.schema.equals(IMAGES):
+        raise ValueError(f"its columns are {images.schema.names}; expected {IMAGES.names}")
     for name in PROBABILITIES.names:
         is_calibrated = name.startswith("calibrated")
         if images[name].null_count not in ({0, len(images)} if is_calibrated else {0}):
@@ -319,10 +225,6 @@ def _check(images: pa.Table) -> None:
         most = 1 if "probabilit" in name else math.inf
         if extremes["min"] is not None and not 0 <= extremes["min"] <= extremes["max"] <= most:
             raise ValueError(f"{name} has values from {extremes['min']} to {extremes['max']}")
-
-
-def _trial(place: Place) -> str:
-    return f"{trial_name(place)}.json"
 
 
 def _fold(number: int) -> str:
@@ -337,7 +239,8 @@ def _name(context: Context[Finetune], attempt: int, file: str) -> str:
     return f"{Layout.ledger(context.attempt.job, context.attempt.key, attempt)}/{file}"
 
 
-def _add(context: Context[Finetune], entry: LedgerEntry) -> bool:
+def _add(context: Context[Finetune], file: str, record: Record) -> bool:
     """Return False if the entry exists. Of a trial or refit, Ray has run a task again; either result will do."""
-    checked = entry.model_copy(update={"sha256": entry.checksum()})
-    return context.open_store().create(entry.name, encode(checked))
+    named = record.model_copy(update={"name": _name(context, context.attempt.number, file)})
+    checked = named.model_copy(update={"sha256": named.checksum()})
+    return context.open_store().create(named.name, encode(checked))

@@ -6,8 +6,6 @@ per fold. A finished fold is in the ledger, from which later attempts take it ov
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,11 +16,12 @@ from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.label_issues import write_probabilities
 from ray_jobs.evaluation.supports import permutation
-from ray_jobs.process.stage import Context
-from ray_jobs.training.ledger import Ledger, add_fold
+from ray_jobs.process.context import Context
+from ray_jobs.training.fit import fit, predict
 from ray_jobs.training.task import Task
-from ray_jobs.training.trials import fetched, make_saver
 from ray_jobs.training.workers import ALONE
+from ray_jobs.tuning.fits import fetched, make_saver
+from ray_jobs.tuning.ledger import Ledger, add_fold
 from vit_model.errors import UserError
 
 _FOLDS = 4  # separates this module's random numbers from other uses of the same seed
@@ -51,24 +50,32 @@ def assign_folds(images: pa.Table, num_folds: int, seed: int) -> NDArray[np.int6
 
 
 def fit_fold(
-    context: Context[Finetune], task: Task, pool: Images, folds: NDArray[np.int64], number: int, after: int
+    context: Context[Finetune],
+    task: Task,
+    pool: Images,
+    folds: NDArray[np.int64],
+    number: int,
+    remaining_steps: int,
 ) -> tuple[FileEntry, ...]:
     """Fit on the images of all other folds, and write the probabilities of this one's (in a Ray task).
 
     Args:
-        after: steps that the stage still does after this fit, for the estimated time left.
+        remaining_steps: that the stage still does after this fit, for the estimated time left.
 
     Raises:
         DivergenceError: the loss or a gradient is not finite.
     """
-    from ray_jobs.training.fit import fit, predict
-
     if (finished := Ledger(context, task.attempts).fold(number)) is not None:
         return finished
     saver = make_saver(context, f"fold-{number}", ALONE)
-    settings: Any = (task.config.seed, f"fold {number}, step", after, saver)
     model, *_ = fit(
-        fetched(context, task), pool.take(np.flatnonzero(folds != number)), task.learning_rate, *settings
+        fetched(context, task),
+        pool.take(np.flatnonzero(folds != number)),
+        task.learning_rate,
+        task.config.seed,
+        noun=f"fold {number}, step",
+        after=remaining_steps,
+        saver=saver,
     )
     held_out = pool.take(np.flatnonzero(folds == number))
     probabilities = predict(model, task.contract, held_out).softmax(dim=1).numpy()

@@ -18,15 +18,16 @@ from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED, Overlap
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process.stage import Result
+from ray_jobs.process.context import Result
 from ray_jobs.training import estimates
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training.fit import fit, predict, score, start_model
-from ray_jobs.training.log import Evaluation, LogWriter
-from ray_jobs.training.sweep import _show_unraisable, choose, last_step, steps_after
-from ray_jobs.training.task import Images, Task, make_task
-from ray_jobs.training.trials import DIVERGED, refit
-from tests.support.finetuning import SIZE, configuration, context, put_halves, save_backbone
+from ray_jobs.training.log import LogWriter
+from ray_jobs.training.task import DIVERGED, Evaluation, Images, Task, make_task
+from ray_jobs.tuning.fits import refit
+from ray_jobs.tuning.runner import _show_unraisable, choose, last_step, steps_after
+from ray_jobs.tuning.trial import TriedPoint
+from tests.support.finetuning import SIZE, configuration, context, put_halves, save_backbone, trial
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
 from tests.support.stores import repeated
@@ -97,26 +98,32 @@ def test_with_all_labels_dev_chooses_and_is_refitted_on(dataset):
     np.testing.assert_array_equal(pool.take(outside).labels, opened.labels("dev"))
 
 
+def tried(accuracies: list[float], losses: list[float], number: int = 0) -> TriedPoint:
+    folds = [trial(accuracy, loss, 1) for accuracy, loss in zip(accuracies, losses, strict=True)]
+    return TriedPoint(number, {"learning_rate": 1.0 + number}, folds)
+
+
 def test_the_best_mean_wins_and_the_loss_breaks_ties():
-    trials = [
-        {"learning_rate": 1.0, "accuracies": [1.0, 0.5], "losses": [0.1, 0.1]},
-        {"learning_rate": 2.0, "accuracies": [0.8, 0.8], "losses": [0.9, 0.9]},
-        {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.2, 0.95]},
+    points = [
+        tried([1.0, 0.5], [0.1, 0.1], 0),
+        tried([0.8, 0.8], [0.9, 0.9], 1),
+        tried([0.9, 0.7], [0.2, 0.95], 2),
     ]
-    assert choose(trials)["learning_rate"] == 3.0, "0.575 is less than 0.9, though its worst fold is worse"
+    assert choose(points).number == 2, "0.575 is less than 0.9, though its worst fold is worse"
+    assert points[0].rank("step") == (2, 1.0, -0.2), "any field of an evaluation may be the one to rank by"
 
 
 def test_a_rate_that_diverged_in_fewer_folds_comes_first():
     lost = DIVERGED
-    best_but_for_a_fold = {"learning_rate": 1.0, "accuracies": [1.0, 1.0, 0.0], "losses": [0.1, 0.1, lost]}
-    sound = {"learning_rate": 2.0, "accuracies": [0.5, 0.5, 0.5], "losses": [0.9, 0.9, 0.9]}
-    worse = {"learning_rate": 3.0, "accuracies": [1.0, 0.0, 0.0], "losses": [0.1, lost, lost]}
-    never = {"learning_rate": 4.0, "accuracies": [0.0] * 3, "losses": [lost] * 3}
-    assert choose([best_but_for_a_fold, sound, worse, never])["learning_rate"] == 2.0
-    assert choose([never, worse, best_but_for_a_fold])["learning_rate"] == 1.0
-    assert choose([never, worse])["learning_rate"] == 3.0
+    best_but_for_a_fold = tried([1.0, 1.0, 0.0], [0.1, 0.1, lost], 1)
+    sound = tried([0.5, 0.5, 0.5], [0.9, 0.9, 0.9], 2)
+    worse = tried([1.0, 0.0, 0.0], [0.1, lost, lost], 3)
+    never = tried([0.0] * 3, [lost] * 3, 4)
+    assert choose([best_but_for_a_fold, sound, worse, never]).number == 2
+    assert choose([never, worse, best_but_for_a_fold]).number == 1
+    assert choose([never, worse]).number == 3
     with pytest.raises(ValueError, match="diverged with every rate of the sweep"):
-        choose([never, {**never, "learning_rate": 5.0}])
+        choose([never, never._replace(number=5)])
 
 
 def test_several_labels_per_image_give_a_mean_average_precision(tmp_path, dataset):
@@ -132,7 +139,7 @@ def test_several_labels_per_image_give_a_mean_average_precision(tmp_path, datase
     given = context(tmp_path / "store", dataset, config)
     first = refit(given, task, pools[0], 0)
     again = refit(given, task, pools[0], 0)
-    assert again.score.mean_ap == first.score.mean_ap
+    assert again.record.mean_ap == first.record.mean_ap
     opened = shards.open_dataset(dataset)
     test = Images(opened, opened.index("test"))
     folder = given.open_store().local(Layout.files("finetune", given.attempt.key, 1), ())
@@ -249,7 +256,7 @@ def test_a_trial_ends_after_so_many_evaluations_that_were_not_its_best(accuracie
     assert not stopping.is_over
     for number, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True)):
         assert not stopping.is_over
-        stopping.add(2 * number + 2, None if accuracy is None else Evaluation(loss, accuracy))
+        stopping.add(2 * number + 2, None if accuracy is None else Evaluation(2 * number + 2, accuracy, loss))
     assert stopping.best.step == best
     assert stopping.is_over == over
 
@@ -262,10 +269,10 @@ def test_a_trial_whose_evaluations_all_diverged_has_no_result():
 
 
 def test_refits_end_at_the_median_of_the_folds_best_steps():
-    trial = {"steps": [8, 6, 20, 4], "losses": [1.0, 1.0, DIVERGED, 1.0]}
-    assert last_step(trial) == 6
-    trial["losses"] = [1.0] * 4
-    assert last_step(trial) == 6, "an evaluation that there was, the lower one of two"
+    trials = [trial(0.5, loss, step) for step, loss in ((8, 1.0), (6, 1.0), (20, DIVERGED), (4, 1.0))]
+    assert last_step(trials) == 6
+    trials[2] = trial(0.5, 1.0, 20)
+    assert last_step(trials) == 6, "an evaluation that there was, the lower one of two"
 
 
 def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):

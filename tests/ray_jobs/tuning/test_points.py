@@ -19,14 +19,16 @@ from pydantic import ValidationError
 
 from pipelines.spec import Finetune, Labels
 from pipelines.spec.search import Point
+from pipelines.store import FitName
 from ray_jobs import finetune
 from ray_jobs.process import devices
-from ray_jobs.training import sweep as sweep_module
-from ray_jobs.training.ledger import add_point, add_trial, open_ledger
-from ray_jobs.training.search import points, propose, size
-from ray_jobs.training.standing import ended, standing, time_left
-from ray_jobs.training.task import Trial, make_task
-from tests.support.finetuning import attempt, configuration, context, put_halves
+from ray_jobs.training.task import make_task
+from ray_jobs.tuning import runner
+from ray_jobs.tuning.ledger import add_point, add_trial, open_ledger
+from ray_jobs.tuning.points import points, propose, size
+from ray_jobs.tuning.progress import ended, progress, time_left
+from ray_jobs.tuning.trial import Trial
+from tests.support.finetuning import attempt, configuration, context, put_halves, trial
 from tests.support.records import flip
 
 RATES = {"low": 1e-4, "high": 1e-1, "scale": "log"}
@@ -35,8 +37,6 @@ OVER: dict[str, Any] = {
     "optimizer.weight_decay": [0.0, 0.1],
     "steps": {"low": 30, "high": 46},
 }
-
-PBT = {"kind": "pbt", "over": {"learning_rate": RATES}}
 
 
 def searching(kind: str, **fields: object) -> Finetune:
@@ -123,39 +123,12 @@ def test_a_small_space_is_tried_once():
         ),
         ({"kind": "asha", "grace": 9}, "grace 9 must be less than evaluations 9"),
         ({"kind": "asha", "evaluations": 70}, "search.evaluations 70 is more than steps 60"),
-        (
-            PBT | {"over": {"optimizer.layer_decay": [0.5, 1.0]}},
-            "over.optimizer.layer_decay: kind pbt changes values during a training, which optimizer.layer_decay does"
-            " not allow; it can search learning_rate, optimizer.weight_decay, randaugment",
-        ),
-        (PBT | {"over": {"steps": [4, 8]}}, "over.steps: kind pbt changes values during a training"),
-        (PBT | {"rounds": 61}, "search.rounds 61 is more than steps 60"),
-        (
-            PBT | {"over": {"randaugment": [None], "randaugment.layers": [1]}},
-            "give either randaugment or its fields",
-        ),
-        (PBT | {"quantile": 0.6}, "quantile\n.*less than or equal to 0.5"),
-        (PBT | {"factors": [1.2, 0.8]}, "factors.0\n.*less than 1"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_with_its_field(search, message):
     with pytest.raises(ValidationError, match=message):
         base = {"learning_rates": (), "labels": Labels(), "steps": 60}
-        shared = {"kind": "random", "over": OVER} | ({} if search.get("kind") == "pbt" else {"trials": 4})
-        configuration(**base, search=shared | search)
-
-
-def test_pbt_needs_one_held_out_part_and_all_the_steps():
-    config = {"learning_rates": (), "search": PBT, "steps": 60}
-    with pytest.raises(
-        ValidationError, match=r"search\.kind pbt needs one held-out part, but labels.per_class has"
-    ):
-        configuration(**config)
-    stopping = {"evaluations": 4, "patience": 2}
-    with pytest.raises(
-        ValidationError, match="pbt compares trials after the same steps: leave out early_stopping"
-    ):
-        configuration(**config, labels=Labels(), early_stopping=stopping)
+        configuration(**base, search={"kind": "random", "over": OVER, "trials": 4} | search)
 
 
 @pytest.fixture(scope="module")
@@ -165,27 +138,33 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dataset"
 
 
+class Entries:
+    """A ledger with these trials, by the numbers of point and fold."""
+
+    def __init__(self, ended: dict[tuple[int, int], Trial]) -> None:
+        self.ended = ended
+
+    def trial(self, fit: FitName) -> tuple[int, Trial] | None:
+        found = self.ended.get((fit.number, fit.part))
+        return found and (1, found)
+
+
 def test_where_a_search_stands_is_said_while_it_runs():
     search = {"kind": "grid", "over": {"steps": [30, 40]}}
     config = configuration(labels=Labels(), learning_rates=(0.01, 0.1), search=search)
     ended: dict[tuple[int, int], Trial] = {}
 
-    class Entries:
-        @staticmethod
-        def trial(place: tuple[int, int]) -> tuple[int, Trial] | None:
-            return (1, ended[place]) if place in ended else None
-
     def said(folds: int = 1) -> str:
-        return standing(config, Entries(), folds)
+        return progress(config, Entries(ended), folds)
 
     assert said() == "0 of 4 trials have ended"
-    ended |= {(0, 0): Trial(0.5, 1.0, 30), (3, 0): Trial(0.75, 1.0, 40)}
+    ended |= {(0, 0): trial(0.5, 1.0, 30), (3, 0): trial(0.75, 1.0, 40)}
     assert (
         said() == "2 of 4 trials have ended; the best is trial 3, accuracy 0.750: learning rate 0.1, steps 40"
     )
-    ended[3, 0] = ended[3, 0]._replace(is_pruned=True)
+    ended[3, 0] = trial(0.75, 1.0, 40, is_pruned=True)
     assert said().startswith("2 of 4 trials have ended; the best is trial 0, accuracy 0.500")
-    ended[0, 1] = Trial(0.25, 1.0, 30)
+    ended[0, 1] = trial(0.25, 1.0, 30)
     assert said(folds=2).startswith("1 of 4 trials have ended; the best is trial 0, accuracy 0.375")
 
 
@@ -193,25 +172,20 @@ def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter
     config = searching("asha", trials=8)
     ended: dict[tuple[int, int], Trial] = {}
 
-    class Entries:
-        @staticmethod
-        def trial(place: tuple[int, int]) -> tuple[int, Trial] | None:
-            return (1, ended[place]) if place in ended else None
-
     def said(deadline: float = math.inf) -> list[str]:
-        return standing(config, Entries(), 1, concurrent=2, deadline=deadline).splitlines()
+        return progress(config, Entries(ended), 1, concurrent=2, deadline=deadline).splitlines()
 
     steps = [config.at(point).steps for point in points(config)]
-    ended[0, 0] = Trial(0.5, 1.0, steps[0], seconds=60)
+    ended[0, 0] = trial(0.5, 1.0, steps[0], seconds=60)
     # a trial that ended after half of its steps would have taken twice the time
-    ended[1, 0] = Trial(0.25, 1.0, steps[1] // 2, is_pruned=True, seconds=120 * (steps[1] // 2) / steps[1])
+    ended[1, 0] = trial(0.25, 1.0, steps[1] // 2, is_pruned=True, seconds=120 * (steps[1] // 2) / steps[1])
     first, *table = said()
     assert first.startswith(
         "2 of 8 trials have ended, at most 0:04:30 left for the search; the best is trial 0, accuracy 0.500"
     )
     assert [line.split(":")[0] for line in table] == ["  0.500  trial 0", "  0.250  trial 1"]
     assert "(ended at step" in table[1]
-    ended[2, 0] = Trial(0.75, 1.0, steps[2], seconds=60)
+    ended[2, 0] = trial(0.75, 1.0, steps[2], seconds=60)
     assert len(said()) == 1, "the next table comes after the second quarter"
     assert "at most 0:01:00 left of search.minutes" in said(time.time() + 60.2)[0]
     assert time_left(90, math.inf, is_limit=False) == "0:01:30 left for the search"
@@ -249,7 +223,7 @@ class Cluster:
         patch.setattr(ray, "wait", self._wait)
         patch.setattr(ray, "get", lambda task: self._tasks.pop(task)())
         patch.setattr(devices, "fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))
-        patch.setattr(sweep_module, "run_trial", self._train)
+        patch.setattr(runner, "run_trial", self._train)
 
     def _begin(self, run: Callable[..., Any], *arguments: Any) -> object:
         task = object()
@@ -266,8 +240,8 @@ class Cluster:
         if len(self.trained) == self.last:
             raise Killed
         self.trained.append(task.point)
-        result = Trial(accuracy(task.point), 1.0, task.config.steps)
-        add_trial(given, task.place(fold), result)
+        result = trial(accuracy(task.point), 1.0, task.config.steps)
+        add_trial(given, task.trial(fold), result)
         return result
 
     def search(self, config: Finetune, number: int = 1) -> dict[int, Point]:
@@ -277,9 +251,9 @@ class Cluster:
         pools, supports = finetune.labelled(config, given.dataset())
         ledger = open_ledger(given)
         task = make_task(config, given.dataset(), None)._replace(attempts=ledger.attempts)
-        found = sweep_module.run_proposed(given, task, pools, supports.folds, ledger)
+        found = runner.run_proposed(given, task, pools, supports.folds, ledger)
         done = ended(config, ledger, found, len(supports.folds))
-        assert {number: own[0].accuracy for number, own in done.items()} == {
+        assert {point.number: point.accuracy for point in done} == {
             number: accuracy(point) for number, point in found.items()
         }
         return found
@@ -335,7 +309,7 @@ def test_optuna_knows_how_many_points_there_are_and_when_it_repeats_them():
 
 def test_a_search_that_ends_early_says_so(cluster, monkeypatch, capsys):
     one = {"learning_rate": 1e-2, "mixup": 0.1, "steps": 32}
-    monkeypatch.setattr(sweep_module, "propose", lambda config, tried: None if tried else one)
+    monkeypatch.setattr(runner, "propose", lambda config, tried: None if tried else one)
     assert cluster.search(searching("optuna", over=SIXTY, trials=30)) == {0: one}
     said = "the search ends after 1 of 30 points: Optuna proposes only points that were tried"
     assert capsys.readouterr().out.splitlines()[-1] == said
@@ -397,7 +371,7 @@ def test_the_newest_attempts_points_are_those_of_a_search(cluster, tmp_path):
     found = cluster.search(config, 2)
     first = attempt(cluster.store, config, 1)
     assert add_point(first, 6, other)
-    add_trial(first, (6, 0), Trial(0.9, 1.0, 44))
+    add_trial(first, FitName("trial", 6, 0), trial(0.9, 1.0, 44))
     assert cluster.search(config, 2) == found
     assert len(cluster.trained) == 8
 

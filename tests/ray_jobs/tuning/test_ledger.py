@@ -25,15 +25,16 @@ from pipelines.store import Layout, create_attempt, open_store
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
-from ray_jobs.process.stage import Context, Result
-from ray_jobs.training import fit, ledger, optim
-from ray_jobs.training import sweep as sweep_module
-from ray_jobs.training import trials as trials_module
+from ray_jobs.process.context import Context, Result
+from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.sweep import held_out_temperature
-from ray_jobs.training.task import Refit, Score, at_point, make_task
+from ray_jobs.training.task import Score, at_point, make_task
+from ray_jobs.tuning import fits as fits_module
+from ray_jobs.tuning import ledger, runner
+from ray_jobs.tuning.runner import held_out_temperature
+from ray_jobs.tuning.trial import Refitted
 from tests.support import finetuning
-from tests.support.finetuning import COST, DATA, configuration, context, put_halves
+from tests.support.finetuning import COST, DATA, configuration, context, put_halves, refitted
 from tests.support.records import flip
 from tests.support.s3 import Server, used
 from tests.support.stores import repeated, snapshot
@@ -56,11 +57,11 @@ class Fits:
         self.last: int | None = (
             None  # the moment of death; each entry has two: before and after it is written
         )
-        fit_one, add = fit.fit, ledger._add
+        fit_one, add = fits_module.fit, ledger._add
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
             self.count += 1
-            return fit_one(*arguments)
+            return fit_one(*arguments, **named)
 
         def add_or_die(*arguments: Any) -> bool:
             self.live()
@@ -70,15 +71,15 @@ class Fits:
 
         def trials(given: Any, pools: Any, folds: Any, missing: Any, finished: Any) -> None:
             for task, fold in missing[:: self.order]:
-                trials_module.trial(given, task, pools[0], folds, fold)
+                fits_module.trial(given, task, pools[0], folds, fold)
 
-        def refits(given: Any, task: Any, pools: Any, draws: Any) -> list[Refit]:
-            done = [trials_module.refit(given, task, pools[draw], draw) for draw in draws[:: self.order]]
+        def refits(given: Any, task: Any, pools: Any, draws: Any) -> list[Refitted]:
+            done = [fits_module.refit(given, task, pools[draw], draw) for draw in draws[:: self.order]]
             return done[:: self.order]
 
-        patch.setattr(fit, "fit", counted)
+        patch.setattr(fits_module, "fit", counted)
         patch.setattr(ledger, "_add", add_or_die)
-        patch.setattr(sweep_module, "run_trials", trials)
+        patch.setattr(runner, "run_trials", trials)
         patch.setattr(finetune, "run_refits", refits)
         patch.setattr(finetune, "measure_cost", lambda *_: COST)
 
@@ -321,16 +322,18 @@ def test_an_entry_does_not_grow_with_the_number_of_test_images(undisturbed: tupl
     """A record may have at most 32 MiB; what a refit says of each image is not in it."""
     sizes = []
     given = attempt(undisturbed[0], 99)
+    task = make_task(given.config, given.dataset(), None)
     for count in (10, 100_000):
         columns = {"probability": 0.5, "nll": 0.7, "top5": [0, 1], "top5_probabilities": [0.5, 0.5]}
         rows = {name: count * [columns.get(name)] for name in PROBABILITIES.names}
         table = pa.table(rows, PROBABILITIES)
-        refit = Refit(Score(1.0, 0.7, np.arange(count) % 2, table), [], 0, ())
-        ledger.add_refit(given, count, {}, 4, refit, None)
+        score = Score(1.0, 0.7, np.arange(count) % 2, table)
+        images = ledger.add_images(given, count, ledger.images_table(score))
+        ledger.add_refit(given, count, refitted(score, images=images, step=4).record)
         sizes.append((folder(undisturbed[0], 99) / f"refit-{count}.json").stat().st_size)
-        found = ledger.Ledger(given, []).refit(count, {}, 4, None)
-        assert found is not None and found.score.probabilities.equals(table)
-        np.testing.assert_array_equal(found.score.predictions, refit.score.predictions)
+        found = ledger.Ledger(given, []).refit(task, count)
+        assert found is not None and found.images.select(PROBABILITIES.names).equals(table)
+        np.testing.assert_array_equal(finetune.predicted(found), score.predictions)
     assert abs(sizes[1] - sizes[0]) < 50 < min(sizes) < 2000
 
 
@@ -386,9 +389,11 @@ def test_a_task_that_ray_runs_again_fits_nothing(
     again = attempt(store, 1)
     task = make_task(again.config, again.dataset(), None)
     task = at_point(task, 1, {"learning_rate": 1e-2}, again.dataset())
-    task = task._replace(temperature=held_out_temperature(ledger.open_ledger(again), [(1, 0), (1, 1)]))
+    found = [ledger.open_ledger(again).trial(task.trial(fold)) for fold in (0, 1)]
+    trials = [each[1] for each in found if each is not None]
+    task = task._replace(temperature=held_out_temperature(trials))
     unused: Any = None
     for draw in (0, 1):
-        trials_module.refit(again, task, unused, draw)
+        fits_module.refit(again, task, unused, draw)
     assert fits.run(again) == undisturbed[1]
     assert fits.count == 0

@@ -1,0 +1,82 @@
+"""The sha256 of local files, and the user's cache folder, in which these and other digests are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from pipelines.spec import RecipeError
+
+_DIGESTS = "file-digests.json"
+
+
+def local_digests(paths: Iterable[Path]) -> Iterator[str]:
+    """Return the sha256 of each file's contents, cached by (device, inode, size, mtime, ctime).
+
+    Raises:
+        RecipeError: a file cannot be read.
+    """
+    cached = read_cache(_DIGESTS)
+    fresh: dict[str, str] = {}
+    digests = []
+    for path in paths:
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise RecipeError(f"{path} is not a regular file (a FIFO, a socket or a device): remove it")
+            version = file_version(status)
+            digest = cached.get(version)
+            if digest is None:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                fresh[version] = digest
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}") from None
+        digests.append(digest)
+    if fresh:
+        write_cache(_DIGESTS, cached | fresh)
+    return iter(digests)
+
+
+def file_version(status: os.stat_result) -> str:
+    """Return what changes when a file is written or replaced: device, inode, size, mtime and ctime."""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+def cache_folder() -> Path:
+    """Return vitflow's cache folder of this user."""
+    return user_cache_path("vitflow")
+
+
+def read_cache(name: str) -> dict[str, str]:
+    """Return what a file of the cache folder maps; nothing if it cannot be read: it only saves time."""
+    path = cache_folder() / name
+    try:
+        status = path.stat()
+        return _parsed(path, status.st_ino, status.st_mtime_ns, status.st_size)
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+# The file may be large, and a plan needs it once per source. Every change replaces the file, so its inode changes.
+@lru_cache(maxsize=2)
+def _parsed(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
+    return dict(json.loads(path.read_text()))
+
+
+def write_cache(name: str, content: dict[str, str]) -> None:
+    """Replace a file of the cache folder, if it can be written."""
+    with contextlib.suppress(OSError):
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"{name}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(content))
+        temporary.replace(folder / name)

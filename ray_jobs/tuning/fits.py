@@ -1,0 +1,213 @@
+"""The fits of a fine-tuning, each by one process or several: a trial on a fold, and a refit that is scored on test.
+
+In: a task, labelled images. Out: a `Trial` or a `Refit`, also in the ledger (`ray_jobs.tuning.ledger`), so no fit is
+done twice. One that was running when its attempt ended continues from its checkpoint.
+
+All workers of a fit call `trial` or `refit` together (`by_workers`). The first scores, records and logs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from pipelines.spec import Finetune
+from pipelines.spec.search import ASHA
+from pipelines.store import FileEntry, FitName
+from ray_jobs.data.shards import Images
+from ray_jobs.evaluation.average_precision import multi_label
+from ray_jobs.evaluation.calibration import fit_temperature
+from ray_jobs.evaluation.cost import Cost
+from ray_jobs.process.context import Context
+from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.cost import finetuning_cost
+from ray_jobs.training.fit import Stopping, fit, predict, score
+from ray_jobs.training.gauges import Gauges
+from ray_jobs.training.log import LogWriter
+from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, read_split
+from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
+from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table
+from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title, pruned, storable
+from vit_model.build import Network
+from vit_model.weights import save_model
+
+_START_SECONDS = 30 * 86400.0  # as long as other stages hold the resources, as a trial of one worker waits
+
+Report = Callable[[Evaluation], None]
+"""What is called with each evaluation of a trial of ASHA, which it ends by raising SystemExit."""
+
+
+def trial(
+    context: Context[Finetune],
+    task: Task,
+    pool: Images,
+    folds: Folds,
+    fold: int,
+    remaining_steps: int = 0,
+    report: Report = lambda evaluation: None,
+    worker: Worker = ALONE,
+) -> Trial | None:
+    """Fit on the first part of a fold, score on the second; write the result to the ledger and return it.
+
+    Workers other than the first return None.
+
+    Args:
+        remaining_steps: that the stage still does after this trial.
+    """
+    began, name, title = time.monotonic(), task.trial(fold), fit_title(context.config, task, fold, len(folds))
+    inside, outside = (pool.take(rows) for rows in folds[fold])
+    stopping = make_stopping(context.config, task.config.steps, report)
+    saver = make_saver(context, str(name), worker)
+    writer = None if worker.rank else make_log(context, name)
+    try:
+        with writer or nullcontext():
+            settings: Any = (f"{title}, step", remaining_steps, saver, writer, outside, stopping, worker)
+            model, *_ = fit(fetched(context, task), inside, task.learning_rate, task.config.seed, *settings)
+            if writer is None:
+                return None
+            result = score_trial(model, task, outside, stopping, writer)
+        outcome = result.outcome
+        if task.config.early_stopping is not None and stopping is not None:
+            outcome += f", best at step {result.step} of {stopping.evaluations[-1].step}"
+    except DivergenceError as error:  # a sweep may include rates that are too high
+        if writer is None:
+            saver.wait()
+            return None
+        result, outcome = Trial(accuracy=0.0, loss=DIVERGED, step=task.config.steps), str(error)
+    except SystemExit:
+        assert stopping is not None
+        result = pruned(stopping.evaluations, time.monotonic() - began)
+        _record(context, name, result, saver)
+        print(f"{title}: {result.outcome}", flush=True)
+        raise
+    evaluations = (
+        storable(stopping.evaluations) if stopping and isinstance(context.config.search, ASHA) else ()
+    )
+    result = result.model_copy(update={"evaluations": evaluations, "seconds": time.monotonic() - began})
+    _record(context, name, result, saver)
+    print(f"{title}: {outcome}", flush=True)
+    return result
+
+
+def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | None:
+    """Return when a trial of so many steps may end early; None if never."""
+    if isinstance(config.search, ASHA):
+        return Stopping(steps, config.search.evaluations, report=report)
+    if (early := config.early_stopping) is not None:
+        return Stopping(steps, early.evaluations, early.patience)
+    return None
+
+
+def score_trial(
+    model: Network, task: Task, held_out: Images, stopping: Stopping | None, writer: LogWriter
+) -> Trial:
+    """Return the results of a trial's model; with early stopping, of its best evaluation.
+
+    Raises:
+        DivergenceError: the loss is not finite.
+    """
+    if task.config.early_stopping is not None:
+        assert stopping is not None
+        return Trial(**stopping.best._asdict())
+    logits = predict(model, task.contract, held_out)
+    accuracy, loss, *_ = score(logits, held_out.labels)
+    evaluation = Evaluation(task.config.steps, accuracy, loss)
+    if stopping is None:
+        writer.add_evaluation(evaluation)
+    return Trial(**evaluation._asdict(), temperature=fit_temperature(logits.numpy(), held_out.labels))
+
+
+def _record(context: Context[Finetune], name: FitName, result: Trial, saver: Saver) -> None:
+    add_trial(context, name, result)
+    saver.remove()
+
+
+def refit(
+    context: Context[Finetune],
+    task: Task,
+    pool: Images,
+    draw: int,
+    remaining_steps: int = 0,
+    worker: Worker = ALONE,
+) -> Refitted | None:
+    """Fit on all of a draw's labels, score on test, and record it in the ledger.
+
+    Draw 0's model becomes the artifact's. Workers other than the first return None.
+    """
+    # Ray runs a finished task again if the node that holds its result is lost.
+    if worker.world == 1 and (finished := Ledger(context, []).refit(task, draw)) is not None:
+        return finished
+    name = task.refit(draw)
+    saver = make_saver(context, str(name), worker)
+    with nullcontext() if worker.rank else make_log(context, name) as writer:
+        settings: Any = (f"draw {draw}, step", remaining_steps, saver, writer, None, None, worker)
+        model, curve, substitutes = fit(
+            fetched(context, task), pool, task.learning_rate, task.config.seed + draw, *settings
+        )
+    if worker.rank:
+        return None
+    test = read_split(context.dataset(context.config.cache_gib), "test")
+    logits = predict(model, task.contract, test)
+    result = score(logits, test.labels, task.temperature)
+    files: tuple[FileEntry, ...] = ()
+    if draw == 0:
+        with context.staging() as staging:
+            save_model(staging.path, model, task.contract)
+        files = staging.files
+    images = images_table(result)
+    record = Refit(
+        accuracy=result.accuracy,
+        loss=result.loss,
+        step=task.steps,
+        temperature=task.temperature,
+        point=task.point,
+        images=add_images(context, draw, images),
+        # a class's probability ranks the images; its logarithm has fewer ties
+        mean_ap=multi_label(logits.log_softmax(dim=1).numpy(), test.rows["labels"].combine_chunks()),
+        curve=tuple(CurvePoint.model_validate(point) for point in curve),
+        substitutes=substitutes,
+        files=files,
+    )
+    add_refit(context, draw, record)
+    saver.remove()
+    print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
+    return Refitted(record, images)
+
+
+def by_workers(function: Callable[..., Any], context: Context[Finetune], *arguments: Any) -> Any:
+    """Call `trial` or `refit` in each worker of a group, and return what the first one returns."""
+    config, group = context.config, secrets.randbits(32)
+    settings = {"function": function, "arguments": (context, *arguments), "group": group}
+    name = f"{context.attempt.submission_id}-{group}"
+    return run_group(_worker, settings, config.workers, config.threads, name, _START_SECONDS)
+
+
+def _worker(settings: dict[str, Any]) -> Any:
+    return settings["function"](*settings["arguments"], worker=this_worker(settings["group"]))
+
+
+def measure_cost(context: Context[Finetune], task: Task) -> Cost:
+    """Measure what the task's model costs."""
+    return finetuning_cost(fetched(context, task))
+
+
+def fetched(context: Context[Finetune], task: Task) -> Task:
+    """Return the task with the backbone's folder on this machine, which may differ from the sender's."""
+    return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
+
+
+def make_saver(context: Context[Finetune], fit: str, worker: Worker) -> Saver:
+    """Return a worker's saver of a fit with this name."""
+    # Ray may run a task twice at once, if it has lost sight of a node.
+    group = worker.group if worker.world > 1 else secrets.randbits(32)
+    place: Any = {"rank": worker.rank, "world": worker.world, "group": group}
+    return Saver(context.open_store(), context.attempt, context.config, **place, fit=fit)
+
+
+def make_log(context: Context[Finetune], name: FitName) -> LogWriter:
+    """Return the writer of the log of a fit."""
+    fit = str(name)
+    return LogWriter(context.open_store(), context.attempt, fit, Gauges(context.attempt, fit).show)

@@ -1,0 +1,98 @@
+"""What a search of a fine-tuning says while it runs: its best trial so far, its trials, the time that is left.
+
+In: the configuration, the ledger. Out: lines for the log.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import numpy as np
+
+from pipelines.spec import Finetune
+from pipelines.spec.search import ASHA, Optuna, Point
+from pipelines.store import FitName
+from ray_jobs.training.task import describe, point_digest
+from ray_jobs.tuning.ledger import Ledger
+from ray_jobs.tuning.points import points, size
+from ray_jobs.tuning.trial import TriedPoint
+
+_TABLES = 4  # of a search, the last one at its end
+_FEW = 8  # trials, of which there is only the table at the end
+_ROWS = 10  # of a table before the end
+
+
+def ended(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: int) -> list[TriedPoint]:
+    """Return the points whose trials have ended in all folds."""
+    tried = []
+    for number, point in known.items():
+        digest = point_digest(config.search, point)
+        names = [FitName("trial", number, fold, digest) for fold in range(folds)]
+        trials = [found[1] for name in names if (found := ledger.trial(name)) is not None]
+        if len(trials) == folds:
+            tried.append(TriedPoint(number, point, trials))
+    return tried
+
+
+def table(tried: Sequence[TriedPoint], rows: int | None = None) -> str:
+    """Return a line per point, the best first; None for all of them."""
+    ranked = sorted(tried, key=TriedPoint.rank, reverse=True)
+    lines = [
+        f"  {point.accuracy:.3f}  {point.title}"
+        + (f" (ended at step {point.folds[0].step})" if point.is_pruned else "")
+        for point in ranked[:rows]
+    ]
+    more = len(ranked) - len(lines)
+    return "\n".join([*lines, f"  and {more} more"] if more else lines)
+
+
+def progress(
+    config: Finetune, ledger: Ledger, folds: int, concurrent: int = 1, deadline: float = math.inf
+) -> str:
+    """Return how many trials of a search have ended, the time left, and the best so far; after each quarter a table.
+
+    Args:
+        folds: how many trials each point has.
+        concurrent: how many trials run at once.
+        deadline: the time after which no trial begins.
+    """
+    search = config.search
+    known = ledger.points() if isinstance(search, Optuna) else dict(enumerate(points(config)))
+    total = int(min(search.trials, size(config))) if isinstance(search, Optuna) else len(known)
+    tried = ended(config, ledger, known, folds)
+    message = f"{len(tried)} of {total} trials have ended"
+    if total > len(tried) and (seconds := _seconds(config, tried)) > 0:
+        left = (total - len(tried)) * seconds / concurrent
+        message += ", " + time_left(left, deadline, isinstance(search, ASHA))
+    if whole := [point for point in tried if not point.is_pruned]:
+        best = max(whole, key=TriedPoint.rank)
+        message += f"; the best is trial {best.number}, accuracy {best.accuracy:.3f}: {describe(best.point)}"
+    quarters = [_TABLES * count // total for count in (len(tried) - 1, len(tried))]
+    if total >= _FEW and len(tried) < total and quarters[0] < quarters[1]:
+        message += "\n" + table(tried, _ROWS)
+    return message
+
+
+def time_left(seconds: float, deadline: float, is_limit: bool) -> str:
+    """Say how long a search still takes, by the mean of what has ended; less if it may begin nothing after a deadline.
+
+    Args:
+        is_limit: whether it may take less.
+    """
+    until = max(0.0, deadline - time.time())
+    left = f"{'at most ' * is_limit}{timedelta(seconds=round(min(seconds, until)))} left"
+    return f"{left} {'of search.minutes' if until < seconds else 'for the search'}"
+
+
+def _seconds(config: Finetune, tried: Sequence[TriedPoint]) -> float:
+    """Return the mean seconds of a point's trials; of ASHA's, of those that it does not end."""
+    taken = []
+    for point in tried:
+        steps = config.at(point.point).steps
+        taken.append(
+            sum(trial.seconds * (steps / trial.step if trial.is_pruned else 1) for trial in point.folds)
+        )
+    return float(np.mean(taken)) if taken else 0.0

@@ -1,0 +1,168 @@
+"""What the ledger stores of a fine-tuning's finished work, and a point with the trials that it had.
+
+A record is created without `name` and `sha256`, which it gets in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import pyarrow as pa
+from pydantic import JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from pipelines.identity import canonical_json, sha256
+from pipelines.spec import Finetune
+from pipelines.spec.search import Point
+from pipelines.store import MODEL_FILES, FileEntry
+from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank
+from vit_model.fields import Frozen
+
+
+class Record(Frozen):
+    """What all records have."""
+
+    name: str = ""
+    """Of this object in the store."""
+    sha256: str = ""
+    """Of the other fields, see `checksum`."""
+
+    def checksum(self) -> str:
+        """Return the sha256 of all other fields."""
+        return sha256(canonical_json(self.model_dump(mode="json", exclude={"sha256"})))
+
+
+class ProposedPoint(Record):
+    """A point that Optuna proposed: {field: value}."""
+
+    point: dict[str, JsonValue]
+
+
+class Trial(Record):
+    """The results of a trial on the images that it was not fitted on."""
+
+    accuracy: Fraction
+    loss: float
+    step: PositiveInt
+    """after which it had them: the best one with `early_stopping`, otherwise the last"""
+    evaluations: tuple[Evaluation, ...] = ()
+    """with ASHA, which decides by them"""
+    is_pruned: bool = False
+    """whether ASHA ended it there"""
+    seconds: float = 0.0
+    """that it took"""
+    temperature: PositiveFloat | None = None
+    """that minimises the loss on these images; None: it ended early, or its model is not the last one"""
+
+    @property
+    def outcome(self) -> str:
+        """Its results in words."""
+        if self.loss == DIVERGED:
+            return "diverged"
+        pruned = f", ended by ASHA at step {self.step}" if self.is_pruned else ""
+        return f"accuracy {self.accuracy:.3f}, loss {self.loss:.3f}{pruned}"
+
+
+class CurvePoint(Frozen):
+    """A point of a refit's training curve."""
+
+    step: PositiveInt
+    learning_rate: float
+    loss: float
+
+
+class Refit(Trial):
+    """The results of one draw's model on test."""
+
+    point: dict[str, JsonValue]
+    images: FileEntry
+    """A table of `ledger.IMAGES` in the ledger's folder, a row per test image."""
+    mean_ap: Fraction | None = None
+    """The mean average precision of the classes, if images have several labels."""
+    curve: tuple[CurvePoint, ...]
+    substitutes: NonNegativeInt
+    files: tuple[FileEntry, ...]
+    """The model's, in the folder `files` of the same attempt; empty if it is not kept."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        expected = sorted(MODEL_FILES) if self.name.endswith("/refit-0.json") else []
+        if self.name and [file.path for file in self.files] != expected:
+            raise ValueError(f"files: expected {expected}")
+        if "/" in self.images.path:
+            raise ValueError(f"images: {self.images.path} is not the name of a file beside this entry")
+        return self
+
+
+class Fold(Record):
+    """A finished fold of an audit's cross-validation: the file with its images' probabilities."""
+
+    files: tuple[FileEntry, ...]
+    """In the folder `files` of the same attempt."""
+
+
+class Refitted(NamedTuple):
+    """A refit and the table of its test images, of `ledger.IMAGES`."""
+
+    record: Refit
+    images: pa.Table
+
+
+def pruned(evaluations: Sequence[Evaluation], seconds: float = 0.0) -> Trial:
+    """Return a trial that ASHA has ended after its last evaluation."""
+    evaluations = storable(evaluations)
+    *_, last = evaluations
+    return Trial(**last._asdict(), evaluations=evaluations, is_pruned=True, seconds=seconds)
+
+
+def storable(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
+    """Return evaluations as JSON can have them, which has no infinity."""
+    return tuple(evaluation._replace(loss=min(evaluation.loss, DIVERGED)) for evaluation in evaluations)
+
+
+def fit_title(config: Finetune, task: Task, fold: int, folds: int) -> str:
+    """Name a trial of a sweep in the log: `trial 3: learning rate 0.01, fold 0`; `config` is the stage's."""
+    number = "" if config.search is None else f"trial {task.number}: "
+    return number + describe(task.point) + (f", fold {fold}" if folds > 1 else "")
+
+
+class TriedPoint(NamedTuple):
+    """A point whose trials have ended, one per fold."""
+
+    number: int
+    point: Point
+    folds: Sequence[Trial]
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether ASHA ended it."""
+        return self.folds[0].is_pruned
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over folds."""
+        return mean(self.folds)
+
+    def rank(self, by: str = "accuracy") -> tuple[int, float, float]:
+        """Return what points are sorted by, see `rank`."""
+        return rank(self.folds, by)
+
+    @property
+    def title(self) -> str:
+        """Name it: `trial 3: learning rate 0.01`."""
+        return f"trial {self.number}: {describe(self.point)}"
+
+    def in_sweep(self, config: Finetune) -> dict[str, Any]:
+        """Return what sweep.json says of it."""
+        entry: dict[str, Any] = {
+            "learning_rate": self.point["learning_rate"],
+            "accuracies": [trial.accuracy for trial in self.folds],
+            "losses": [trial.loss for trial in self.folds],
+        }
+        if config.early_stopping is not None:
+            entry["steps"] = [trial.step for trial in self.folds]
+        if config.search is not None:
+            entry |= {"number": self.number, "point": self.point}
+            if self.is_pruned:
+                entry["pruned_at"] = self.folds[0].step
+        return entry

@@ -1,0 +1,93 @@
+"""A model artifact's config.json: the architecture, pixels to input, class names, where the weights came from."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from vit_model.config import Architecture, PositiveInt
+from vit_model.fields import Frozen, later
+
+
+class Contract(Frozen):
+    """A part of config.json. It leaves out fields declared with `later` that have their default, because the file's
+    bytes are part of a model's digest."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        left_out = [
+            name
+            for name, field in fields.items()
+            if field.json_schema_extra == {"later": True} and getattr(self, name) == field.default
+        ]
+        return {name: value for name, value in serialize(self).items() if name not in left_out}
+
+
+class Preprocessing(Contract):
+    """The conversion of an image to a model's input: resize and crop to a square, then (x / 255 - mean) / std."""
+
+    mean: tuple[float, ...]
+    std: tuple[Annotated[float, Field(gt=0)], ...]
+    interpolation: Literal["bilinear", "bicubic", "bilinear_aliased"] = "bilinear"
+    """"bilinear_aliased": bilinear without antialiasing, rounded down, as tf.image.resize in big_vision."""
+    crop: Literal["squash", "center"] = "squash"
+    """"squash": to the square of resolution / crop_fraction. "center": shorter side to it. Then crop the middle."""
+    crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    crop_offset: Literal["round", "floor"] = later("round")
+    """An odd margin's half pixel: "round" half to even, as torchvision and timm crop; "floor" as transformers does."""
+    resolution: PositiveInt
+    channels: Literal[1, 3]
+
+    @property
+    def resized(self) -> int:
+        """The side of the square, or the shorter side, that is then cropped."""
+        return int(self.resolution / self.crop_fraction + 1e-6)  # 384 / (384 / 448) must be 448
+
+    @property
+    def offset_matters(self) -> bool:
+        """Whether the two values of crop_offset differ for images of some size."""
+        return self.crop == "center" or (self.resized - self.resolution) % 4 == 3
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) != self.channels:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} must have {self.channels} values, as many as channels"
+                )
+        return self
+
+
+class ModelContract(Contract):
+    """A model artifact's config.json: everything needed to use its weights, and their origin."""
+
+    architecture: Architecture
+    class_names: tuple[str, ...]
+    """In the order of the logits; empty for a model without a classifier: its head, if any, projects (CLIP)."""
+    problem_type: Literal["single_label_classification", "multi_label_classification"] = later(
+        "single_label_classification"
+    )
+    """Whether the logits are those of a softmax, or of a sigmoid for each class; the names are Hugging Face's."""
+    preprocessing: Preprocessing
+    training_data: str
+    """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
+    license: str | None
+    """The name that the authors of the weights give it; null if they give none."""
+    format_version: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        model, pixels = self.architecture, self.preprocessing
+        if self.class_names and len(self.class_names) != model.num_classes:
+            raise ValueError(
+                f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}"
+            )
+        if pixels.channels != model.in_channels:
+            raise ValueError(
+                f"preprocessing.channels is {pixels.channels}, architecture.in_channels {model.in_channels}"
+            )
+        if (pixels.resolution, pixels.resolution) != model.image_shape:
+            raise ValueError(
+                f"preprocessing.resolution is {pixels.resolution}, architecture.image_size {model.image_size}"
+            )
+        return self
