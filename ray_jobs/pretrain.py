@@ -11,7 +11,7 @@ log.jsonl (`pipelines.store.training_log`).
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
@@ -102,7 +102,7 @@ def run_workers(
 
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from ray_jobs.training.ancestor import find_ancestor
-    from ray_jobs.training.checkpoint import Saved, Saver
+    from ray_jobs.training.checkpoint import Saver
     from ray_jobs.training.gauges import Gauges
     from ray_jobs.training.hangs import named_hangs
     from ray_jobs.training.log import LogWriter
@@ -110,32 +110,21 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from ray_jobs.training.process_group import COLLECTIVE_SECONDS
 
     context: Context[Pretrain] = settings["context"]
-    start: Checkpoint | None = settings["start"]
-    config, store = context.config, context.open_store()
-    worker = this_worker()
-    saved = None if start is None else Saved(store, start)
-    dataset, ancestor = context.dataset(config.cache_gib), find_ancestor(context)
-    teacher = find_ancestor(context, "teacher")
+    worker, store, config = this_worker(settings["group"]), context.open_store(), context.config
+    ancestor, teacher = find_ancestor(context), find_ancestor(context, "teacher")
 
-    def saver(steps: Steps) -> Saver:
-        return Saver(
-            store, context.attempt, config, worker.rank, worker.world, settings["group"], start, steps
-        )
-
-    def watched(steps: Steps) -> AbstractContextManager[None]:
-        return named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS)
+    def trained(steps: Steps, output: Path | None, writer: LogWriter | None) -> dict[str, float | int | str]:
+        with named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS):
+            saver = Saver(store, context.attempt, config, worker, settings["start"], steps)
+            dataset = context.dataset(config.cache_gib)
+            return train(config, dataset, output, worker, saver, ancestor, teacher, writer)
 
     if worker.rank:
-        steps = Steps()
-        with watched(steps):
-            train(config, dataset, None, worker, saver(steps), saved, ancestor, teacher=teacher)
+        trained(Steps(), None, None)
         return {}
     with context.staging() as staging, count_steps(context) as steps:
-        gauges = Gauges(context.attempt)
-        with LogWriter(store, context.attempt, tell=gauges.show) as writer, watched(steps):
-            metrics = train(
-                config, dataset, staging.path, worker, saver(steps), saved, ancestor, writer, teacher
-            )
+        with LogWriter(store, context.attempt, tell=Gauges(context.attempt).show) as writer:
+            metrics = trained(steps, staging.path, writer)
         write_log(store, context.attempt, staging.path)
     return {"files": staging.files, "metrics": metrics}
 

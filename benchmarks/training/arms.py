@@ -74,11 +74,9 @@ def ours(size: Size, place: Place, **fields: Any) -> list[float]:
             name = [scratch]
             dist.broadcast_object_list(name, 0)
             store = open_store(f"{name[0]}/store")
-        saver = TimedSaver(
-            store, make_attempt("pretrain", store_uri=store.uri), config, place.rank, place.world
-        )
-        saver.times = []
         worker = loop.Worker(place.rank, place.world, place.rank)
+        saver = TimedSaver(store, make_attempt("pretrain", store_uri=store.uri), config, worker)
+        saver.times = []
         output = None if place.rank else Path(scratch)
         loop.train(config, shards.open_dataset(place.folder), output, worker, saver)
         if place.world > 1:

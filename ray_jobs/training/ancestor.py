@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pipelines.spec import Objective, Pretrain, objective_properties
 from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.process.context import Context
-from ray_jobs.training.contract import continued_contract
+from ray_jobs.training.contract import continued_contract, model_contract
 from vit_model.build import Network
 from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
@@ -44,15 +44,19 @@ def find_ancestor(
     return Ancestor(context.input(field), name, manifest.config.get("objective", "softmax"))
 
 
-def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> ModelContract:
-    """Return the contract of a pretraining that starts from another model.
+def make_contract(config: Pretrain, info: DatasetInfo, ancestor: Ancestor | None = None) -> ModelContract:
+    """Return the contract of a pretraining's model, which may start from another one.
 
     Raises:
         UserError: the configured model has another encoder; or, without one, the configuration does not fit the
             ancestor's.
     """
+    labelled = objective_properties(config.objective).classifier is not None
+    if ancestor is None:
+        assert config.model is not None
+        return model_contract(config.model, config.resolution, info, config.eval_crop, labelled)
     source, where = read_contract(ancestor.folder), f"init_from {ancestor.name}"
-    classes = len(info.class_names) if objective_properties(config.objective).classifier else 0
+    classes = len(info.class_names) if labelled else 0
     architecture = config.check_start(where, source.architecture, classes)
     try:
         return continued_contract(source, architecture, info, config.eval_crop)

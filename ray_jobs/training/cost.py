@@ -34,7 +34,7 @@ def finetuning_cost(task: Task) -> Cost:
     depth = depth_draws(contract.architecture, config.seed, np.arange(len(images)), on)
 
     def prepare() -> Callable[[], None]:
-        _, engine, _ = start(task, task.learning_rate, config.seed, on, dtype, None)
+        _, engine, _ = start(task, task.learning_rate, config.seed)
 
         def run() -> None:
             for _ in range(parts):

@@ -96,7 +96,7 @@ class Plain:
         world: int = 1,
         accumulation: int = 1,
     ) -> None:
-        self.masters, self.optimizer = module, optimizer
+        self.masters, self.optimizer, self.dtype = module, optimizer, dtype
         self.module: Any = module if dtype == torch.float32 else copy.deepcopy(module).to(dtype)
         self.clip_norm, self.world, self.accumulation = clip_norm, world, accumulation
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]

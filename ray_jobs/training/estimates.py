@@ -16,7 +16,7 @@ from ray_jobs.training.engine import EngineBytes, plain_bytes, state_bytes
 from ray_jobs.training.methods import Method
 from ray_jobs.training.methods.base import activation_bytes
 from ray_jobs.training.task import Task
-from ray_jobs.training.workers import micro_batch_share
+from ray_jobs.training.workers import Worker, micro_batch_share
 from vit_model import compute
 from vit_model.build import build
 from vit_model.config import ViTConfig
@@ -108,6 +108,18 @@ def fit_flops(task: Task) -> int:
     if config.freeze == "all_but_biases":
         return compute.restricted_train_flops(architecture, "biases")
     return compute.train_flops(architecture)
+
+
+def check(method: Method, worker: Worker) -> None:
+    """Check that a worker's device can hold a pretraining; the first worker prints what it will take.
+
+    Raises:
+        UserError: it certainly cannot, or the workers cannot share a micro-batch evenly.
+    """
+    needed, is_shared = memory(method, worker.world), method.device.type != "cuda"
+    if worker.rank == 0:
+        print(*lines(method, worker.world, needed), sep="\n", flush=True)
+    require(needed, devices.memory(method.device), worker.local_world if is_shared else 1)
 
 
 def require(needed: Memory, there: int, workers: int) -> None:

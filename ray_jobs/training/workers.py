@@ -25,7 +25,7 @@ class Worker(NamedTuple):
     local_world: int = 1
     """the number of workers on this machine"""
     group: int = 0
-    """of a fit: a number that no other group of workers has"""
+    """a number that no other group of workers of the same training has"""
 
 
 ALONE = Worker()

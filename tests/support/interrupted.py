@@ -22,7 +22,7 @@ from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import log, loop, optim
 from ray_jobs.training.ancestor import Ancestor
-from ray_jobs.training.checkpoint import Saved, Saver
+from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.log import LogWriter
 from tests.support import datasets, objectives
@@ -223,16 +223,15 @@ def _worker(
     start = choose_start(store, attempt, config.keep_steps)
     if kill is not None and kill.rank == rank:
         arm(kill)
-    saver = Saver(store, attempt, config, rank, world, start=start)
-    saved = None if start is None else Saved(store, start)
     place = loop.Worker(rank, world, rank)
+    saver = Saver(store, attempt, config, place, start)
     given: dict[str, Any] = {"teacher" if config.teacher else "ancestor": ancestor}
     log.SEGMENT_SECONDS = 0.02  # a part of the lines is in the store when a worker dies
     if rank:
-        loop.train(config, open_dataset(dataset), None, place, saver, saved, **given)
+        loop.train(config, open_dataset(dataset), None, place, saver, **given)
     else:
         with LogWriter(store, attempt) as writer:
-            loop.train(config, open_dataset(dataset), output, place, saver, saved, writer=writer, **given)
+            loop.train(config, open_dataset(dataset), output, place, saver, writer=writer, **given)
     dist.destroy_process_group()
 
 

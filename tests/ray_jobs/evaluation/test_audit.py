@@ -14,7 +14,6 @@ from ray_jobs import audit
 from ray_jobs.data import shards
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.process.context import Context
-from ray_jobs.training import fit
 from ray_jobs.training.contract import model_contract
 from ray_jobs.tuning import folds
 from tests.support import datasets
@@ -115,13 +114,13 @@ def test_no_fold_is_judged_by_a_model_that_was_fitted_on_it(
 ) -> None:
     """Nor on a copy: each fit sees all images but those of the fold, whose probabilities it then gives."""
     made, fitted = Made(tmp_path / "store"), []
-    real = fit.fit
+    real = folds.fit
 
     def recording(task: Any, data: shards.Images, *arguments: Any) -> Any:
         fitted.append(set(data.rows["sample_id"].to_pylist()))
         return real(task, data, *arguments)
 
-    monkeypatch.setattr(fit, "fit", recording)
+    monkeypatch.setattr(folds, "fit", recording)
     context = made.context(cross_validation=FIT)
     audit.audit(context)
     folder = made.store.local(Layout.files("audit", "k", 1), ()) / "probabilities"

@@ -16,7 +16,8 @@ from ray_jobs.augment.views import two_views
 from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
 from ray_jobs.training.ancestor import Ancestor
-from ray_jobs.training.fit import fit, predict, score
+from ray_jobs.training.evaluators import predict, score
+from ray_jobs.training.fit import fit
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from vit_model import compute

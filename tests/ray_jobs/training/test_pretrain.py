@@ -25,7 +25,8 @@ from ray_jobs.data import shards
 from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop, optim
-from ray_jobs.training.fit import fit, predict, start_model
+from ray_jobs.training.evaluators import predict
+from ray_jobs.training.fit import fit, start_model
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from tests.support.local_runs import with_words

@@ -12,7 +12,8 @@ from pipelines.spec import ModelSize
 from pipelines.store import StoreDamaged, StoreUnreachable, checkpoints, choose_start, open_store
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop
-from ray_jobs.training.checkpoint import Saved, Saver
+from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.state import Saved
 from tests.support.interrupted import (
     CASES,
     SIZE,
@@ -157,7 +158,7 @@ def test_an_outage_of_the_store_only_delays_a_checkpoint(dataset, tmp_path, monk
         return create(name, data)
 
     monkeypatch.setattr(store, "create", unreliable)
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config, rank=0, world=1)
+    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config)
     loop.train(config, open_dataset(dataset), tmp_path / "a", loop.ALONE, saver)
     assert not outages
     assert checkpoints(store, "pretrain", "k")
