@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vit_model.blocks import resize_position_embedding
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
-from vit_model.positions import resize_position_embedding
 from vit_model.weights import load_model, save_model, transfer_backbone
 
 CONFIG = ViTConfig(

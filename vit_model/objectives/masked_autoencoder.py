@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vit_model.blocks import Block, sincos2d_moco
 from vit_model.config import MaeOptions, ViTConfig
-from vit_model.model import Block, ViT
+from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
 from vit_model.objectives.masked_patches import check_batch, targets
 from vit_model.parts import AroundModel
-from vit_model.positions import sincos2d_moco
 
 
 def normalised(patches: Tensor) -> Tensor:

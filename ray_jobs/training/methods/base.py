@@ -15,10 +15,10 @@ from pipelines.spec import Pretrain, objective_properties
 from ray_jobs.augment import depth_draws
 from ray_jobs.process import devices
 from vit_model import compute
+from vit_model.blocks import is_fused
 from vit_model.build import Network
 from vit_model.config import Architecture, ViTConfig
 from vit_model.contract import ModelContract
-from vit_model.model import is_fused
 from vit_model.objectives.losses import CROSS_ENTROPIES
 from vit_model.parts import ParameterGroups
 from vit_model.preprocessing import normalise

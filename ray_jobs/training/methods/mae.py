@@ -14,9 +14,10 @@ from pipelines.spec import Pretrain
 from ray_jobs.augment import uniform
 from ray_jobs.training.methods.base import Method
 from vit_model import compute
+from vit_model.blocks import is_fused
 from vit_model.build import Network
 from vit_model.contract import ModelContract
-from vit_model.model import ViT, is_fused
+from vit_model.model import ViT
 from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
 from vit_model.parts import ParameterGroups
 

@@ -20,11 +20,11 @@ from tests.support import datasets
 from tests.support.interrupted import SIZE, configuration, run_attempt
 from tests.support.objectives import MOCO
 from tests.support.records import make_context, make_manifest
+from vit_model.blocks import resize_position_embedding
 from vit_model.build import build
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo
-from vit_model.positions import resize_position_embedding
 from vit_model.weights import HEADS, load_model, save_model
 
 CLASSES = ("a", "b", "c")
