@@ -48,7 +48,7 @@ def main(context: Context[Pretrain]) -> Result:
     When workers die, the next group continues from the last checkpoint: with as many workers, or, if their machines
     are gone, with as many as the rest has room for.
     """
-    from ray_jobs.training.notices import save_on_notice
+    from ray_jobs.training.workers.preemption import save_on_notice
 
     with save_on_notice(context):
         outcome = _train(context)
@@ -104,10 +104,10 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from ray_jobs.training.ancestor import find_ancestor
     from ray_jobs.training.checkpoint import Saver
     from ray_jobs.training.gauges import Gauges
-    from ray_jobs.training.hangs import named_hangs
     from ray_jobs.training.log import LogWriter
     from ray_jobs.training.loop import train
-    from ray_jobs.training.process_group import COLLECTIVE_SECONDS
+    from ray_jobs.training.workers.hangs import named_hangs
+    from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
 
     context: Context[Pretrain] = settings["context"]
     worker, store, config = this_worker(settings["group"]), context.open_store(), context.config

@@ -199,23 +199,10 @@ def fit(
     device = devices.device(worker.local_rank)
     estimates.require_fit(task, device)
     model, engine, saved = start(task, learning_rate, seed, saver, worker)
-    before = WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
-    if saved is not None:
-        before = own_state(saved.states, worker)
-        if worker.rank == 0:
-            print(
-                f"{reporting.unit} {saved.step}: continuing from the checkpoint of attempt {saved.attempt}",
-                flush=True,
-            )
-    transform = TrainTransform(config, seed, len(task.contract.class_names), data.dataset.info.image is None)
-    order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
-    sampler = Sampler(
-        data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world
-    )
-    loss, guard = make_loss(task, engine, seed, class_weights(task, data)), Guard(data, sampler, last, saver)
-    course = Course(config, learning_rate, seed, engine, transform, loss, guard, device, worker)
+    before = _state_before(saved, worker, reporting)
+    course, sampler = _course(task, data, learning_rate, seed, engine, saver, worker)
     preprocessing = task.contract.preprocessing
-    with Loader(data, sampler, preprocessing, crop=transform.crop, threads=config.threads) as batches:
+    with Loader(data, sampler, preprocessing, crop=course.transform.crop, threads=config.threads) as batches:
         is_limit = config.early_stopping is not None and task.last_step is None
         log = Log(
             config, estimates.fit_flops(task), len(data.labels), batches, reporting, worker, last, is_limit
@@ -235,6 +222,43 @@ def fit(
     if worker.world > 1:
         dist.all_reduce(substitutes)
     return Fitted(model.eval(), curve.points, int(substitutes))
+
+
+def _state_before(saved: Saved | None, worker: Worker, reporting: Reporting) -> WorkerState:
+    """Return what a worker continues from; of a fit without a checkpoint, an empty state."""
+    if saved is None:
+        return WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
+    if worker.rank == 0:
+        print(
+            f"{reporting.unit} {saved.step}: continuing from the checkpoint of attempt {saved.attempt}",
+            flush=True,
+        )
+    return own_state(saved.states, worker)
+
+
+def _course(
+    task: Task,
+    data: Images,
+    learning_rate: float,
+    seed: int,
+    engine: Plain,
+    saver: Saver | None,
+    worker: Worker,
+) -> tuple[Course, Sampler]:
+    """Return what the steps of a fit share, and the order of its images."""
+    config = task.config
+    transform = TrainTransform(config, seed, len(task.contract.class_names), data.dataset.info.image is None)
+    order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
+    sampler = Sampler(
+        data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world
+    )
+    loss, guard = (
+        make_loss(task, engine, seed, class_weights(task, data)),
+        Guard(data, sampler, task.steps, saver),
+    )
+    return Course(
+        config, learning_rate, seed, engine, transform, loss, guard, devices.device(worker.local_rank), worker
+    ), sampler
 
 
 def make_loss(task: Task, engine: Plain, seed: int, weights: Tensor | None) -> Loss:

@@ -60,27 +60,20 @@ def trial(
     """
     began, name, title = time.monotonic(), task.trial(fold), fit_title(context.config, task, fold, len(folds))
     inside, outside = (pool.take(rows) for rows in folds[fold])
+    preprocessing = task.contract.preprocessing
     stopping = make_stopping(context.config, task.config.steps, report)
-    held_out = Evaluator(outside, task.contract.preprocessing, worker)
+    held_out = Evaluator(outside, preprocessing, worker)
     saver = make_saver(context, str(name), worker)
     writer = None if worker.rank else make_log(context, name)
     try:
         with writer or nullcontext():
-            fitted = fit(
-                fetched(context, task),
-                inside,
-                task.learning_rate,
-                task.config.seed,
-                saver,
-                Reporting(writer, f"{title}, step", remaining_steps),
-                Validation(held_out, stopping),
-                worker,
-            )
+            given = fetched(context, task), inside, task.learning_rate, task.config.seed, saver
+            reporting = Reporting(writer, f"{title}, step", remaining_steps)
+            fitted = fit(*given, reporting, Validation(held_out, stopping), worker)
             if writer is None:
                 return None
-            if worker.world > 1:  # the others have ended
-                held_out = Evaluator(outside, task.contract.preprocessing)
-            result = score_trial(fitted.model, task, held_out, stopping, writer)
+            alone = held_out if worker.world == 1 else Evaluator(outside, preprocessing)
+            result = score_trial(fitted.model, task, alone, stopping, writer)
         outcome = result.outcome
         if task.config.early_stopping is not None and stopping is not None:
             outcome += f", best at step {result.step} of {stopping.evaluations[-1].step}"

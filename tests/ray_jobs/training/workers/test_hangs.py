@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
 from ray_jobs.process.alive import Steps
-from ray_jobs.training.hangs import describe, limit_collectives, named_hangs
+from ray_jobs.training.workers.hangs import describe, limit_collectives, named_hangs
 from tests.support.workers import run_workers
 
 SECONDS = 3.0

@@ -93,7 +93,7 @@ def run_group(
     from ray.train import FailureConfig, LoggingConfig, RunConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    from ray_jobs.training.process_group import LocalTorchConfig
+    from ray_jobs.training.workers.process_group import LocalTorchConfig
 
     with scratch_folder() as scratch:
         trainer = DataParallelTrainer(
