@@ -38,7 +38,7 @@ from pipelines.spec import FASHION_MNIST_ROOT, Ingest
 from ray_jobs.data import images as hashing
 from ray_jobs.data.columns import INDEX
 from ray_jobs.data.images import Hashes, examine, hashes
-from ray_jobs.ingesting.splits import DUPLICATES, OtherSet, find_copies
+from ray_jobs.ingesting.copies import DUPLICATES, OtherSet, find_copies
 from ray_jobs.sources import catalog
 
 SCIKIT_IMAGE = "scikit-image==0.26.0"

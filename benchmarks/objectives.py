@@ -32,7 +32,7 @@ ACCURACIES = """
 SELECT CASE WHEN method IN ('ViT, pretrained', 'ViT, trained on these images') THEN config->>'backbone'
        ELSE method END AS learner,
        task, labels_per_class AS shots, 100 * avg(value) AS mean, 100 * stddev_samp(value) AS deviation
-FROM rows JOIN artifacts USING (artifact)
+FROM accuracies JOIN artifacts USING (artifact)
 GROUP BY ALL
 ORDER BY learner
 """

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, Optuna, Point, require_runnable
+from pipelines.spec.search import ASHA, Optuna, require_runnable
 from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
@@ -92,13 +92,11 @@ def main(context: Context[Finetune]) -> Result:
 
 
 class Choice(NamedTuple):
-    """What the sweep chose: a point, of which `tried` has the trials; None if there was nothing to choose."""
+    """The points that were tried, and which was chosen on what; it has no trials if there was nothing to choose."""
 
-    number: int
-    point: Point
-    selected_on: str
     sweep: list[TriedPoint]
-    tried: TriedPoint | None
+    chosen: TriedPoint
+    selected_on: str
 
 
 def select(
@@ -112,24 +110,22 @@ def select(
     config = context.config
     known = [] if isinstance(config.search, Optuna) else points(config)
     if len(known) == 1 and config.early_stopping is None:  # nothing to select, so no image is held out
-        return Choice(0, known[0], ONE_RATE, [], None)
+        return Choice([], TriedPoint(0, known[0], []), ONE_RATE)
     if isinstance(config.search, ASHA) and len(supports.folds) > 1:
         raise UserError("search.kind asha needs dev, but the data set has none; use random or optuna")
     tried = sweep(context, task, pools, supports.folds, ledger)
-    chosen = choose(tried)
-    return Choice(chosen.number, chosen.point, supports.selected_on, tried, chosen)
+    return Choice(tried, choose(tried), supports.selected_on)
 
 
 def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
     """Return the task of the refits, and say which point it has."""
-    task, tried = at_point(task, choice.number, choice.point, dataset), choice.tried
-    how = "nothing to choose" if tried is None else f"chosen on {choice.selected_on}"
-    message = f"{how}: {describe(choice.point)}"
-    if tried is not None:
-        task = task._replace(temperature=held_out_temperature(tried.folds))
-        if task.config.early_stopping is not None:
-            task = task._replace(last_step=last_step(tried.folds))
-            message += f", stopped at step {task.last_step} of {task.config.steps}"
+    number, point, trials = choice.chosen
+    task = at_point(task, number, point, dataset)._replace(temperature=held_out_temperature(trials))
+    message = f"chosen on {choice.selected_on}" if trials else "nothing to choose"
+    message += f": {describe(point)}"
+    if task.config.early_stopping is not None:
+        task = task._replace(last_step=last_step(trials))
+        message += f", stopped at step {task.last_step} of {task.config.steps}"
     print(message, flush=True)
     return task
 
@@ -222,11 +218,15 @@ def write(
         **_trained_parameters(task),
         "substitutes": sum(done.record.substitutes for done in refits),
         **overlap.metrics,
-        **({} if choice.tried is None else {"validation_accuracy": choice.tried.accuracy}),
-        **({} if task.temperature is None else {"temperature": task.temperature}),
-        **({} if context.config.search is None else {"trial": choice.number}),
-        **({} if task.last_step is None else {"stopped_at_step": task.last_step}),
     }
+    if choice.sweep:
+        metrics["validation_accuracy"] = choice.chosen.accuracy
+    if task.temperature is not None:
+        metrics["temperature"] = task.temperature
+    if context.config.search is not None:
+        metrics["trial"] = choice.chosen.number
+    if task.last_step is not None:
+        metrics["stopped_at_step"] = task.last_step
     return Result(sha256(canonical_json(digest)), (*model_files, *staging.files), metrics)
 
 
@@ -238,11 +238,8 @@ def _sweep(config: Finetune, task: Task, choice: Choice) -> dict[str, Any]:
         "selected_on": choice.selected_on,
     }
     if config.search is not None:
-        found |= {
-            "kind": config.search.kind,
-            "chosen_trial": choice.number,
-            "chosen_point": choice.point,
-        }
+        number, point, _ = choice.chosen
+        found |= {"kind": config.search.kind, "chosen_trial": number, "chosen_point": point}
     if task.last_step is not None:
         found["stopped_at"] = task.last_step
     return found

@@ -3,7 +3,7 @@
 In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.data.shards`, with
 
     quarantine.parquet    the images that cannot be used, and why
-    duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.splits`)
+    duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.copies`)
     excluded.parquet      with `exclude`, the images that it lists (`ray_jobs.ingesting.exclude`)
     set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
     card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
@@ -24,95 +24,53 @@ splits and merges its blocks as it likes, and its write_parquet chooses random f
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise, repeat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
-from numpy.typing import NDArray
 
-from pipelines import identity
-from pipelines.file_names import parts_of
-from pipelines.files.digests import file_digests
 from pipelines.files.sources import source_files
 from pipelines.spec import Ingest, quantity
 from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
-from ray_jobs.data.columns import FACTS, LISTED, Sample
-from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
-from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
+from ray_jobs.data.images import STORED_QUALITY
 from ray_jobs.data.shards import (
     SPLITS,
     DatasetInfo,
-    Shard,
     open_dataset,
-    shard_file,
-    shuffle_key,
     write_dataset,
-    write_shard,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
+from ray_jobs.ingesting.copies import CONFLICT, OtherSet, find_copies
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
+from ray_jobs.ingesting.parts import (
+    Written,
+    file_states,
+    in_tasks,
+    numbered,
+    plan_parts,
+    with_digests,
+    write_part,
+)
 from ray_jobs.ingesting.reuse import (
-    EarlierShards,
-    Finished,
-    Reusable,
-    find_reusable,
     finished_parts,
-    write_facts,
 )
 from ray_jobs.ingesting.splits import (
-    CONFLICT,
-    OtherSet,
     Trainable,
     assign_splits,
-    find_copies,
     without_untrained,
 )
-from ray_jobs.process.context import AT_REST, Context, Result, SourceChangedError
-from ray_jobs.process.progress import Progress
+from ray_jobs.process.context import Context, Result, SourceChangedError
 from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
-from ray_jobs.sources.archives.containers import outermost
-from ray_jobs.sources.archives.entries import Bad, Files, Listing
+from ray_jobs.sources.archives.entries import Listing, Unusable
 from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
-SHARD_BYTES = 256 * 2**20
-SHARD_IMAGES = 8192  # a limit for small images: rendering a shard takes some seconds
 NAMED = 10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all
-# name of a local file -> (size, modification time); objects on S3 are requested by their ETag
-States = dict[str, tuple[int, int]]
-
-
-class Part(NamedTuple):
-    """The entries of one shard: those with a hash of the key that begins with the `bits` bits of `number`."""
-
-    bits: int
-    number: int
-    entries: pa.Table
-    """ENTRIES, and the `digest` of each entry's source file."""
-
-
-class Written(NamedTuple):
-    """The output of a task: the shard (None: no image could be used), its files, FACTS of every entry."""
-
-    shard: Shard | None
-    files: tuple[FileEntry, ...]
-    facts: pa.Table
-    masks: dict[str, str]
-    """sample_id -> the digest of the image's mask; empty without masks."""
-    reused: int
-    """The number of images that were not read again."""
 
 
 def main(context: Context[Ingest]) -> Result:
@@ -139,65 +97,48 @@ def _dataset(context: Context[Ingest]) -> Result:
         for name, place in source_files(config.source).items()
         if listed_files is None or name in listed_files
     }
-    states = _states(files)  # taken before the digests, so that any later change is noticed
+    states = file_states(files)  # taken before the digests, so that any later change is noticed
     listing = catalog.listing(config.source, files)
     for note in listing.notes:
         print(note, flush=True)
     _check_shrinkable(config, listing)
     listed = _read_excluded(config)
     _warn_of_audits(context, listed)
-    entries = _with_digests(context, files, listing.entries)
+    entries = with_digests(context, files, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
-    written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
+    written = in_tasks(write_part, (context, files, states, finished), parts, "shard")
     context.check_source("while it was read")
 
-    facts, reused = _numbered(written), sum(part.reused for part in written)
+    facts, reused = numbered(written), sum(part.reused for part in written)
     print(f"read {quantity(len(facts) - reused, 'new image')}, reused {reused:,}", flush=True)
-    bad = [*listing.bad, *_bad(facts)]
+    unusable = [*listing.unusable, *_unusable(facts)]
     with (
         context.staging() as staging
     ):  # first, so that users can read it if too many bad images fail the stage
-        _write_quarantine(staging.path / "quarantine.parquet", bad)
+        _write_quarantine(staging.path / "quarantine.parquet", unusable)
     quarantine = staging.files
-    _check_bad(context, bad, len(facts) + len(listing.bad))
+    _check_unusable(context, unusable, len(facts) + len(listing.unusable))
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
     good = facts.filter(pc.is_null(facts["reason"]))
     index, copies, excluded = _decided(context, name, good, listing.class_names, official, listed)
     trainable = _trainable(index, listing)
-    index = trainable.index
-    corrected = index.filter(pc.is_valid(index["decoding"]))
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
-    mask_classes = catalog.mask_classes(config.source)
+    notes = (*listing.notes, *decided, *class_notes(trainable))
     with context.staging() as staging:
-        shards = [part.shard for part in written if part.shard]
-        info = write_dataset(
-            staging.path,
-            name,
-            trainable.class_names,
-            listing.image,
-            shards,
-            index,
-            (*listing.notes, *decided, *class_notes(trainable)),
-            config.short_side,
-            mask_classes,
-            {name: digest for part in written for name, digest in part.masks.items()}
-            if mask_classes
-            else None,
-            dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
-        )
+        info = _write_index(staging.path, config, name, listing, trainable, written, notes)
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
         pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")
         if config.exclude is not None:
             pq.write_table(excluded, staging.path / "excluded.parquet", compression="zstd")
     made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
-    card = _card(context, info, trainable, bad, copies, made)
+    card = _card(context, info, trainable, unusable, copies, made)
     metrics: dict[str, float | int | str] = {
-        "images": len(index),
+        "images": len(trainable.index),
         "classes": len(info.class_names),
-        "quarantined": len(bad),
+        "quarantined": len(unusable),
         "set_aside": len(trainable.set_aside),
         "copies": len(copies),
         "left_out": pc.sum(pc.equal(copies["done"], "left out")).as_py() or 0,
@@ -206,6 +147,34 @@ def _dataset(context: Context[Ingest]) -> Result:
     if config.exclude is not None:
         metrics["excluded"] = pc.sum(pc.equal(excluded["done"], "left out")).as_py() or 0
     return Result(info.content_digest, (*made, *card), metrics)
+
+
+def _write_index(
+    folder: Path,
+    config: Ingest,
+    name: str,
+    listing: Listing,
+    trainable: Trainable,
+    written: Sequence[Written],
+    notes: tuple[str, ...],
+) -> DatasetInfo:
+    """Write dataset.json and index.parquet."""
+    corrected = trainable.index.filter(pc.is_valid(trainable.index["decoding"]))
+    mask_classes = catalog.mask_classes(config.source)
+    masks = {sample: digest for part in written for sample, digest in part.masks.items()}
+    return write_dataset(
+        folder,
+        name,
+        trainable.class_names,
+        listing.image,
+        [part.shard for part in written if part.shard],
+        trainable.index,
+        notes,
+        config.short_side,
+        mask_classes,
+        masks if mask_classes else None,
+        dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
+    )
 
 
 def _decided(
@@ -276,189 +245,6 @@ def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
     return images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits, pa.string()))
 
 
-# ------------------------------------------------------------------------------------------------- planning
-
-
-def _with_digests(context: Context[Ingest], files: Files, entries: pa.Table) -> pa.Table:
-    """Return the entries with the digest of each entry's source file.
-
-    Rows of arrays, and archives that are split into several files, get one digest of all files. With `short_side` the
-    digests are different, because the facts of images that are stored smaller differ from those of the originals.
-    """
-    everything = identity.files_fingerprint(files.items())  # not the attempt's, which covers `exclude`
-    size = [context.config.short_side] if context.config.short_side else []
-    digests = {
-        name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in file_digests(files.items())
-    }
-    if size:
-        everything = identity.sha256(identity.canonical_json([everything, *size]))
-    named = entries["file"].combine_chunks().dictionary_encode()
-    tops = [outermost(digests, name) for name in named.dictionary.to_pylist()]
-    of_tops = [
-        everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops
-    ]
-    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(named.indices)
-    of_rows = pa.array([everything[:32]] * len(entries), pa.string())
-    return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
-
-
-def _states(files: Files) -> States:
-    states: States = {}
-    for name, location in files.items():
-        if not location.startswith("s3://"):
-            with suppress(FileNotFoundError):  # a missing file has no state, which is a change as well
-                status = Path(location).stat()
-                states[name] = (status.st_size, status.st_mtime_ns)
-    return states
-
-
-def plan_parts(entries: pa.Table) -> list[Part]:
-    """Divide entries into parts, one per shard, by a hash of their keys, so that every shard is a random sample.
-
-    The number of parts is a power of two, and a part has one prefix of the hash: entries that arrive later do not move
-    others to another part until there are twice as many. Entries of one unit are read together and stay together.
-    """
-    size = max(pc.sum(entries["length"]).as_py() or 0, 1)
-    number = max(size / SHARD_BYTES, len(entries) / SHARD_IMAGES, 1)
-    bits = math.ceil(math.log2(number))
-    units = pc.coalesce(entries["unit"], entries["key"])
-    hashes = _hashes(units)
-    within = hashes if units.equals(entries["key"]) else _hashes(entries["key"])
-    order = np.lexsort((within, hashes))
-    numbers = (hashes[order] >> np.uint64(63 - bits)) >> np.uint64(1)
-    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(entries)]
-    ordered = entries.take(order)
-    return [
-        Part(bits, int(numbers[start]), ordered.slice(start, end - start))
-        for start, end in pairwise(starts)
-        if end > start
-    ]
-
-
-def _hashes(names: pa.ChunkedArray) -> NDArray[np.uint64]:
-    return np.array([int.from_bytes(shuffle_key(name)[:8]) for name in names.to_pylist()], np.uint64)
-
-
-# ------------------------------------------------------------------------------------------------- tasks
-
-
-def _write_part(
-    context: Context[Ingest], files: Files, states: States, finished: list[Finished], part: Part
-) -> Written:
-    """Read, check and write one shard (in a Ray task)."""
-    facts: list[dict[str, Any]] = []
-    file = shard_file(part.number)
-    reusable = find_reusable(context, finished, part.bits, part.number, part.entries)
-    masks: dict[str, StoredMask] = {}
-    with EarlierShards(context) as earlier, context.staging() as staging:
-        samples = _samples(context.config, files, part.entries, reusable, earlier, facts, masks)
-        offsets = write_shard(staging.path / file, samples)
-        if not offsets:
-            (staging.path / file).unlink()
-        if masks:
-            write_masks(staging.path / mask_file(file), masks)
-    good = [row for row in facts if "reason" not in row]
-    for row, offset in zip(good, offsets, strict=True):
-        row["offset"] = offset
-    reused = sum(row.pop("is_reused", False) for row in good)
-    table = pa.Table.from_pylist(facts, schema=FACTS)
-    _check_unchanged(files, states, part.entries)
-    written = next((one for one in staging.files if one.path == file), None)
-    facts_files = write_facts(context, part.bits, part.number, table, written)
-    shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
-    digests = {name: mask.digest for name, mask in masks.items()}
-    return Written(shard, (*staging.files, *facts_files), table, digests, reused)
-
-
-def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
-    """Raise SourceChangedError if a file changed after its digest was computed: its facts would be wrong forever."""
-    names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
-    if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
-        names = set(files)  # rows of arrays, archives of several files
-    now = _states({name: files[name] for name in names})
-    if changed := sorted(name for name in names if now.get(name) != states.get(name)):
-        raise SourceChangedError(
-            f"the source changed while it was read, after the run was planned ({files[changed[0]]}); {AT_REST}"
-        )
-
-
-def _samples(
-    config: Ingest,
-    files: Files,
-    entries: pa.Table,
-    reusable: Sequence[Reusable | None],
-    earlier: EarlierShards,
-    facts: list[dict[str, Any]],
-    masks: dict[str, StoredMask],
-) -> Iterator[Sample]:
-    """Yield the usable images of a part, in order.
-
-    Appends a row of FACTS to `facts` for every entry, and fills `masks` by sample_id, if the source has masks.
-    """
-    is_new = pa.array([one is None for one in reusable], pa.bool_())
-    source = config.source
-    new_images = catalog.images(source, files, entries.filter(is_new))
-    mask_classes = catalog.mask_classes(source)
-    # read again also for reused images, because they may be in another file, which may have changed
-    own_masks = catalog.masks(source, files, entries) if mask_classes else repeat(None, len(entries))
-    for number, (entry, before, mask) in enumerate(
-        zip(entries.to_pylist(), reusable, own_masks, strict=True)
-    ):
-        listed = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
-        row = dict(listed)
-        facts.append(row)
-        data = None if before is None else earlier.read(before)
-        if before is not None and data is not None:
-            row |= before.facts
-            row["is_reused"] = True
-        else:
-            image = next(
-                new_images if before is None else catalog.images(source, files, entries.slice(number, 1))
-            )
-            try:
-                data, examined = _examined(image)
-                digest = hashlib.sha256(
-                    data
-                ).digest()  # of the authors' bytes, even if the image is stored smaller
-                if config.short_side is not None:
-                    data, examined = shrunk(data, examined, config.short_side)
-            except UserError as error:
-                row["reason"] = str(error)
-                continue
-            row |= examined.columns()
-            row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
-            row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
-        if mask is not None:
-            try:
-                masks[row["sample_id"]] = _stored_mask(mask, row, len(mask_classes))
-            except UserError as error:
-                facts[-1] = listed | {"reason": f"mask: {error}"}
-                continue
-        yield Sample._make((row | {"image": data})[name] for name in Sample._fields)
-
-
-def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Facts]:
-    """Return an image's bytes as they are stored, and its facts.
-
-    Raises:
-        UserError: the reason why the image cannot be used.
-    """
-    if isinstance(image, UserError):
-        raise image
-    if isinstance(image, bytes):
-        return image, examine(image)
-    return image.tobytes(), examine_pixels(image)
-
-
-def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) -> StoredMask:
-    """Return the mask of the image that `row` is of. Raises UserError: the reason why it cannot be used."""
-    if isinstance(mask, UserError):
-        raise mask
-    check_mask(mask, row["width"], row["height"], num_classes)
-    return StoredMask.of(mask)
-
-
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:
     if config.short_side is not None and listing.image is not None:
         raise UserError(
@@ -499,51 +285,24 @@ def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
     )
 
 
-def _in_tasks(
-    function: Callable[..., Any], shared: Sequence[Any], each: Sequence[Any], noun: str
-) -> list[Any]:
-    """Return function(*shared, one) for each one, in order, computed in Ray tasks of one core."""
-    import ray  # not at the top: the stage's process checks its --spec without it
-
-    remote = ray.remote(num_cpus=1)(function)
-    shared_references = [ray.put(value) for value in shared]  # sent once: there may be a million file names
-    references = [remote.remote(*shared_references, one) for one in each]
-    progress = Progress(len(references))
-    pending = references
-    while pending:
-        _, pending = ray.wait(pending, timeout=1.0)
-        done = len(references) - len(pending)
-        if done and progress.due(done):
-            progress.show(done, noun)
-    return list(ray.get(references))
-
-
 # ------------------------------------------------------------------------------------------------- all parts
 
 
-def _numbered(written: Sequence[Written]) -> pa.Table:
-    """Return the FACTS of all parts, with the number of each part's shard."""
-    tables, number = [], 0
-    for part in written:
-        column = pa.array([number] * len(part.facts), pa.int32())
-        tables.append(part.facts.set_column(FACTS.get_field_index("shard"), FACTS.field("shard"), column))
-        number += part.shard is not None
-    return pa.concat_tables(tables) if tables else FACTS.empty_table()
-
-
-def _bad(facts: pa.Table) -> list[Bad]:
+def _unusable(facts: pa.Table) -> list[Unusable]:
     rows = facts.filter(pc.is_valid(facts["reason"])).select(["key", "reason", "file", "place"])
-    return [Bad(*row.values()) for row in rows.to_pylist()]
+    return [Unusable(*row.values()) for row in rows.to_pylist()]
 
 
-def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None:
+def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], total: int) -> None:
     attempt, allowed = context.attempt, context.config.max_bad_fraction
-    if len(bad) > allowed * total:
+    if len(unusable) > allowed * total:
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
-        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
-        more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
+        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(unusable)[:20])
+        more = (
+            f"\n  and {len(unusable) - 20} more, in {folder}/quarantine.parquet" if len(unusable) > 20 else ""
+        )
         raise UserError(
-            f"{len(bad)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
+            f"{len(unusable)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
             f"remove them or allow more{first}{more}"
         )
 
@@ -583,7 +342,7 @@ def _card(
     context: Context[Ingest],
     info: DatasetInfo,
     trainable: Trainable,
-    bad: Sequence[Bad],
+    unusable: Sequence[Unusable],
     copies: pa.Table,
     made: Sequence[FileEntry],
 ) -> tuple[FileEntry, ...]:
@@ -596,12 +355,12 @@ def _card(
         [file for file in made if file.path in needed],
     )
     with context.staging() as staging:
-        write_card(staging.path, open_dataset(folder), shard, bad, copies, trainable)
+        write_card(staging.path, open_dataset(folder), shard, unusable, copies, trainable)
     return staging.files
 
 
-def _write_quarantine(path: Path, bad: Sequence[Bad]) -> None:
-    rows = sorted(bad)
+def _write_quarantine(path: Path, unusable: Sequence[Unusable]) -> None:
+    rows = sorted(unusable)
     schema = pa.schema(
         [("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())]
     )

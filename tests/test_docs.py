@@ -99,7 +99,7 @@ class Block(NamedTuple):
     @property
     def file(self) -> str:
         """The path that the first line names; empty where the block is not a file."""
-        found = re.match(r"(?:#|---) (\S+\.(?:py|yaml))\n", self.text)
+        found = re.match(r"(?:#|---) (\S+\.(?:py|yaml|md))\n", self.text)
         return found[1] if found else ""
 
     def lines(self) -> list[str]:
@@ -345,7 +345,7 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the files and the changes that these pages show."""
     folder = tmp_path_factory.mktemp("added")
     left_out = shutil.ignore_patterns("__pycache__", "conftest.py")  # what the tests of a page do not need
-    for name in ("pipelines", "ray_jobs", "vit_model", "tests"):
+    for name in ("pipelines", "ray_jobs", "vit_model", "tests", "docs"):
         shutil.copytree(PROJECT / name, folder / name, ignore=left_out)
     shutil.copy(PROJECT / "pyproject.toml", folder)
     for block in [block for page in ADD for block in blocks(page) if block.file]:

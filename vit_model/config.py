@@ -17,6 +17,7 @@ from pydantic import (
 from vit_model.fields import Frozen, later
 from vit_model.variants import (
     FAMILIES,
+    RESNETS,
     BottleneckStage,
     bottleneck_stages,
     stem_channels,
@@ -25,8 +26,6 @@ from vit_model.variants import (
     variant_sizes,
 )
 
-LARGEST_SIZE = 2**20  # of a side of a model's tensors; the longest of ViT-22B's is 24,576
-Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
@@ -117,15 +116,14 @@ class ViTOptions(Frozen):
 class ViTShape(ViTOptions):
     """The shape of a ViT or of a hybrid, independent of its images and classes."""
 
-    family: Literal["vit"] = later("vit")
-    patch_size: Size
+    family: Literal["vit"] = "vit"
+    patch_size: PositiveInt
     """Side of a token's square of pixels; in a hybrid that is the stride of the stem times that of its patches."""
-    width: Size
-    depth: Size
-    num_heads: Size
-    stem: tuple[Size, ...] | None = later(
-        None, description="for a hybrid: units in each stage of the convolutional stem"
-    )
+    width: PositiveInt
+    depth: PositiveInt
+    num_heads: PositiveInt
+    stem: tuple[PositiveInt, ...] | None = None
+    """A hybrid's units in each stage of its convolutional stem ("R50": 3, 4, 6, 3); null: patches of pixels."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -380,9 +378,9 @@ class ResNetOptions(Frozen):
     """The shape of a BiT ResNet, independent of its images and classes."""
 
     family: Literal["resnet"] = "resnet"
-    units: Annotated[tuple[Size, ...], Field(min_length=1, max_length=8)]
+    units: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
     """Bottlenecks in each stage ("R50": 3, 4, 6, 3); each stage has half the resolution and twice the channels."""
-    width_factor: Size = 1
+    width_factor: PositiveInt = 1
     """All channels are multiplied by it."""
     head_bias: float = 0.0
     """What the classifier's bias starts from."""
@@ -429,16 +427,17 @@ class ResNetConfig(_ForImages, ResNetOptions):
 
 
 def family_of(given: Any) -> str:
-    """Return the family of a configuration, as a dict or a model; "vit" if none is named, because it was the first."""
+    """Return the family of a configuration or a shape, as a dict, a model or a variant's name; "vit", which was the
+    first, if none is named."""
+    if isinstance(given, str):
+        return "resnet" if given in RESNETS else "vit"
     return str(given.get("family", "vit") if isinstance(given, dict) else getattr(given, "family", "vit"))
 
 
-Architecture = Annotated[
-    Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")],
-    Discriminator(
-        family_of,
-        custom_error_type="unknown_family",
-        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
-    ),
-]
+BY_FAMILY = Discriminator(
+    family_of,
+    custom_error_type="unknown_family",
+    custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
+)
+Architecture = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")], BY_FAMILY]
 """Every architecture that `vit_model.build.build` makes a model of."""

@@ -63,7 +63,7 @@ class ModelContract(Contract):
 
     architecture: Architecture
     class_names: tuple[str, ...]
-    """In the order of the logits; empty for a model without a classifier: its head, if any, projects (CLIP)."""
+    """The classes in the order of the logits; empty if the model has no classifier; a head then projects (CLIP)."""
     problem_type: Literal["single_label_classification", "multi_label_classification"] = later(
         "single_label_classification"
     )

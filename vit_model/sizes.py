@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from vit_model.config import (
+    BY_FAMILY,
     HEADLESS,
-    LARGEST_SIZE,
     Architecture,
     ResNetConfig,
     ResNetOptions,
     ViTConfig,
     ViTShape,
-    family_of,
 )
-from vit_model.variants import FAMILIES, RESNETS, variant_sizes
+from vit_model.fields import later
+from vit_model.variants import variant_sizes
+
+LARGEST_SIZE = 2**20  # of a side of a model's tensors; the longest of ViT-22B's is 24,576
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 
 
 class ModelSize(ViTShape):
     """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
 
+    family: Literal["vit"] = later("vit")
+    patch_size: Size
     width: int = Field(ge=8, le=LARGEST_SIZE)
+    depth: Size
+    num_heads: Size
+    stem: tuple[Size, ...] | None = later(
+        None, description="for a hybrid: units in each stage of the convolutional stem"
+    )
     mlp_ratio: float = Field(4.0, gt=0, le=1024)
 
     @model_validator(mode="before")
@@ -47,6 +57,9 @@ class ModelSize(ViTShape):
 class ResNetSize(ResNetOptions):
     """The shape of the paper's baseline, a ResNet of BiT, or the name of one (`model: R50x1`)."""
 
+    units: Annotated[tuple[Size, ...], Field(min_length=1, max_length=8)]
+    width_factor: Size = 1
+
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
@@ -70,18 +83,8 @@ def size_of(architecture: Architecture, head: bool) -> ModelSize | ResNetSize:
     return ModelSize.model_validate(fields)
 
 
-def _family(value: Any) -> str:
-    return "resnet" if isinstance(value, str) and value in RESNETS else family_of(value)
+Model = Annotated[Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("resnet")], BY_FAMILY]
 
-
-Model = Annotated[
-    Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("resnet")],
-    Discriminator(
-        _family,
-        custom_error_type="unknown_family",
-        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
-    ),
-]
 
 # Fields that do not change the encoder's function of its weights. The image size only changes the positions.
 _NOT_ENCODER = {

@@ -40,6 +40,12 @@ def init(
             help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl; or a zip or tar of it"
         ),
     ],
+    source: Annotated[
+        str,
+        typer.Option(
+            help="the kind of source that --images is the root of, or its fields: '{kind: cifar, classes: 100}'"
+        ),
+    ] = "folder",
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,16 +55,16 @@ def init(
     ] = None,
     others: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="weights")] = None,
 ) -> None:
-    """Write a recipe for a folder or an archive of images, with a model that fits them and this machine.
+    """Write a recipe for your images, with a model that fits them and this machine.
 
     With --compare A.npz B_folder hf:ORG/NAME, the recipe compares these weights instead.
     """
     if compare:
-        write_comparison(file, images, [*compare, *(others or ())], console)
+        write_comparison(file, images, source, [*compare, *(others or ())], console)
     elif others:
         raise RecipeError(f"unexpected argument {others[0]!r}; weights follow --compare")
     else:
-        write_recipe(file, images, console)
+        write_recipe(file, images, source, console)
 
 
 @app.command("predict")

@@ -45,7 +45,7 @@ from pipelines.results.accuracies import (
 from pipelines.results.compare import compare, comparison_table
 from pipelines.results.lookup import find_artifact
 from pipelines.results.query import Unfinished, query
-from pipelines.results.tables import TABLES
+from pipelines.results.tables import described_tables
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
@@ -111,11 +111,7 @@ def report_query(
     if (sql is None) != tables or (as_csv and as_json):
         raise RecipeError("give either SQL or --tables, and at most one of --csv and --json")
     if sql is None:
-        listed = [
-            {"table": name, "column": column.name, "type": column.type, "meaning": column.meaning}
-            for name, columns in TABLES.items()
-            for column in columns
-        ]
+        listed = described_tables()
         if as_csv:
             _print_csv(tuple(listed[0]), (tuple(row.values()) for row in listed))
         elif as_json:
@@ -204,6 +200,9 @@ def report_compare(
     a: Annotated[str, typer.Argument(help="a key or unique key prefix, RUN/STAGE or RUN")],
     b: Annotated[str, typer.Argument(help="the same, for the other result")],
     store: StoreOption = DEFAULT_STORE,
+    metric: Annotated[
+        str, typer.Option(help="what to compare: accuracy, or a metric computed from predictions")
+    ] = "accuracy",
     as_json: JsonOption = False,
 ) -> None:
     """Compare the test accuracies of two reports, evaluations, fine-tuned models or runs.
@@ -213,7 +212,7 @@ def report_compare(
     difference is B - A. It is paired if both were scored on the same images with the same draws of labels; otherwise
     it is computed as for two independent measurements.
     """
-    comparison = compare(open_(store, create=False), a, b)
+    comparison = compare(open_(store, create=False), a, b, metric)
     if as_json:
         print_json(comparison)
     else:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from pipelines.cluster.jobs_client import JobState
+from pipelines.engine.display import in_words
 from pipelines.engine.status import Status
 from pipelines.store import UNREACHABLE_SECONDS, Attempt, Manifest
 
@@ -225,4 +226,4 @@ def error_line(log: str) -> str | None:
     """Return the error in a stage's log: the last line that begins with `error: `, otherwise the last line."""
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors else lines[-1] if lines else None
+    return errors[-1] if errors else in_words(lines[-1]) if lines else None

@@ -15,9 +15,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from pipelines.engine.status import Status
+from pipelines.store import ProgressLine, read_progress
 from pipelines.terminal import harmless
 
-PROGRESS = "progress "  # the prefix of a stage's progress lines, see ray_jobs/process/progress.py
 PLAIN_SECONDS = 10.0  # between progress lines of a stage if there is no terminal
 COLOURS = {
     Status.CACHED: "dim",
@@ -36,7 +36,6 @@ _CHATTER = re.compile(
     r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py"
     r"|DeepSpeed \S+ built successfully$)"
 )
-_STEP = re.compile(r"(\d+)/(\d+)")
 
 
 def readable(line: str) -> str | None:
@@ -45,13 +44,20 @@ def readable(line: str) -> str | None:
     return None if _CHATTER.match(_WORKER.sub("", line)) else line
 
 
+def in_words(line: str) -> str | None:
+    """Return a line of a log as `readable` does, with progress in words."""
+    text = readable(line)
+    progress = read_progress(_WORKER.sub("", text or ""))
+    return text if progress is None else progress.words()
+
+
 class RunDisplay:
     """A context manager that displays a run; the driver's loop and the threads that follow logs call it."""
 
     def __init__(self, console: Console, width: int) -> None:
         """`width`: the length of the longest stage name."""
         self.console, self.width = console, width
-        self.running: dict[str, str] = {}
+        self.running: dict[str, ProgressLine | None] = {}
         self.began: dict[str, float] = {}
         self.printed: dict[str, float] = {}
         self.spinner = Spinner("dots")
@@ -73,7 +79,7 @@ class RunDisplay:
         took = ""
         if status == Status.RUNNING:
             self.began.setdefault(name, time.monotonic())
-            self.running[name] = ""
+            self.running[name] = None
         elif name in self.running and status != Status.WAITING:
             del self.running[name]
             took = f" {time.monotonic() - self.began[name]:.1f} s"
@@ -84,18 +90,18 @@ class RunDisplay:
     def line(self, name: str, text: str) -> None:
         """Show a line of a stage's log; progress replaces the last progress, everything else stays."""
         text = _WORKER.sub("", readable(text) or "")
-        if not text.startswith(PROGRESS):
+        if (progress := read_progress(text)) is None:
             if text:
                 self.console.print(
                     f"[dim]{name:<{self.width}}  {escape(text)}[/]", highlight=False, soft_wrap=True
                 )
             return
-        text = text.removeprefix(PROGRESS)
         if name in self.running:
-            self.running[name] = text
+            self.running[name] = progress
         if not self.console.is_terminal and time.monotonic() - self.printed.get(name, 0.0) >= PLAIN_SECONDS:
             self.printed[name] = time.monotonic()
-            self.console.print(f"{name:<{self.width}}  {escape(text)}", highlight=False, soft_wrap=True)
+            words = escape(progress.words())
+            self.console.print(f"{name:<{self.width}}  {words}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Show a message."""
@@ -103,9 +109,8 @@ class RunDisplay:
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        for name, text in list(self.running.items()):
-            seconds = time.monotonic() - self.began[name]
-            step = _STEP.search(text)
-            bar = ProgressBar(total=int(step[2]), completed=int(step[1]), width=20) if step else ""
-            table.add_row(self.spinner, name, f"{seconds:4.0f} s", bar, escape(text))
+        for name, progress in list(self.running.items()):
+            seconds = f"{time.monotonic() - self.began[name]:4.0f} s"
+            bar = ProgressBar(progress.total, progress.done, width=20) if progress else ""
+            table.add_row(self.spinner, name, seconds, bar, escape(progress.words()) if progress else "")
         return table

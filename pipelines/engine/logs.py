@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable
-from pipelines.engine.display import readable
+from pipelines.engine.display import in_words
 from pipelines.engine.runs import Clusters, driver_log, run_status
 from pipelines.engine.status import ENDED, Status
 from pipelines.recipe.pipeline import members
@@ -91,5 +91,5 @@ def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callab
 
 def _write_lines(log: str, write: Callable[[str], None]) -> None:
     for line in log.rstrip("\n").split("\n"):
-        if (text := readable(line)) is not None:
+        if (text := in_words(line)) is not None:
             write(text)

@@ -1,4 +1,4 @@
-"""`vitflow init --compare`: a recipe that compares imported backbones on a folder of images, as `bakeoff` does.
+"""`vitflow init --compare`: a recipe that compares imported backbones on the images of a source, as `bakeoff` does.
 
 The files of weights are read whole, by the code that imports them, so that a recipe is only written for what an import
 accepts.
@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from pipelines.files.fetch import fetched
 from pipelines.identity import source_fingerprint
-from pipelines.machine.init import count_gpus, examine, pipeline_name, shots_of, summary, write_checked
+from pipelines.machine.init import Examined, count_gpus, examine, pipeline_name, write_checked
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.spec import Import, RecipeError, quantity
@@ -27,9 +27,6 @@ from vit_model import compute
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError, reasons
 from vit_model.sizes import size_of
-
-if TYPE_CHECKING:
-    from ray_jobs.sources.readers.folder import Listing
 
 OTHER_STAGES = ("images", "features", "finetune", "report")
 LEARNING_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")  # as pipelines/recipes/bakeoff.yaml has them
@@ -53,11 +50,11 @@ class Backbone(NamedTuple):
         return self.architecture.image_shape[0]
 
 
-def write_comparison(file: Path, images: Path, paths: Sequence[str], console: Console) -> None:
+def write_comparison(file: Path, images: Path, source: str, paths: Sequence[str], console: Console) -> None:
     """Write a recipe to `file` that compares the weights at `paths`; print what was found, chosen and estimated.
 
     Raises:
-        RecipeError: `file` or `images` is as `examine` refuses it; there are fewer than two weights, the same ones
+        RecipeError: as `examine`; there are fewer than two weights, the same ones
             twice, or some that do not exist or that no import accepts.
         StoreError: weights on S3 or the hub cannot be read. StoreUnreachable: they do not answer.
     """
@@ -66,21 +63,22 @@ def write_comparison(file: Path, images: Path, paths: Sequence[str], console: Co
         console.print(escape(text), highlight=False, soft_wrap=True)
 
     configs = _imports(paths)
-    listing, _ = examine(file, images)
-    say(f"found {summary(listing)}")
+    examined = examine(file, images, source)
+    for line in examined.summary():
+        say(line)
     backbones = []
     for name, config in zip(_names(paths), configs, strict=True):
         backbone = _read(name, config)
         backbones.append(backbone)
         say(f"{name}: {backbone.architecture.num_parameters:,} parameters, {_described(backbone)}")
     resolution = common_resolution(backbones)
-    steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(listing.entries) // BATCH_SIZE))
+    steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(examined.listing.entries) // BATCH_SIZE))
     say(
         f"chose resolution {resolution} for all; each has {len(LEARNING_RATES)} trials and a refit of {steps} steps "
         f"of {BATCH_SIZE} images"
     )
-    say(_estimate(backbones, resolution, steps, len(listing.entries)))
-    write_checked(file, _recipe(file, images, listing, backbones, resolution, steps))
+    say(_estimate(backbones, resolution, steps, len(examined.listing.entries)))
+    write_checked(file, _recipe(file, examined, backbones, resolution, steps))
     silent = [backbone.name for backbone in backbones if not backbone.states_preprocessing]
     settings = "".join(f" --set {name}.preprocessing=half" for name in silent)
     if silent:
@@ -195,31 +193,30 @@ def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images
 
 def _recipe(
     file: Path,
-    images: Path,
-    listing: Listing,
+    images: Examined,
     backbones: Sequence[Backbone],
     resolution: int,
     steps: int,
 ) -> str:
-    root, names = images.expanduser().resolve(), ", ".join(backbone.name for backbone in backbones)
+    name, names = images.root.expanduser().resolve().name, ", ".join(backbone.name for backbone in backbones)
     imports = "\n".join(
         f"  {backbone.name}: {{job: import, path: {yaml_text(backbone.path)}}}"
         + ("" if backbone.states_preprocessing else "  # add preprocessing: half, or imagenet")
         for backbone in backbones
     )
     return f"""\
-# Written by `vitflow init --compare` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it.
+# Written by `vitflow init --compare` for {images.classes}. Edit it.
 #   vitflow run {file}
 # One protocol for all backbones: the same images, splits and resolution, the same number of trials, steps and images
 # per step, the same rates to choose from, one refit. The mean, std, interpolation and crop of the images are each
 # backbone's own. The report shows accuracy beside cost.
 name: {pipeline_name(file)}
-description: {yaml_text(f"Imported backbones on {root.name}, under one protocol, accuracy beside cost.")}
+description: {yaml_text(f"Imported backbones on {name}, under one protocol, accuracy beside cost.")}
 
 stages:
   images:
     job: ingest
-    source: {{kind: folder, name: {yaml_text(root.name)}, root: {yaml_text(str(root))}}}
+    source: {images.source_text()}
 
 {imports}
 
@@ -229,7 +226,7 @@ stages:
     data: images
     matrix: {{backbone: [{names}]}}
     resolution: {resolution}
-    shots: [{", ".join(map(str, shots_of(listing)))}]
+    shots: [{", ".join(map(str, images.shots()))}]
     linear_probe: true
 
   # The rate is chosen on dev, the final model is trained on train and dev, and test is scored once.
@@ -245,6 +242,6 @@ stages:
 
   report:
     job: report
-    title: {yaml_text(f"Which backbone for {root.name}?")}
+    title: {yaml_text(f"Which backbone for {name}?")}
     of: [images, {names}, features, finetune]
 """

@@ -1,10 +1,11 @@
-"""`vitflow init`: examine a folder or an archive of images, choose a model that fits, write a recipe.
+"""`vitflow init`: examine the images of a source, choose a model that fits, write a recipe.
 
 The recipe is an ordinary file to edit; `init` keeps no other state.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,20 +13,22 @@ import shutil
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
 from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline, yaml_text
-from pipelines.spec import FolderSource, ModelSize, RecipeError, quantity
-from vit_model.errors import UserError
+from pipelines.spec import SOURCE_TYPES, ModelSize, RecipeError, Source, quantity
+from vit_model.errors import UserError, reasons
 
 if TYPE_CHECKING:
-    from ray_jobs.sources.readers.folder import Entry, Listing
+    from ray_jobs.sources.archives.entries import Listing
 
 SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
@@ -55,28 +58,29 @@ GPU_CHOICES = (
 CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
 
 
-def write_recipe(file: Path, images: Path, console: Console) -> None:
+def write_recipe(file: Path, images: Path, source: str, console: Console) -> None:
     """Write a recipe to `file`; print the images found, the choice, and an estimate of the run time.
 
     Raises:
-        RecipeError: the file exists, or the images have no supported layout.
+        RecipeError: as `examine`.
     """
-    listing, sample = examine(file, images)
+    examined = examine(file, images, source)
 
     def say(text: str) -> None:
         console.print(escape(text), highlight=False, soft_wrap=True)
 
-    side = _typical_side(listing.root, sample)
-    say(f"found {summary(listing)}")
+    side, number = examined.typical_side(), examined.listing.entries.num_rows
+    for line in examined.summary():
+        say(line)
     gpus = count_gpus()
     machine = f"{gpus} GPU(s)" if gpus else f"{os.cpu_count()} CPU cores"
-    choice = _choose(side, len(listing.entries), gpus)
+    choice = _choose(side, number, gpus)
     size = choice.model
     say(
         f"images are about {side} pixels per side; chose resolution {choice.resolution}, patches of {size.patch_size}, "
         f"width {size.width}, depth {size.depth}, for {machine}"
     )
-    _warn_of_small_sets(listing, say)
+    _warn_of_small_sets(images, number, say)
     rate = _images_per_second(choice)
     parallel = gpus or max(1, os.cpu_count() or 1)
     trainings = -(-len(LEARNING_RATES) // parallel) + 1  # the sweep in parallel, then the refit
@@ -85,7 +89,7 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
         f"one training sees {choice.steps * choice.batch_size:,} images, at {rate:,.0f} images/s measured here: "
         f"about {quantity(round(minutes), 'minute')} in all"
     )
-    write_checked(file, _recipe(file, images, listing, choice))
+    write_checked(file, _recipe(file, examined, choice))
     say(f"wrote {file}; next: vitflow run {file}")
 
 
@@ -99,17 +103,94 @@ def write_checked(file: Path, text: str) -> None:
         raise
 
 
-def examine(file: Path, images: Path) -> tuple[Listing, Iterator[str | bytes]]:
-    """Check that a recipe can be written to `file`, and list the images in a folder or an archive.
+class Examined(NamedTuple):
+    """The images to write a recipe for."""
 
-    Returns:
-        The images; a sample of them, as paths or files' bytes.
+    root: Path
+    fields: dict[str, Any]
+    """The fields of the recipe's source."""
+    source: Source
+    files: dict[str, str]
+    listing: Listing
+
+    @property
+    def classes(self) -> str:
+        return f"{len(self.listing.entries)} images of {len(self.listing.class_names)} classes"
+
+    def source_text(self) -> str:
+        """Return the source as YAML on one line."""
+        texts = {
+            name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
+            for name, value in self.fields.items()
+        }
+        return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+
+    def summary(self) -> Iterator[str]:
+        """Yield lines about the images, their classes and splits, and about files that are left out."""
+        from ray_jobs.sources.readers.features import counted
+
+        labels, splits = (Counter(self.listing.entries[name].to_pylist()) for name in ("label", "split"))
+        official = {split: number for split, number in splits.items() if split is not None}
+        drawn = (
+            f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
+        )
+        counts = {name: labels[label] for label, name in enumerate(self.listing.class_names)}
+        yield f"found {self.classes} ({counted(counts)}), {drawn}"
+        yield from self.listing.notes
+
+    def shots(self) -> Sequence[int]:
+        """Return the numbers of shots for which the smallest class has enough images (about 7 of 10 are train)."""
+        labels, splits = (self.listing.entries[name].to_pylist() for name in ("label", "split"))
+        trains = Counter(
+            label for label, split in zip(labels, splits, strict=True) if split in {None, "train"}
+        )
+        share = 1.0 if any(splits) else 0.7
+        smallest = min(trains[label] for label in range(len(self.listing.class_names)))
+        return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
+
+    def typical_side(self) -> int:
+        """Return the median shorter side of a sample of the images, from their headers.
+
+        Raises:
+            RecipeError: none of them can be opened.
+        """
+        from PIL import Image
+
+        from ray_jobs.sources import catalog
+        from vit_model.preprocessing import open_image
+
+        entries, size = self.listing.entries, self.listing.image
+        if size is not None:
+            return min(size.height, size.width)
+        step = max(1, len(entries) // SIZE_SAMPLE)
+        sides: list[int] = []
+        for data in catalog.images(self.source, self.files, entries.take([*range(0, len(entries), step)])):
+            if isinstance(data, UserError):
+                continue  # ingest will quarantine it, with its reason
+            if not isinstance(data, bytes):
+                sides.append(min(data.shape[:2]))
+                continue
+            try:
+                with open_image(data) as image:
+                    sides.append(min(image.size))
+            except (OSError, ValueError, Image.DecompressionBombError):
+                continue  # the same
+        if not sides:
+            raise RecipeError(f"{self.root}: cannot open any of the sampled images")
+        return round(float(statistics.median(sides)))
+
+
+def examine(file: Path, images: Path, source: str) -> Examined:
+    """Check that a recipe can be written to `file`, and list the images of a source.
+
+    Args:
+        images: the source's root.
+        source: its kind, or its fields as YAML, such as "{kind: cifar, classes: 100}".
 
     Raises:
-        RecipeError: it cannot, or the images have no supported layout, or the archive is damaged.
+        RecipeError: it cannot, or there is no such source, or its files are missing or damaged.
     """
-    from ray_jobs.sources.archives import containers, entries
-    from ray_jobs.sources.readers import folder
+    from ray_jobs.sources import catalog
 
     if file.exists():
         raise RecipeError(f"{file} exists; use another name, or remove it")
@@ -122,50 +203,29 @@ def examine(file: Path, images: Path) -> tuple[Listing, Iterator[str | bytes]]:
             pass
     except OSError as error:
         raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
-    source = FolderSource(kind="folder", root=str(images))
+    fields = _source_fields(images, source)
     try:
-        if not Path(source.root).is_file():
-            listing = folder.scan(Path(source.root))
-            return listing, (f"{source.root}/{entry.key}" for entry in _sample(listing))
-        files = {name: str(place) for name, place in source_files(source).items()}
-        listing, members, _ = folder.find(source, files)
+        checked: Any = SOURCE_TYPES[fields["kind"]].model_validate(fields)
+        files = {name: str(place) for name, place in source_files(checked).items()}
+        return Examined(images, fields, checked, files, catalog.listing(checked, files))
+    except ValidationError as error:
+        raise RecipeError(f"--source: {reasons(error)}") from None
     except UserError as error:
         raise RecipeError(str(error)) from None
-    rows = entries.table(entry._asdict() | entries.place(members[entry.key]) for entry in _sample(listing))
-    return listing, (data for data in containers.read(files, rows) if isinstance(data, bytes))
 
 
-def _sample(listing: Listing) -> Sequence[Entry]:
-    return listing.entries[:: max(1, len(listing.entries) // SIZE_SAMPLE)]
-
-
-def summary(listing: Listing) -> str:
-    from ray_jobs.sources.readers.features import counted
-
-    splits = Counter(entry.split for entry in listing.entries if entry.split)
-    counts = listing.counts()
-    given = f"with the splits {counted(splits)}" if splits else "without splits, so random ones are drawn"
-    others = len(listing.ignored) + len(listing.special)
-    ignored = f"; {others} other files ignored" if others else ""
-    return f"{len(listing.entries)} images of {len(counts)} classes ({counted(counts)}), {given}{ignored}"
-
-
-def _typical_side(root: str, sample: Iterable[str | bytes]) -> int:
-    """Return the median shorter side of a sample of the images, from their headers."""
-    from PIL import Image
-
-    from vit_model.preprocessing import open_image
-
-    sides = []
-    for each in sample:
-        try:
-            with open_image(each) as image:
-                sides.append(min(image.size))
-        except (OSError, ValueError, Image.DecompressionBombError):
-            continue  # ingest will quarantine it, with its reason
-    if not sides:
-        raise RecipeError(f"{root}: cannot open any of the sampled images")
-    return round(statistics.median(sides))
+def _source_fields(images: Path, source: str) -> dict[str, Any]:
+    """Return the fields of a source with this root. Raises RecipeError for an unknown kind, or one without a root."""
+    stated = yaml.safe_load(source)
+    fields = stated if isinstance(stated, dict) else {"kind": stated}
+    kinds = [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields]
+    if fields.get("kind") not in kinds:
+        raise RecipeError(
+            f"--source: unknown kind {fields.get('kind')!r}; expected one of: {', '.join(kinds)}"
+        )
+    root = images.expanduser().resolve()
+    name = {"name": root.name} if fields["kind"] == "folder" else {}
+    return {"kind": fields["kind"]} | name | fields | {"root": str(root)}
 
 
 def count_gpus() -> int:
@@ -184,11 +244,11 @@ def _choose(side: int, images: int, gpus: int) -> Choice:
     return Choice(resolution, model, batch_size, max(100, passes // batch_size))
 
 
-def _warn_of_small_sets(listing: Listing, say: Callable[[str], None]) -> None:
-    if len(listing.entries) < FEW_IMAGES:
-        root = shlex.quote(f"images.source.root={listing.root}")
+def _warn_of_small_sets(images: Path, number: int, say: Callable[[str], None]) -> None:
+    if number < FEW_IMAGES:
+        root = shlex.quote(f"images.source.root={images}")
         say(
-            f"{len(listing.entries)} images are few: a ViT trained on them from scratch will be weak, often no better "
+            f"{number} images are few: a ViT trained on them from scratch will be weak, often no better "
             "than the report's pixel baselines; pretrained weights help most: "
             f"vitflow run finetune_imported --set {root} --set backbone.path=CHECKPOINT"
         )
@@ -201,31 +261,23 @@ def _images_per_second(choice: Choice) -> float:
     return images_per_second(choice.model, choice.resolution, choice.batch_size)
 
 
-def shots_of(listing: Listing) -> Sequence[int]:
-    """Return the numbers of shots for which the smallest class has enough images (about 7 of 10 are train)."""
-    trains = [entry for entry in listing.entries if entry.split in {None, "train"}]
-    share = 0.7 if all(entry.split is None for entry in listing.entries) else 1.0
-    smallest = min(sum(entry.label == label for entry in trains) for label in range(len(listing.class_names)))
-    return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
-
-
 def pipeline_name(file: Path) -> str:
     """Return a pipeline's name after its file."""
     return (re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine")[:40]
 
 
-def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
-    size, root = choice.model, images.expanduser().resolve()
+def _recipe(file: Path, images: Examined, choice: Choice) -> str:
+    size, name = choice.model, images.root.expanduser().resolve().name
     return f"""\
-# Written by `vitflow init` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it freely.
+# Written by `vitflow init` for {images.classes}. Edit it freely.
 #   vitflow run {file}
 name: {pipeline_name(file)}
-description: {yaml_text(f"A ViT trained on {root.name}, beside baselines on pixels.")}
+description: {yaml_text(f"A ViT trained on {name}, beside baselines on pixels.")}
 
 stages:
   images:
     job: ingest
-    source: {{kind: folder, name: {yaml_text(root.name)}, root: {yaml_text(str(root))}}}
+    source: {images.source_text()}
 
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
   vit:
@@ -244,7 +296,7 @@ stages:
     job: evaluate
     data: images
     backbone: vit
-    shots: [{", ".join(map(str, shots_of(listing)))}]
+    shots: [{", ".join(map(str, images.shots()))}]
 
   # What it must beat.
   pixels:
@@ -254,6 +306,6 @@ stages:
 
   report:
     job: report
-    title: {yaml_text(f"A ViT for {root.name}")}
+    title: {yaml_text(f"A ViT for {name}")}
     of: [images, vit, few_shot, pixels]
 """

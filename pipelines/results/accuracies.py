@@ -168,12 +168,13 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     Raises:
         RecipeError: there are no results with this task, stage or metric.
     """
-    sql = """
+    table = "rows" if best in (None, "accuracy") else "scores"
+    sql = f"""
         SELECT task, protocol, method, labels_per_class, metric, avg(value) AS mean, count(*) AS draws,
                any_value(num_images) AS num_images, stage, artifact AS key, run,
                strftime(finished, '%Y-%m-%dT%H:%M:%S') AS finished
-        FROM rows WHERE split = 'test' GROUP BY ALL
-        ORDER BY finished, key, task, protocol, labels_per_class, method"""
+        FROM {table} WHERE split = 'test' GROUP BY ALL
+        ORDER BY finished, key, task, protocol, labels_per_class, method"""  # noqa: S608 (a name of ours)
     with query(store, sql) as answer:
         everything = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
     results = everything

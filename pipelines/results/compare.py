@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pipelines.results.accuracies import labels_of
 from pipelines.results.lookup import find_manifests
-from pipelines.spec import RecipeError
+from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
 from vit_model.errors import UserError
 
@@ -30,8 +30,8 @@ _TABLES = ("rows.parquet", "predictions.parquet")
 _NAMES = ("protocol", "method", "labels_per_class")
 
 
-def compare(store: Store, a: str, b: str) -> dict[str, Any]:
-    """Compare two results; return {a, b, both, only_a, only_b, reasons}.
+def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str, Any]:
+    """Compare two results; return {a, b, metric, both, only_a, only_b, reasons}.
 
     `both` has {task, protocol, method, labels_per_class, a, b, difference}: first the settings that both measured, then
     other methods on the same test images (`_matched`), with null for the names in which the two differ. `only_a` and
@@ -41,11 +41,20 @@ def compare(store: Store, a: str, b: str) -> dict[str, Any]:
     they have in common, `draws` of the `of_draws` that were measured. The intervals are not adjusted for multiple
     comparisons.
 
+    Args:
+        metric: accuracy, or the name of a metric that is computed from predictions; it then stands in place of
+            `accuracy`.
+
     Raises:
-        RecipeError: A or B matches no measured accuracies.
+        RecipeError: A or B matches no measured accuracies, or there is no such metric.
     """
+    from ray_jobs.reporting.metrics import COMPUTED
+
+    known = ["accuracy", *(computed.name for computed in COMPUTED)]
+    if metric not in known:
+        raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
     manifests = list(all_manifests(store))
-    sides = [_entries(store, _measured(store, manifests, selector)) for selector in (a, b)]
+    sides = [_entries(store, _measured(store, manifests, selector), metric) for selector in (a, b)]
     for selector, side in zip((a, b), sides, strict=True):
         if not side:
             raise RecipeError(f"{selector}: no accuracies to compare; `report list` shows its mAP and mIoU")
@@ -61,9 +70,10 @@ def compare(store: Store, a: str, b: str) -> dict[str, Any]:
     return {
         "a": a,
         "b": b,
-        "both": [_pair(*pair) for pair in pairs],
-        "only_a": [{"task": each.task} | _accuracy(each) for each in rest[0]],
-        "only_b": [{"task": each.task} | _accuracy(each) for each in rest[1]],
+        "metric": metric,
+        "both": [_pair(*pair, metric) for pair in pairs],
+        "only_a": [{"task": entry.task} | _value(entry, metric, entry.table(metric)) for entry in rest[0]],
+        "only_b": [{"task": entry.task} | _value(entry, metric, entry.table(metric)) for entry in rest[1]],
         "reasons": reasons,
     }
 
@@ -124,10 +134,11 @@ def _matched_on(
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
     """Return the result of `compare` as a table in percent, at most 80 columns wide."""
+    metric = comparison["metric"]
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        title=Text(f"accuracy %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}"),
+        title=Text(f"{metric} %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}"),
         title_justify="left",
     )
     table.add_column("method", overflow="fold", min_width=18)
@@ -149,7 +160,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
             for part in heading:
                 table.add_row(Text(part, style="bold"))
         last_heading = heading
-        cells = [_interval(line.get(side), "accuracy", "", "–") for side in ("a", "b")]
+        cells = [_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
         difference = _interval(line.get("difference"), "value", "+", " to ") + "".join(
             f" {mark}" for mark in _marks(line)
         )
@@ -214,9 +225,9 @@ def _files(manifest: Manifest) -> list[Any]:
     return [entry for entry in manifest.files if entry.path in _TABLES]
 
 
-def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], Entry]:
+def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple[Any, ...], Entry]:
     """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
-    from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+    from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, REAL, ROWS
     from ray_jobs.reporting import measures
 
     parts = [
@@ -230,6 +241,7 @@ def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], E
         )
     except UserError as error:
         raise RecipeError(str(error)) from None
+    entries = [entry for entry in entries if metric == ACCURACY or not entry.task.endswith(REAL)]
     settings = [(entry.task, entry.protocol, entry.method, entry.labels_per_class) for entry in entries]
     return {
         (*setting, entry.stage if settings.count(setting) > 1 else None): entry
@@ -237,21 +249,24 @@ def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], E
     }
 
 
-def _pair(a: Entry, b: Entry) -> dict[str, Any]:
-    from ray_jobs.evaluation.intervals import paired_difference
+def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
+    from ray_jobs.evaluation.intervals import mean_difference, paired_difference
+    from ray_jobs.evaluation.rows import ACCURACY
     from ray_jobs.reporting import verdicts
 
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
-    right = verdicts.paired(a, b) if is_paired else (a.correct, b.correct)
-    sides = [_accuracy(side, correct) for side, correct in zip((a, b), right, strict=True)]
+    tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
+    sides = [_value(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
     if is_paired:
-        value, low, high = paired_difference(right[1], right[0])
+        value, low, high = (paired_difference if metric == ACCURACY else mean_difference)(
+            tables[1], tables[0]
+        )
     else:
         # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
-        first, second = a.accuracy, b.accuracy
-        value = second.value - first.value
-        low = value - math.hypot(second.value - second.low, first.high - first.value)
-        high = value + math.hypot(second.high - second.value, first.value - first.low)
+        first, second = sides
+        value = second[metric] - first[metric]
+        low = value - math.hypot(second[metric] - second["low"], first["high"] - first[metric])
+        high = value + math.hypot(second["high"] - second[metric], first[metric] - first["low"])
     named = {name: sides[0][name] if sides[0][name] == sides[1][name] else None for name in _NAMES}
     return {
         "task": a.task,
@@ -262,18 +277,17 @@ def _pair(a: Entry, b: Entry) -> dict[str, Any]:
     }
 
 
-def _accuracy(entry: Entry, correct: np.ndarray | None = None) -> dict[str, Any]:
-    """Describe the accuracy of an entry, of all its draws or of those in `correct` [draws, n]."""
-    from ray_jobs.evaluation.intervals import accuracy_interval
+def _value(entry: Entry, metric: str, table: np.ndarray) -> dict[str, Any]:
+    """Describe a metric of an entry, from its parts by image [draws, n], of all its draws or of some of them."""
+    from ray_jobs.evaluation.intervals import mean_interval
 
-    is_whole = correct is None or len(correct) == len(entry.draws)
-    value, low, high = entry.accuracy if correct is None or is_whole else accuracy_interval(correct)
+    value, low, high = mean_interval(table.astype(float))
     return {
         **{name: getattr(entry, name) for name in _NAMES},
-        "accuracy": value,
+        metric: value,
         "low": low,
         "high": high,
-        "draws": len(entry.draws if correct is None else correct),
+        "draws": len(table),
         "of_draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
         "stage": entry.stage,

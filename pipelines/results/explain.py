@@ -285,8 +285,8 @@ def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Set
                concat_ws(', ', nullif(regexp_extract(task, '[(](ReaL)[)]$', 1), ''),
                          nullif(regexp_extract(method, 'on test images (not )?seen in training'), '')),
                avg(value)
-        FROM rows
-        WHERE metric = 'accuracy' AND split = 'test'
+        FROM accuracies
+        WHERE split = 'test'
               AND regexp_matches(method, 'pretrained|trained on these images|from scratch')
         GROUP BY ALL"""
     found: dict[str, dict[Setting, float]] = {}

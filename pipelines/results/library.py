@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.results.lookup import find_artifact
-from pipelines.results.tables import define_tables
-from pipelines.spec import LAST, nearest
+from pipelines.results.tables import TABLES, define_tables
+from pipelines.spec import LAST, RecipeError, nearest
 from pipelines.store import Manifest, Store, model_folder
 from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
@@ -38,7 +38,7 @@ class Library:
     store: Store
 
     def __repr__(self) -> str:
-        return f"Library({self.uri!r}): .model(KEY), .dataset(KEY), .rows()"
+        return f"Library({self.uri!r}): .model(KEY), .dataset(KEY), .rows(), .table(NAME)"
 
     @property
     def uri(self) -> str:
@@ -69,17 +69,24 @@ class Library:
         return StoredDataset(manifest, open_artifact(self.store, manifest))
 
     def rows(self) -> duckdb.DuckDBPyRelation:
-        """Return all measurements of this store's evaluations, baselines and fine-tunings as a DuckDB relation.
+        """Return the table `rows`: all measurements of this store's evaluations, baselines and fine-tunings."""
+        return self.table("rows")
 
-        The columns are those of `vitflow report query --tables`: artifact (its key), job, stage, run, finished, task,
-        protocol, method, labels_per_class (null: all), draw, split, metric, value (a fraction), num_images and more.
-        Use `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()`, or SQL with `.query("rows", "select ...")`.
+    def table(self, name: str) -> duckdb.DuckDBPyRelation:
+        """Return a table of `vitflow report query --tables`, such as accuracies or training_log, as a DuckDB relation.
+
+        Use `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()`, or SQL with `.query("t", "select ... from t")`.
+
+        Raises:
+            RecipeError: there is no such table.
         """
         import duckdb
 
+        if name not in TABLES:
+            raise RecipeError(f"table {name!r} is unknown{nearest(name, TABLES)}")
         connection = duckdb.connect()
-        define_tables(connection, self.store, {"rows"})
-        return connection.table("rows")
+        define_tables(connection, self.store, {name})
+        return connection.table(name)
 
 
 @dataclass(frozen=True)

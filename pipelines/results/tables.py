@@ -6,14 +6,19 @@ DuckDB reads the Parquet files of the tables that are asked for in place (for S3
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.engine.runs import run_status, runs
 from pipelines.spec.vtab import GROUPS
-from pipelines.store import Manifest, Store, all_manifests
+from pipelines.store import Manifest, Store, all_manifests, finished_log, local_file
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
+
+
+Groups = dict[str, str | None]  # of VTAB, by artifact
+Records = Iterator[dict[str, Any]]
 
 
 class Column(NamedTuple):
@@ -56,19 +61,23 @@ _RESULT_SQL = """concat(
     CASE WHEN labels_per_class IS NULL THEN 'all labels' WHEN labels_per_class = 1 THEN '1 label per class'
          ELSE labels_per_class || ' labels per class' END,
     ', ', protocol, ': ', method, ' (', stage, ' ', artifact[:8], ')')"""
-_METRIC_SQL = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END"
+_ROWS = (
+    *_SHARED,
+    Column("split", "VARCHAR", "the images that it was measured on: test"),
+    Column("metric", "VARCHAR", "what was measured"),
+    Column("value", "DOUBLE", "the measured number, a fraction"),
+    Column("num_images", "INTEGER", "number of images that it was measured on"),
+    Column("selected_on", "VARCHAR", "what the settings were selected on"),
+    Column("settings", "VARCHAR", "the settings, a JSON object"),
+)
+# The tables of Parquet files; columns after `result` are those of ray_jobs.evaluation.rows, and of ray_jobs.segment.
 _FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine")
-# Their columns after `result` are those of ray_jobs.evaluation.rows, and of ray_jobs.segment.
+# The views, each with the tables that it reads.
+_VIEWS = {"accuracies": {"rows"}, "scores": {"rows", "predictions", "accuracies"}}
 TABLES = {
-    "rows": (
-        *_SHARED,
-        Column("split", "VARCHAR", "the images that it was measured on: test"),
-        Column("metric", "VARCHAR", "accuracy, mAP or mIoU"),
-        Column("value", "DOUBLE", "the measured number, a fraction"),
-        Column("num_images", "INTEGER", "number of images that it was measured on"),
-        Column("selected_on", "VARCHAR", "what the settings were selected on"),
-        Column("settings", "VARCHAR", "the settings, a JSON object"),
-    ),
+    "rows": _ROWS,
+    "accuracies": _ROWS,
+    "scores": _ROWS,
     "predictions": (
         *_SHARED,
         Column("sample_id", "VARCHAR", "the test image"),
@@ -116,6 +125,49 @@ TABLES = {
         Column("reason", "VARCHAR", "why it cannot be used"),
         Column("file", "VARCHAR", "the source's file that contains it"),
     ),
+    "training_log": (
+        *_ORIGIN,
+        Column("time", "TIMESTAMP", "when the line was written, UTC"),
+        Column("fit", "VARCHAR", "the trial or refit of a fine-tuning; NULL in a pretraining"),
+        Column("step", "BIGINT", "steps done"),
+        Column("epoch", "DOUBLE", "images so far, divided by the number of training images"),
+        Column("loss", "DOUBLE", "the mean since the point or line before"),
+        Column("learning_rate", "DOUBLE", "the learning rate of the step"),
+        Column("gradient_norm", "DOUBLE", "the norm of the step's gradients, before clipping"),
+        Column("images_per_second", "DOUBLE", "of all workers, since the line before"),
+        Column("data_wait", "DOUBLE", "the fraction of that time that the first worker waited for images"),
+        Column("mfu", "DOUBLE", "model FLOPs utilisation; NULL on CPUs"),
+        Column("seconds_left", "DOUBLE", "estimated time until the last step of the stage"),
+        Column("dev_loss", "DOUBLE", "loss on dev, or on a trial's held-out images"),
+        Column("dev_accuracy", "DOUBLE", "accuracy on dev, or on a trial's held-out images"),
+        Column("few_shot", "JSON", "few-shot accuracies on dev by name; NULL if not measured"),
+    ),
+    "trials": (
+        *_ORIGIN,
+        Column("trial", "INTEGER", "number of the trial in its sweep, from 0"),
+        Column("fold", "INTEGER", "number of the held-out part, from 0"),
+        Column("accuracy", "DOUBLE", "accuracy on the held-out images"),
+        Column("loss", "DOUBLE", "loss on the held-out images"),
+        Column("learning_rate", "DOUBLE", "the trial's learning rate"),
+        Column("point", "JSON", "the trial's values of all searched fields; NULL without a search"),
+        Column("best_step", "BIGINT", "with early stopping, the step with this accuracy; NULL: the last"),
+        Column("pruned_at", "BIGINT", "the step after which ASHA ended the trial; NULL if it did not"),
+        Column("chosen", "BOOLEAN", "whether the refits have the trial's values"),
+        Column("selected_on", "VARCHAR", "the images that the sweep held out"),
+    ),
+    "costs": (
+        *_ORIGIN,
+        Column("resolution", "INTEGER", "side of the images in pixels"),
+        Column("parameters", "BIGINT", "number of the model's parameters"),
+        Column("gflops", "DOUBLE", "10^9 operations of one image's forward pass"),
+        Column("device", "VARCHAR", "the GPU or the processor"),
+        Column("threads", "INTEGER", "threads of a CPU; NULL on a GPU"),
+        Column("pass", "VARCHAR", "forward, or training: whole steps"),
+        Column("images", "INTEGER", "images in a pass"),
+        Column("dtype", "VARCHAR", "the precision"),
+        Column("images_per_second", "DOUBLE", "of the fastest pass"),
+        Column("peak_bytes", "BIGINT", "most memory that model and passes took; NULL if unknown"),
+    ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),
         Column("job", "VARCHAR", "the job that made it"),
@@ -144,29 +196,64 @@ TABLES = {
 }
 
 
+def described_tables() -> list[dict[str, str]]:
+    """Return {table, column, type, meaning} of every column."""
+    from ray_jobs.reporting.metrics import METRICS
+
+    stored = "; ".join(f"{metric.name}: {metric.meaning}" for metric in METRICS if metric.of_class is None)
+    metrics = {
+        "rows": stored,
+        "accuracies": "accuracy",
+        "scores": "; ".join(f"{metric.name}: {metric.meaning}" for metric in METRICS),
+    }
+    return [
+        {"table": name, "column": column.name, "type": column.type}
+        | {"meaning": metrics[name] if column.name == "metric" else column.meaning}
+        for name, columns in TABLES.items()
+        for column in columns
+    ]
+
+
 def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str]) -> list[str]:
     """Define TABLES, empty unless named; return the paths of their files, which the connection must be able to read."""
+    named = named.union(*(_VIEWS.get(name, ()) for name in named))
     manifests = list(all_manifests(store)) if named - {"runs"} else []
     groups = _vtab_groups(manifests)
-    records: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     paths: list[str] = []
-    if "artifacts" in named:
-        records["artifacts"] = [_artifact(manifest) for manifest in manifests]
-    if "runs" in named:
-        records["runs"] = _runs(store)
-    for name in _FILES:
-        files = _files(store, manifests, f"{name}.parquet") if name in named else {}
+    for name in (name for name in TABLES if name not in _VIEWS):
+        files = _files(store, manifests, f"{name}.parquet") if name in named and name in _FILES else {}
         if files:
             _define_view(connection, name, files, groups)
             paths += files
         else:
-            _define_table(connection, name, [])
-    for name in ("artifacts", "runs"):
-        _define_table(connection, name, records[name])
+            read = _RECORDS.get(name) if name in named else None
+            _define_table(connection, name, [] if read is None else [*read(store, manifests, groups)])
+    connection.execute("CREATE VIEW accuracies AS SELECT * FROM rows WHERE metric = 'accuracy'")
+    _define_scores(connection, is_named="scores" in named)
     return paths
 
 
-def _vtab_groups(manifests: list[Manifest]) -> dict[str, str | None]:
+def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
+    """Define the view of all metrics, those included that are computed from predictions."""
+    parts = ["SELECT * FROM rows"]
+    if is_named:
+        from ray_jobs.reporting.metrics import COMPUTED, of_lists
+
+        for number, metric in enumerate(COMPUTED):
+            types = ["INTEGER[]", "INTEGER[]"]
+            connection.create_function(f"metric_{number}", of_lists(metric), types, "DOUBLE", type="arrow")  # type: ignore[call-overload]
+            parts.append(
+                f"""SELECT accuracies.* REPLACE (concat(result, ', {metric.name}') AS result,
+                '{metric.name}' AS metric, metric_{number}(labels, predictions) AS value)
+                FROM accuracies JOIN predicted USING (artifact, result, draw)"""  # noqa: S608 (names of ours)
+            )
+    # With ReaL's labels, an image has several.
+    predicted = """SELECT artifact, result, draw, list(label) AS labels, list(prediction) AS predictions
+        FROM predictions WHERE NOT ends_with(task, ' (ReaL)') GROUP BY ALL"""
+    connection.execute(f"CREATE VIEW scores AS WITH predicted AS ({predicted}) {' UNION ALL '.join(parts)}")
+
+
+def _vtab_groups(manifests: list[Manifest]) -> Groups:
     """Return, for each artifact whose `data` is one of VTAB's tasks, the group of that task."""
     tasks = {manifest.key: _vtab_task(manifest.config.get("source")) for manifest in manifests}
     data_tasks = {
@@ -196,15 +283,10 @@ def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Mani
 
 
 def _define_view(
-    connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: dict[str, str | None]
+    connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: Groups
 ) -> None:
     """Define a view of Parquet files; the `_ORIGIN` columns of each file are looked up by its number."""
-    origins = [
-        {"artifact": origin.key, "vtab_group": groups.get(origin.key)}
-        | origin.model_dump(include={"job", "stage", "run", "finished"})
-        for origin in files.values()
-    ]
-    _set_records(connection, f"{name}_origins", _ORIGIN, origins)
+    _set_records(connection, f"{name}_origins", _ORIGIN, [_origin(each, groups) for each in files.values()])
     connection.execute(f"SET VARIABLE {name}_paths = $paths", {"paths": list(files)})
     origin = [
         f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
@@ -212,10 +294,10 @@ def _define_view(
     ]
     has_result = _RESULT in TABLES[name]
     written = TABLES[name][len(_ORIGIN) + has_result :]
-    own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
-    sql = f"concat({_RESULT_SQL}, {_METRIC_SQL})" if name == "rows" else _RESULT_SQL
-    result = [f"{sql} AS {_RESULT.name}"] if has_result else []
-    shown = ", ".join([*origin, *result, *own])
+    columns = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
+    metric = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END" if name == "rows" else "''"
+    result = [f"concat({_RESULT_SQL}, {metric}) AS {_RESULT.name}"] if has_result else []
+    shown = ", ".join([*origin, *result, *columns])
     # A file written by an earlier version may lack a newer column, which is then NULL.
     empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
     files_read = (
@@ -253,11 +335,64 @@ def _set_records(
     )
 
 
-def _artifact(manifest: Manifest) -> dict[str, Any]:
-    size = sum(file.size for file in manifest.files)
-    return manifest.model_dump(exclude={"files"}) | {"artifact": manifest.key, "bytes": size}
+def _origin(manifest: Manifest, groups: Groups) -> dict[str, Any]:
+    origin = manifest.model_dump(include={"job", "stage", "run", "finished"})
+    return origin | {"artifact": manifest.key, "vtab_group": groups.get(manifest.key)}
 
 
-def _runs(store: Store) -> list[dict[str, Any]]:
-    statuses = [run_status(store, run) for run in runs(store)]
-    return [status | {"stages": len(status["stages"])} for status in statuses]
+def _artifacts(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
+    for manifest in manifests:
+        size = sum(file.size for file in manifest.files)
+        yield manifest.model_dump(exclude={"files"}) | {"artifact": manifest.key, "bytes": size}
+
+
+def _runs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
+    for run in runs(store):
+        status = run_status(store, run)
+        yield status | {"stages": len(status["stages"])}
+
+
+def _training_log(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
+    for manifest in manifests:
+        for line in finished_log(store, manifest):
+            yield _origin(manifest, groups) | line.model_dump(mode="json")
+
+
+def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
+    for manifest, sweep in _read_json(store, manifests, "sweep.json"):
+        for place, trial in enumerate(sweep["trials"]):
+            number, rate = trial.get("number", place), trial["learning_rate"]
+            is_chosen = (
+                number == sweep["chosen_trial"] if "chosen_trial" in sweep else rate == sweep["chosen"]
+            )
+            steps = trial.get("steps", [None] * len(trial["accuracies"]))
+            folds = zip(trial["accuracies"], trial["losses"], steps, strict=True)
+            for fold, (accuracy, loss, step) in enumerate(folds):
+                measured = {"accuracy": accuracy, "loss": loss, "best_step": step, "learning_rate": rate}
+                settings = {"point": trial.get("point"), "pruned_at": trial.get("pruned_at")}
+                of_sweep = {"chosen": is_chosen, "selected_on": sweep["selected_on"]}
+                numbers = {"trial": number, "fold": fold}
+                yield _origin(manifest, groups) | numbers | measured | settings | of_sweep
+
+
+def _costs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
+    for manifest, cost in _read_json(store, manifests, "cost.json"):
+        for name in ("forward", "training"):
+            if cost.get(name) is not None:
+                yield _origin(manifest, groups) | cost | {"pass": name} | cost[name]
+
+
+def _read_json(store: Store, manifests: list[Manifest], name: str) -> Iterator[tuple[Manifest, Any]]:
+    """Yield each artifact that has a file of this name, with its content."""
+    for manifest in manifests:
+        if (path := local_file(store, manifest, name)) is not None:
+            yield manifest, json.loads(path.read_text("utf-8"))
+
+
+_RECORDS: dict[str, Callable[[Store, list[Manifest], Groups], Records]] = {
+    "artifacts": _artifacts,
+    "runs": _runs,
+    "training_log": _training_log,
+    "trials": _trials,
+    "costs": _costs,
+}

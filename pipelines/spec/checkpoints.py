@@ -12,7 +12,7 @@ from vit_model.fields import Frozen
 
 LAST, BEST = "last", "best"
 LATEST = "latest"
-"""As init_from: the newest model that the stage itself has made in the store (`pipelines.engine.latest`)."""
+"""The init_from that means the newest model that the stage itself has made (`pipelines.engine.latest`)."""
 _STEP = "step:"
 
 

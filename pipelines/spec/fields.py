@@ -69,6 +69,6 @@ def quantity(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""Below 2**32, as numpy's `RandomState` needs it, which scikit-learn and Optuna use."""
+"""A seed is below 2**32 because numpy's `RandomState` needs that, which scikit-learn and Optuna use."""
 Root = Annotated[str, AfterValidator(located)]
 """A file or folder outside the store: a path, or s3://bucket/prefix."""

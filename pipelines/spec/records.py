@@ -103,7 +103,7 @@ class CifarSource(FileSource):
 
     @property
     def name(self) -> str:
-        """What reports call these images."""
+        """The name of the data set in reports."""
         return f"CIFAR-{self.classes}"
 
     def where(self) -> Below:
@@ -169,5 +169,5 @@ class ShapesSource(FileSource):
         return self
 
     def where(self) -> InPackage:
-        """The module that draws, and with masks that of the masks: the result depends on nothing else."""
+        """Return the module that draws, and with masks that of the masks: the result depends on nothing else."""
         return InPackage("ray_jobs", "sources/readers", "shape*.py" if self.masks else "shapes.py")

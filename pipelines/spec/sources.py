@@ -107,7 +107,7 @@ class IdxSource(FileSource):
                 raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
         return self
 
-    def kept(self) -> tuple[int, ...]:
+    def selected(self) -> tuple[int, ...]:
         """Return the labels to keep, ascending."""
         return self.classes or tuple(range(len(self.class_names)))
 

@@ -44,7 +44,7 @@ class Need(NamedTuple):
 
     name: str
     origin: str
-    """Where to get it, for a message."""
+    """The place to get it from, for a message."""
     accepted: tuple[str, ...] = ()
     """Other names, or patterns, of files that hold the same; their magic bytes say how it is packed."""
     parts: int = 0
@@ -161,7 +161,7 @@ class VtabSource(FileSource):
 
     @property
     def name(self) -> str:
-        """What reports call these images."""
+        """The name of the data set in reports."""
         return TASKS[self.task].title + (WHOLE if self.subset == "whole" else "")
 
     @model_validator(mode="after")

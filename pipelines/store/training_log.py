@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -30,6 +31,7 @@ from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
 from vit_model.fields import Frozen
 
 LOG = "log.jsonl"
+PROGRESS = "progress "  # begins a stage's lines of progress
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
 _LONGEST = timedelta.max.total_seconds() - 1  # that can be shown; a log may say anything
 _TRIES = 3  # while a writer joins segments or the artifact is committed, what was listed may be gone
@@ -54,9 +56,9 @@ class LogLine(Frozen):
     first worker's images since the line before."""
     learning_rate: float
     gradient_norm: float | None = None
-    """Of this step's gradients, before clipping."""
+    """The norm of this step's gradients, before clipping."""
     images_per_second: float | None = None
-    """Of all workers."""
+    """The speed of all workers."""
     data_wait: float | None = None
     """The share of the time that the first worker waited for its loader."""
     mfu: float | None = None
@@ -67,7 +69,7 @@ class LogLine(Frozen):
     dev_accuracy: float | None = None
     """On dev, or on the part of the labels that a trial does not train on."""
     few_shot: dict[str, float] | None = None
-    """Of a pretraining with `fewshot`: {"5-shot dev": accuracy on dev}, the mean over draws of labels from train."""
+    """Few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy}, means over draws of labels."""
 
 
 def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before: bool = False) -> str:
@@ -93,9 +95,47 @@ def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before:
     parts = [f"{noun} {line.step}/{steps} ({line.step / steps:.0%})"]
     parts += [form.format(value) for form, value in values if value is not None]
     if line.seconds_left is not None:
-        left = timedelta(seconds=round(min(max(line.seconds_left, 0), _LONGEST)))
-        parts.append(f"{'at most ' * may_end_before}{left} left")
+        parts.append(f"{'at most ' * may_end_before}{_duration(line.seconds_left)} left")
     return " · ".join(parts)
+
+
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(min(max(seconds, 0), _LONGEST)))
+
+
+class ProgressLine(Frozen):
+    """How far a stage is. The stage prints PROGRESS and this as JSON; others show it as words or as a bar."""
+
+    model_config = ConfigDict(extra="ignore")  # of a later version
+
+    done: int
+    total: int
+    unit: str
+    """What is counted: shard, step, or `draw 0, step`."""
+    seconds_left: float | None = None
+    line: LogLine | None = None
+    """The state of a training after this step, as its log has it at the points of the curve and at evaluations."""
+    may_end_before: bool = False
+
+    def encode(self) -> str:
+        """Return the line."""
+        return PROGRESS + self.model_dump_json(exclude_defaults=True)
+
+    def words(self) -> str:
+        """Say it in words: `shard 3/12 · 0:00:58 left`, or as `describe_line`."""
+        if self.line is not None:
+            return describe_line(self.line, self.total, self.unit, self.may_end_before)
+        left = "" if self.seconds_left is None else f" · {_duration(self.seconds_left)} left"
+        return f"{self.unit} {self.done}/{self.total}{left}"
+
+
+def read_progress(text: str) -> ProgressLine | None:
+    """Return the progress that a line of a stage's output says; None for any other line."""
+    if not text.startswith(f"{PROGRESS}{{"):
+        return None
+    with suppress(ValidationError):  # anybody may print a line that begins so
+        return ProgressLine.model_validate_json(text.removeprefix(PROGRESS))
+    return None
 
 
 def segment_name(job: str, key: str, attempt: int, start: int, writer: str, number: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ray_jobs.randomness import GOLDEN, splitmix64
 from vit_model.config import Architecture, ViTConfig
 
 
@@ -24,11 +25,8 @@ def uniform(
     """
     key = np.uint64(int.from_bytes(hashlib.sha256(f"{purpose}/{seed}".encode()).digest()[:8]))
     counter = positions.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
-    state = np.asarray(key + counter * np.uint64(0x9E3779B97F4A7C15), np.uint64)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return np.asarray(state >> np.uint64(11), np.float64) / 2.0**53
+    outputs = splitmix64(np.asarray(key + counter * GOLDEN, np.uint64))
+    return np.asarray(outputs >> np.uint64(11), np.float64) / 2.0**53
 
 
 def depth_draws(

@@ -9,7 +9,7 @@ comparing.
     comparisons (10^8)^2 / 2 / 2^21.3 = 1.9 x 10^9 x 5 ns = 10 s: 8 minutes of one core, and 8 GB of memory (hashes,
     order, sorted hashes, masked hashes: 8 bytes each, and as much again for numpy's temporaries).
     Comparing all pairs: 5 x 10^15 comparisons, 290 days.
-    10^8 images of at least 32 pixels per side need two searches (`ray_jobs.ingesting.splits`): 4 x 10^8 hashes with
+    10^8 images of at least 32 pixels per side need two searches (`ray_jobs.ingesting.copies`): 4 x 10^8 hashes with
     the mirrored and rotated views, and 4 to 5 x 10^8 with the cropped ones. m = 7, 35 sorts of 100 s each: 2 hours of
     one core and 35 GB.
 

@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ray_jobs.data.reading import pieces
 from ray_jobs.data.shards import Images
+from ray_jobs.randomness import GOLDEN, splitmix64
 
 _ROUNDS = 8  # of two halves each; fewer are enough for large n, but visibly too few for n below ten
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 STREAMS = 64  # parts of an epoch that are read in parallel; up to this many nodes share no row group
 WINDOW = 4  # row groups of a stream that are shuffled together
 _PLANNED = 4096  # positions for which rows are computed at once, at the cost of a few
@@ -236,7 +236,4 @@ def _key(name: str) -> NDArray[np.uint64]:
 def _mix(key: NDArray[np.uint64], number: ArrayLike) -> NDArray[np.uint64]:
     """Return a 64-bit hash of (key, number), by SplitMix64."""
     # at least one dimension, because numpy warns about scalars that overflow
-    state = key + (np.atleast_1d(number).astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(state ^ (state >> np.uint64(31)), np.uint64)
+    return splitmix64(key + (np.atleast_1d(number).astype(np.uint64) + np.uint64(1)) * GOLDEN)

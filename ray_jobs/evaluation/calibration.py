@@ -1,8 +1,7 @@
 """How far a classifier's probabilities can be believed.
 
 In: logits or probabilities of n images, and their labels. Out: their columns of predictions.parquet, a temperature (Guo
-et al., "On Calibration of Modern Neural Networks", 2017), the expected calibration error, balanced accuracy. Free of
-torch.
+et al., "On Calibration of Modern Neural Networks", 2017), the expected calibration error. Free of torch.
 """
 
 from __future__ import annotations
@@ -86,9 +85,3 @@ def calibration_error(probabilities: NDArray[np.floating], correct: NDArray[np.b
     bins = np.minimum((np.asarray(probabilities, np.float64) * BINS).astype(np.int64), BINS - 1)
     gaps = np.bincount(bins, np.asarray(correct, np.float64) - probabilities, minlength=BINS)
     return float(np.abs(gaps).sum() / len(bins))
-
-
-def balanced_accuracy(labels: NDArray[np.integer], correct: NDArray[np.bool_]) -> float:
-    """Return the mean over the classes of the labels [n] of the share of their images that are correct."""
-    totals = np.bincount(labels)
-    return float(np.mean((np.bincount(labels, correct) / np.maximum(totals, 1))[totals > 0]))

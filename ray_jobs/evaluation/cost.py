@@ -30,10 +30,10 @@ class Cost(Frozen):
     resolution: int
     parameters: int
     gflops: float
-    """Of one image's forward pass, by the architecture (`vit_model.compute`): 10^9 operations, two per MAC."""
+    """10^9 operations of one image's forward pass, two per MAC, by the architecture (`vit_model.compute`)."""
     device: str
     threads: int | None
-    """Of a CPU."""
+    """The threads of a CPU; None on a GPU."""
     forward: Speed
     training: Speed | None = None
 

@@ -28,12 +28,12 @@ from ray_jobs.evaluation import linear_probe, supports
 from ray_jobs.evaluation.calibration import probability_table
 from ray_jobs.evaluation.linear_probe import Fitted, blocks
 from ray_jobs.evaluation.supports import draw_as_big_vision, draw_labels, first_of_each, permutation
+from ray_jobs.randomness import Purpose
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
 C_GRID = tuple(10.0**power for power in np.linspace(-6, 5, 45).tolist())
 ITERATIONS = 1_000  # of L-BFGS, as DINOv2
-_SELECT, _DIVIDE = 3, 4  # separate this module's random numbers from other uses of the same seed
 Labels = NDArray[np.integer]
 Features = NDArray[np.floating]
 
@@ -132,7 +132,7 @@ def most_frequent(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[R
     tied = supports.most_frequent(labels)
     for shots in [*config.shots, *([None] if config.linear_probe else [])]:
         for draw in range(1 if len(tied) == 1 else config.draws):
-            places = permutation(len(truth), config.seed, _DIVIDE, draw) % len(tied)
+            places = permutation(len(truth), config.seed, Purpose.DIVIDE_TIES, draw) % len(tied)
             fitted = Fitted(tied[places], "nothing", {"equally_frequent_classes": len(tied)})
             accuracy = float(np.mean(fitted.predictions == truth))
             yield Result(_protocol(config, "least squares", shots), shots, draw, fitted, accuracy)
@@ -198,7 +198,7 @@ def logistic_regression(
     if not is_held_out.any():
         selected_on = "a tenth of train"
         is_held_out = np.zeros(len(labels), bool)
-        is_held_out[permutation(len(labels), seed, _SELECT)[: max(1, len(labels) // 10)]] = True
+        is_held_out[permutation(len(labels), seed, Purpose.SELECT_L2)[: max(1, len(labels) // 10)]] = True
 
     def fit(c: float, chosen: NDArray[np.bool_]) -> LogisticRegression:
         with warnings.catch_warnings():

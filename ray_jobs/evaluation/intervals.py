@@ -60,8 +60,25 @@ class Moments(NamedTuple):
 
 def accuracy_interval(correct: np.ndarray) -> Interval:
     """Return the accuracy over draws and test images with its interval, for correct [draws, n_test] (bool or 0/1)."""
-    moments = moments_of(_checked("correct", correct))
+    return mean_interval(_checked("correct", correct))
+
+
+def mean_interval(table: np.ndarray) -> Interval:
+    """Return the mean of a table [draws, n_test] with its interval; of 0 and 1, or of the images' parts of a metric."""
+    moments = moments_of(table)
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
+
+
+def mean_difference(a: np.ndarray, b: np.ndarray) -> Interval:
+    """Return a metric of a minus that of b, from the images' parts [draws, n_test], paired by draw and image.
+
+    The interval is symmetric: the parts are not counts, for which `paired_difference` has a better one.
+    """
+    moments = moments_of(a - b)
+    draws, z = moments.draws, float(ndtri(0.975))
+    by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, 0.975))) if draws > 1 else 0.0
+    half = float(np.sqrt(z**2 * moments.among_images / moments.images + by_draws))
+    return Interval(value := float(moments.mean), value - half, value + half)
 
 
 def paired_difference(correct_a: np.ndarray, correct_b: np.ndarray, *, comparisons: int = 1) -> Interval:
@@ -95,7 +112,9 @@ def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, A
     draws, images, mean = moments.draws, moments.images, moments.mean
     z = float(ndtri(1 - alpha / 2))
     unknown = UNKNOWN["difference" if paired else "accuracy"]
-    design = (images * moments.among_images + unknown) / (images * (moments.square - mean**2) + unknown)
+    # of right and wrong, the mean is the mean square, too; influences on a metric are compared with right and wrong
+    single = (moments.square if paired else mean) - mean**2
+    design = (images * moments.among_images + unknown) / (images * single + unknown)
     by_images = z**2 * design / images
     by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, 1 - alpha / 2))) if draws > 1 else 0.0
     if paired:

@@ -15,11 +15,11 @@ from sklearn.svm import SVC
 from threadpoolctl import threadpool_limits
 
 from ray_jobs.evaluation.supports import most_frequent, permutation
+from ray_jobs.randomness import Purpose
 
 Settings = Mapping[str, float]
 Folds = Sequence[tuple[np.ndarray, np.ndarray]]
 
-_DIVIDE = 5  # the seed that divides images among equally frequent classes, the same in every draw
 
 # Smoothest first, because the first of equally accurate settings is taken. C and gamma refer to pixels scaled by
 # `_scaled`, for which gamma = 1 is scikit-learn's gamma="scale".
@@ -62,7 +62,7 @@ def fit_predict(
     _check(method, x_train, y_train)
     if method == "majority":
         classes = most_frequent(y_train)
-        return np.asarray(classes[permutation(len(x_test), _DIVIDE) % len(classes)])
+        return np.asarray(classes[permutation(len(x_test), Purpose.DIVIDE_PIXEL_TIES) % len(classes)])
     if len(np.unique(y_train)) == 1:  # scikit-learn's classifiers refuse a single class
         return np.full(len(x_test), y_train[0])
     with threadpool_limits(1):

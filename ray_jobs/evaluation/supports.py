@@ -12,10 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.spec import Labels
+from ray_jobs.randomness import Purpose
 from vit_model.errors import UserError
-
-# Separate this module's random numbers from other uses of the same seed.
-_DRAW_LABELS, _KEEP = 1, 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def support_rows(
         return draw_labels(train, labels.per_class, labels.seed, draw)
     kept = np.arange(len(train))
     if max_images is not None and max_images < len(train):
-        kept = np.sort(permutation(len(train), labels.seed, _KEEP)[:max_images])
+        kept = np.sort(permutation(len(train), labels.seed, Purpose.KEEP_LABELS)[:max_images])
     return np.concatenate([kept, len(train) + np.arange(num_dev if labels.use_dev else 0)])
 
 
@@ -102,7 +100,7 @@ def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.
         raise ValueError(f"draw is {draw}; draws are numbered from 0")
     counts = np.unique(labels, return_counts=True)[1]
     by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-    order = permutation(len(labels), seed, _DRAW_LABELS, draw)
+    order = permutation(len(labels), seed, Purpose.DRAW_LABELS, draw)
     return np.concatenate([images[np.argsort(order[images])][:per_class] for images in by_class])
 
 

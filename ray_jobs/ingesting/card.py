@@ -18,9 +18,10 @@ from PIL import Image
 
 from pipelines.spec import quantity
 from ray_jobs.data.shards import SPLITS, Dataset, Split
-from ray_jobs.ingesting.splits import CONFLICT, Trainable
+from ray_jobs.ingesting.copies import CONFLICT
+from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
-from ray_jobs.sources.archives.entries import Bad
+from ray_jobs.sources.archives.entries import Unusable
 from ray_jobs.sources.readers.features import listed
 from vit_model.contract import Preprocessing
 
@@ -73,13 +74,18 @@ def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
 
 
 def write_card(
-    folder: Path, dataset: Dataset, shard: int, bad: Sequence[Bad], copies: pa.Table, trainable: Trainable
+    folder: Path,
+    dataset: Dataset,
+    shard: int,
+    unusable: Sequence[Unusable],
+    copies: pa.Table,
+    trainable: Trainable,
 ) -> None:
     """Write card.json, card.md and contact_sheet.jpg. Only the dataset's shard number `shard` is read."""
     split = shown_split(split for split, images in dataset.info.splits.items() if images)
     rows = np.flatnonzero(dataset.index(split)["shard"].to_numpy() == shard)
     shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, split, rows)
-    card = _counts(dataset, bad, copies) | {
+    card = _counts(dataset, unusable, copies) | {
         "set_aside": [{"name": name, "images": number} for name, number in trainable.set_aside_classes],
         "pixels": _pixels(dataset, split, rows[:SAMPLE]),
         "contact_sheet": shown,
@@ -89,7 +95,7 @@ def write_card(
     (folder / "card.md").write_text(_markdown(card), encoding="utf-8")
 
 
-def _counts(dataset: Dataset, bad: Sequence[Bad], copies: pa.Table) -> dict[str, Any]:
+def _counts(dataset: Dataset, unusable: Sequence[Unusable], copies: pa.Table) -> dict[str, Any]:
     """Return the entries of card.json that count images."""
     info = dataset.info
     index = pa.concat_tables([dataset.index(split) for split in SPLITS])
@@ -117,7 +123,7 @@ def _counts(dataset: Dataset, bad: Sequence[Bad], copies: pa.Table) -> dict[str,
             for name, values in percentiles.items()
         },
         "copies": [{"kind": kind, "done": done, "images": n} for (kind, done), n in sorted(kinds.items())],
-        "quarantine": dict(Counter(one.reason for one in bad).most_common()),
+        "quarantine": dict(Counter(one.reason for one in unusable).most_common()),
         "notes": list(info.notes),
     }
 

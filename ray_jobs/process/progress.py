@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
-PREFIX = "progress "
+from pipelines.store import ProgressLine
 
 
 class Progress:
-    """When a line of progress is due, how long the stage still takes, and a line: `progress shard 3/12 · 0:00:58 left`.
-
-    A training has more to say (`pipelines.store.describe_line`).
-    """
+    """When a line of progress is due, how long the stage still takes, and the line (`pipelines.store.ProgressLine`)."""
 
     def __init__(self, total: int, seconds: float = 1.0, after: int = 0) -> None:
         """Start the clock.
@@ -44,16 +40,12 @@ class Progress:
             return None
         return (self.total + self.after - step) * seconds / (self.step - self.first)
 
-    def show(self, step: int, noun: str) -> None:
-        """Reach a step and print the line; `noun` is what a step is called."""
+    def show(self, step: int, unit: str) -> None:
+        """Reach a step and print the line; `unit` is what is counted."""
         self.reach(step)
-        left = self.left(step)
-        say(
-            f"{noun} {step}/{self.total}"
-            + ("" if left is None else f" · {timedelta(seconds=round(left))} left")
-        )
+        show(ProgressLine(done=step, total=self.total, unit=unit, seconds_left=self.left(step)))
 
 
-def say(text: str) -> None:
+def show(line: ProgressLine) -> None:
     """Print a line of progress."""
-    print(PREFIX + text, flush=True)
+    print(line.encode(), flush=True)

@@ -20,8 +20,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
-from ray_jobs.evaluation.intervals import Interval, accuracy_interval
-from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, ROWS, is_apart
+from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_interval
+from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
+from ray_jobs.reporting.metrics import COMPUTED, contributions
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
@@ -67,6 +68,20 @@ class Entry:
     def accuracy(self) -> Interval:
         """The mean over draws and images, with its 95% interval."""
         return accuracy_interval(self.correct)
+
+    @cached_property
+    def metrics(self) -> dict[str, Interval]:
+        """The metrics that are computed from predictions, by name; none with ReaL's labels, of which one is enough."""
+        if self.task.endswith(REAL):
+            return {}
+        return {metric.name: mean_interval(self.table(metric.name)) for metric in COMPUTED}
+
+    def table(self, metric: str) -> np.ndarray:
+        """Return a metric's parts by image, [draws, n], whose means are its values; of accuracy what was right."""
+        if metric == ACCURACY:
+            return self.correct
+        computed = next(each for each in COMPUTED if each.name == metric)
+        return contributions(computed, self.labels, self.predictions)
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ray_jobs.reporting.gather import ReportData
+from ray_jobs.reporting.metrics import COMPUTED
 from ray_jobs.reporting.verdicts import CONCLUSIONS, labels_text, percent, points, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
@@ -37,6 +38,7 @@ def render(data: ReportData) -> str:
         "number": number,
         "day": day,
         "mebibytes": mebibytes,
+        "setting": setting,
     }
     return environment.get_template(TEMPLATE.name).render(
         **data.numbers,
@@ -48,6 +50,7 @@ def render(data: ReportData) -> str:
         scale=scale(data.numbers["accuracies"]),
         conclusions=CONCLUSIONS,
         cost_figures=[f"cost {group['task']}" for group in data.numbers["costs"]],
+        metrics=COMPUTED,
         measured_on=measured_on(data.numbers["costs"]),
     )
 
@@ -101,6 +104,28 @@ def _machine(line: dict[str, Any]) -> str:
 def mebibytes(speed: dict[str, Any]) -> str:
     """Return the peak of memory in MiB; a dash if it is unknown."""
     return "–" if speed["peak_bytes"] is None else f"{speed['peak_bytes'] / 2**20:,.0f}"
+
+
+def setting(value: Any) -> str:
+    """Return a recorded value with all its digits, in words: 'no', '1,000', '0.1, 0.01', 'low 0.1, high 1.0'."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case dict():
+            fields = ((name.replace("_", " "), inner) for name, inner in value.items())
+            return ", ".join(
+                f"{name} ({setting(inner)})"
+                if isinstance(inner, dict | list | tuple)
+                else f"{name} {setting(inner)}"
+                for name, inner in fields
+            )
+        case list() | tuple():
+            return ", ".join(map(setting, value)) or "none"
+    return str(value)
 
 
 def duration(seconds: float) -> str:

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.randomness import Purpose
 from vit_model.contract import Preprocessing
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # about the number of images on a sheet
 SMALL = 32  # images up to this side in pixels are enlarged without interpolation
 PHOTO = 112  # larger ones are cropped to a square and resized to this side
-_SHEET = 3  # separates this module's random numbers from other uses of the same seed
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def contact_sheet(dataset: Dataset) -> list[Tiles]:
 
 def sample_rows(labels: np.ndarray) -> dict[int, np.ndarray]:
     """Sample some images of up to MAX_CLASSES classes with a fixed seed; return their rows by class."""
-    rng = np.random.default_rng([0, _SHEET])
+    rng = np.random.default_rng([0, Purpose.CONTACT_SHEET])
     present = np.unique(labels)
     if len(present) > MAX_CLASSES:
         present = np.sort(rng.choice(present, MAX_CLASSES, replace=False))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_jobs.evaluation.intervals import Interval, detectable_difference, paired_difference
-from ray_jobs.evaluation.rows import MOST_FREQUENT, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, MOST_FREQUENT, is_apart
 from ray_jobs.reporting.measures import Entry
 
 CONCLUSIONS = {
@@ -214,12 +214,11 @@ def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdi
     return Verdict(method, rivals[best], *accuracies, difference, adjusted, detectable, draws=len(correct))
 
 
-def paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
-    """Return which images both got right, [draws, n] each, in the draws that they have in common."""
+def paired(a: Entry, b: Entry, metric: str = ACCURACY) -> tuple[np.ndarray, np.ndarray]:
+    """Return which images both got right, or their parts of a metric, [draws, n] each, in the draws in common."""
     common = sorted(set(a.draws) & set(b.draws))
-    return a.correct[[a.draws.index(draw) for draw in common]], b.correct[
-        [b.draws.index(draw) for draw in common]
-    ]
+    first, second = (entry.table(metric)[[entry.draws.index(draw) for draw in common]] for entry in (a, b))
+    return first, second
 
 
 def _answer(comparisons: Sequence[Verdict]) -> str:

@@ -2,19 +2,17 @@
 
 `catalog` lists all readers, `archives.entries` describes their interface.
 
-`vitflow init` imports this module and `readers.folder`, which therefore import only the standard library at the top.
-Other modules of this room import in functions what is slow to import and used by few sources: boto3, h5py, fontTools;
-and what may not be installed: unrar.
+Modules of this room import in functions what is slow to import and used by few sources: boto3, fontTools. Libraries
+that an untrusted file could crash run in `archives.sandbox`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 
 def hash_fraction(salt: str, identity: str) -> float:
@@ -25,6 +23,4 @@ def hash_fraction(salt: str, identity: str) -> float:
 
 def counts_to_uint8(counts: NDArray[Any]) -> NDArray[np.uint8]:
     """Convert ink counts 0..16 of 4x4 blocks to grey values 0..255, as digits and glyphs are stored."""
-    import numpy as np
-
     return np.round(counts * (255 / 16)).astype(np.uint8)

@@ -20,8 +20,8 @@ from pipelines.spec import Finetune, Pretrain
 from pipelines.store import (
     Attempt,
     LogLine,
+    ProgressLine,
     Store,
-    describe_line,
     encode_lines,
     now,
     segment_name,
@@ -243,7 +243,10 @@ class Log:
             few_shot=few_shot,
         )
         if is_shown:
-            progress.say(describe_line(line, self.last, self._unit, self._is_limit))
+            total, unit = self.last, self._unit
+            progress.show(
+                ProgressLine(done=done, total=total, unit=unit, line=line, may_end_before=self._is_limit)
+            )
         if self._writer is not None and is_written:
             self._writer.add(line)
             self._sum.zero_()

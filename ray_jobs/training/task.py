@@ -18,7 +18,6 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.spec.search import Optuna, Point, Search
 from pipelines.store import FitName
-from ray_jobs.augment.vtab import augmentation
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
 from vit_model.config import ViTConfig
@@ -139,6 +138,8 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         UserError: a setting does not fit the data, the model or the classes.
     """
     if config.augment == "vtab":
+        from ray_jobs.augment.vtab import augmentation  # its package imports torch
+
         config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
     if backbone is None:
         assert config.model is not None and config.resolution is not None

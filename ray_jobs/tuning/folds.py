@@ -17,6 +17,7 @@ from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.label_issues import write_probabilities
 from ray_jobs.evaluation.supports import permutation
 from ray_jobs.process.context import Context
+from ray_jobs.randomness import Purpose
 from ray_jobs.training.evaluators import predict
 from ray_jobs.training.fit import fit
 from ray_jobs.training.log import Reporting
@@ -25,8 +26,6 @@ from ray_jobs.training.workers import ALONE
 from ray_jobs.tuning.fits import fetched, make_saver
 from ray_jobs.tuning.ledger import Ledger, add_fold
 from vit_model.errors import UserError
-
-_FOLDS = 4  # separates this module's random numbers from other uses of the same seed
 
 
 def assign_folds(images: pa.Table, num_folds: int, seed: int) -> NDArray[np.int64]:
@@ -45,7 +44,7 @@ def assign_folds(images: pa.Table, num_folds: int, seed: int) -> NDArray[np.int6
             f"cross_validation.folds {num_folds}: train and dev have only {len(first)} groups of images; use fewer"
         )
     labels = images["label"].to_numpy()
-    order = np.lexsort((permutation(len(first), seed, _FOLDS), labels[first]))
+    order = np.lexsort((permutation(len(first), seed, Purpose.AUDIT_FOLDS), labels[first]))
     folds = np.empty(len(first), np.int64)
     folds[order] = np.arange(len(first)) % num_folds
     return folds[group]

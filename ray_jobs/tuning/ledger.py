@@ -60,12 +60,12 @@ def add_point(context: Context[Finetune], number: int, point: Point) -> bool:
 
 def add_refit(context: Context[Finetune], draw: int, refit: Refit) -> None:
     """Record a finished refit, whose files are in the attempt's folder and whose images `add_images` has written."""
-    _add(context, _refit(draw), refit)
+    _add(context, f"refit-{draw}.json", refit)
 
 
 def add_fold(context: Context[Finetune], number: int, files: tuple[FileEntry, ...]) -> None:
     """Record a finished fold of an audit, whose files are in the attempt's folder."""
-    _add(context, _fold(number), Fold(files=files))
+    _add(context, f"fold-{number}.json", Fold(files=files))
 
 
 def add_images(context: Context[Finetune], draw: int, images: pa.Table) -> FileEntry:
@@ -115,7 +115,7 @@ class Ledger:
 
         Its files are copied into the folder of the context's attempt.
         """
-        for attempt, refit in self._find(_refit(draw), Refit):
+        for attempt, refit in self._find(f"refit-{draw}.json", Refit):
             # on GPUs, results vary a little, and the trials of another attempt may have chosen others
             if (refit.point, refit.step, refit.temperature) != (task.point, task.steps, task.temperature):
                 continue
@@ -131,7 +131,7 @@ class Ledger:
 
     def fold(self, number: int) -> tuple[FileEntry, ...] | None:
         """Return the files of a finished fold, in the folder of the context's attempt; None if it is not finished."""
-        for attempt, entry in self._find(_fold(number), Fold):
+        for attempt, entry in self._find(f"fold-{number}.json", Fold):
             try:
                 files = self._copy(attempt, entry.files) if attempt != self._all[0] else entry.files
             except StoreDamaged as error:
@@ -225,14 +225,6 @@ def _check(images: pa.Table) -> None:
         most = 1 if "probabilit" in name else math.inf
         if extremes["min"] is not None and not 0 <= extremes["min"] <= extremes["max"] <= most:
             raise ValueError(f"{name} has values from {extremes['min']} to {extremes['max']}")
-
-
-def _fold(number: int) -> str:
-    return f"fold-{number}.json"
-
-
-def _refit(draw: int) -> str:
-    return f"refit-{draw}.json"
 
 
 def _name(context: Context[Finetune], attempt: int, file: str) -> str:

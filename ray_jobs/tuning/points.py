@@ -15,9 +15,9 @@ import numpy as np
 
 from pipelines.spec import Finetune
 from pipelines.spec.search import PBT, Choices, Grid, Optuna, Point, Range
+from ray_jobs.randomness import Purpose
 from vit_model.errors import UserError
 
-_DRAW_POINTS, _PROPOSE = 1, 3  # purposes, so that one seed has different random numbers elsewhere
 _DIGITS = 4  # significant ones of a drawn number, so that a person can copy it into a recipe
 _TRIES = 100  # for a point that was not drawn or proposed before
 
@@ -38,7 +38,7 @@ def points(config: Finetune) -> list[Point]:
     found: list[Point] = []
     for number in range(search.trials):
         for attempt in range(_TRIES):
-            raw = np.random.SeedSequence((search.seed, _DRAW_POINTS, number, attempt))
+            raw = np.random.SeedSequence((search.seed, Purpose.DRAW_POINTS, number, attempt))
             uniform = np.random.Philox(raw).random_raw(len(space)) / 2.0**64
             point = {
                 path: _value(values, float(u))
@@ -107,7 +107,7 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
         else:
             kind = distributions.IntDistribution if values.is_whole else distributions.FloatDistribution
             space[path] = kind(values.low, values.high, log=values.scale == "log")
-    raw = np.random.SeedSequence((config.search.seed, _PROPOSE, len(tried)))
+    raw = np.random.SeedSequence((config.search.seed, Purpose.PROPOSE_POINT, len(tried)))
     # with a constant liar, TPE keeps away from the points of running trials and from those that it has repeated
     sampler = optuna.samplers.TPESampler(seed=int(raw.generate_state(1)[0]), constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="maximize")

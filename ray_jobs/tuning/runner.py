@@ -198,7 +198,8 @@ def run_trials(
         task, fold, before = trials[result.config["number"]]
         # ASHA's verdict may reach a process so late that it could not record it.
         if before is None and "evaluations" in result.metrics and not ledger.trial(task.trial(fold)):
-            add_trial(context, task.trial(fold), pruned(result.metrics["evaluations"]))
+            evaluations = [Evaluation(*values) for values in result.metrics["evaluations"]]
+            add_trial(context, task.trial(fold), pruned(evaluations))
 
 
 def _silence_tune() -> None:

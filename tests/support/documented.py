@@ -6,6 +6,7 @@ every command finds the whole quickstart cached. Models have random weights; pre
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,22 @@ from pipelines.engine.runs import start_run
 from pipelines.files.sources import source_files
 from pipelines.identity import CODE_SCHEME, canonical_json, code_digest, sha256
 from pipelines.recipe.load import load_pipeline
-from pipelines.spec import AnyStage, Source
-from pipelines.store import FileEntry, Store, add_event, commit, open_store, read_manifest
+from pipelines.spec import AnyStage, Finetune, Source
+from pipelines.store import (
+    LOG,
+    FileEntry,
+    LogLine,
+    Store,
+    add_event,
+    commit,
+    encode_lines,
+    now,
+    open_store,
+    read_manifest,
+)
 from ray_jobs import report
 from ray_jobs.data.shards import ImageSize, Sample, open_dataset
+from ray_jobs.evaluation.cost import Cost, Speed, write_cost
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
 from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits
@@ -98,6 +111,8 @@ def _commit(store: Store, planned: PlannedStage, run: str) -> None:
     content = sha256(canonical_json([[entry.path, entry.sha256] for entry in files]))
     made_by = {"version": config.version, "scheme": CODE_SCHEME, "digest": code}
     fields = {"files": files, "content_digest": content, "code": made_by, "environment": ENVIRONMENT}
+    if isinstance(config, Finetune):
+        fields["metrics"] = {"learning_rate": config.learning_rates[0]}
     commit(store, make_manifest(config.job, **common, **fields))
 
 
@@ -111,6 +126,8 @@ def _made(context: Context[Any]) -> tuple[FileEntry, ...]:
             _put_dataset(staging.path, config.source)
         if config.KIND == "model":
             _put_model(staging.path)
+        if config.job == "finetune":
+            _put_training(staging.path, config)
         if config.job in ("finetune", "evaluate", "baselines"):
             _put_scores(staging.path, context)
     return staging.files
@@ -150,6 +167,20 @@ def _put_model(folder: Path) -> None:
         license=None,
     )
     save_model(folder, ViT(config), contract)
+
+
+def _put_training(folder: Path, config: Finetune) -> None:
+    """A trial per learning rate of which the first was chosen, the lines of its log, and what the model costs."""
+    trials = [{"learning_rate": rate, "accuracies": [0.5], "losses": [1.0]} for rate in config.learning_rates]
+    sweep = {"trials": trials, "chosen": config.learning_rates[0], "selected_on": "dev"}
+    (folder / "sweep.json").write_text(json.dumps(sweep))
+    line = {"time": now(), "fit": "trial-0-0", "epoch": 1.0, "loss": 1.0, "learning_rate": 0.1}
+    lines = [LogLine.model_validate(line | {"step": step, "dev_accuracy": step / 100}) for step in (40, 80)]
+    (folder / LOG).write_bytes(encode_lines(lines))
+    forward = Speed(images=32, dtype="float32", images_per_second=1000.0, peak_bytes=None)
+    write_cost(
+        folder, Cost(resolution=8, parameters=10, gflops=0.1, device="CPU", threads=1, forward=forward)
+    )
 
 
 def _put_scores(folder: Path, context: Context[Any]) -> None:

@@ -28,7 +28,7 @@ def framed(payloads: Iterable[bytes]) -> bytes:
 
 
 def checksum(data: bytes | bytearray) -> bytes:
-    """Of a length or a payload: CRC-32C, masked."""
+    """Return the masked CRC-32C of a length or a payload."""
     crc = crc32c.crc32c(data)
     rotated = (crc >> 15) | ((crc << 17) & 0xFFFFFFFF)
     return struct.pack("<I", (rotated + 0xA282EAD8) % 2**32)

@@ -1,14 +1,13 @@
 """Archives of VTAB's natural data sets, small, as their authors make them, and what is in them."""
 
-import gzip
 import io
-import pickle
-import tarfile
-import zipfile
 
 import numpy as np
-import scipy
 from PIL import Image
+
+from tests.support import cifar
+from tests.support.archives import tar, zipped
+from tests.support.arrays import mat
 
 
 def encoded(seed, kind="JPEG", size=(24, 20), mode="RGB"):
@@ -21,27 +20,11 @@ def encoded(seed, kind="JPEG", size=(24, 20), mode="RGB"):
 
 
 def tarred(files, gz=True):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for path, data in files.items():
-            member = tarfile.TarInfo(path)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return gzip.compress(file.getvalue()) if gz else file.getvalue()
-
-
-def zipped(files):
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, data in files.items():
-            archive.writestr(path, data)
-    return file.getvalue()
+    return tar(files, "w:gz" if gz else "w")
 
 
 def matlab(**variables):
-    file = io.BytesIO()
-    scipy.io.savemat(file, variables, do_compression=True)
-    return file.getvalue()
+    return mat(variables, compress=True)
 
 
 CALTECH = {"yin_yang": 31, "accordion": 33, "BACKGROUND_Google": 41, "Faces": 35}  # the archive's order
@@ -65,43 +48,6 @@ def caltech_zip():
             "caltech-101/show_annotation.m": b"%",
         }
     )
-
-
-FINE = tuple(f"class {label}" for label in range(100))
-
-
-def cifar(seed, count):
-    random = np.random.default_rng(seed)
-    images = random.integers(0, 256, (count, 32, 32, 3), np.uint8)
-    return images, np.arange(count) % 4, random.integers(0, 20, count)
-
-
-CIFAR = {"train": cifar(1, 40), "test": cifar(2, 12)}
-
-
-def cifar_python():
-    files = {"cifar-100-python/file.txt~": b""}
-    for name, (images, fine, coarse) in CIFAR.items():
-        content = {
-            "filenames": [f"{number}.png" for number in range(len(images))],
-            "batch_label": "training batch 1 of 1",
-            "fine_labels": fine.tolist(),
-            "coarse_labels": coarse.tolist(),
-            "data": images.transpose(0, 3, 1, 2).reshape(len(images), -1),
-        }
-        files[f"cifar-100-python/{name}"] = pickle.dumps(content, protocol=2)
-    meta = {"fine_label_names": list(FINE), "coarse_label_names": ["fish"]}
-    return tarred(files | {"cifar-100-python/meta": pickle.dumps(meta, protocol=2)})
-
-
-def cifar_binary():
-    files = {"cifar-100-binary/fine_label_names.txt": "\n".join(FINE).encode() + b"\n\n"}
-    for name, (images, fine, coarse) in CIFAR.items():
-        files[f"cifar-100-binary/{name}.bin"] = b"".join(
-            bytes([two, one]) + image.transpose(2, 0, 1).tobytes()
-            for image, one, two in zip(images, fine, coarse, strict=True)
-        )
-    return tarred(files, gz=False)
 
 
 def svhn():
@@ -213,7 +159,7 @@ def natural(task):
     """The files of a task by their names, as they lie in a root."""
     makers = {
         "caltech101": lambda: {"caltech-101.zip": caltech_zip()},
-        "cifar": lambda: {"cifar-100-python.tar.gz": cifar_python()},
+        "cifar": lambda: {"cifar-100-python.tar.gz": tarred(cifar.members(100, "python"))},
         "dtd": lambda: {"dtd-r1.0.1.tar.gz": tarred(dtd()[1])},
         "oxford_flowers102": lambda: flowers()[1],
         "oxford_iiit_pet": lambda: pets()[1],

@@ -6,18 +6,17 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from pipelines.spec.augmentation import Augmentation, RandAugment, mixing
+from pipelines.spec.augmentation import Augmentation, RandAugment
 from pipelines.spec.checkpoints import Backbone
 from pipelines.spec.fields import Seed
-from pipelines.spec.optimizer import Optimizer
-from pipelines.spec.stages.base import BACKBONE, BaseStage, Dtype, Rate
+from pipelines.spec.stages.base import BACKBONE, BaseStage, Fit, Rate, cache_gib
 from pipelines.spec.stages.finetune import Finetune
 from vit_model.errors import reasons
-from vit_model.fields import Frozen, execution, takes
+from vit_model.fields import execution, takes
 from vit_model.sizes import Model
 
 
-class CrossValidation(Frozen):
+class CrossValidation(Fit):
     """The training that an audit repeats on all folds but one, to judge the labels of that one."""
 
     folds: int = Field(5, ge=2, description="parts of train and dev; copies and groups stay together")
@@ -28,13 +27,8 @@ class CrossValidation(Frozen):
     learning_rate: Rate
     steps: int = Field(ge=1, description="of each fold")
     batch_size: int = Field(ge=1)
-    optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
     randaugment: RandAugment | None = None
-    mixup: float = mixing("mixup")
-    cutmix: float = mixing("cutmix")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    dtype: Dtype = "bfloat16"
 
 
 class Audit(BaseStage):
@@ -52,9 +46,7 @@ class Audit(BaseStage):
     )
     seed: Seed = 0
     threads: int = execution(1, ge=1, description="CPU threads per fold, or per task that computes features")
-    cache_gib: float = execution(
-        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
-    )
+    cache_gib: float = cache_gib()
 
     @model_validator(mode="after")
     def _source_is_whole(self) -> Self:

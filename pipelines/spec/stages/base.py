@@ -8,7 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from pipelines.spec.augmentation import RandAugment, mixing
 from pipelines.spec.checkpoints import NamedCheckpoint
+from pipelines.spec.fields import Seed
+from pipelines.spec.optimizer import Optimizer
 from vit_model.fields import Frozen, execution, later, marks
 from vit_model.sizes import Model, ModelSize
 
@@ -17,7 +20,6 @@ Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Kind = Literal["dataset", "model", "evaluation", "audit", "report"]
 """The kinds of artifact that stages make."""
-Dtype = Literal["bfloat16", "float32"]
 SeenInTraining = Literal["fail", "report"]
 BACKBONE = "a stage's name; or, of a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
 
@@ -31,13 +33,9 @@ def seen_in_training() -> Any:
     )
 
 
-def activation_checkpointing() -> Any:
-    """Declare the field of stages that train."""
-    return execution(
-        False,
-        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
-        " takes less memory and more time",
-    )
+def cache_gib() -> Any:
+    """Declare the field of stages that read the images of a data set again and again."""
+    return execution(64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder")
 
 
 class BaseStage(Frozen):
@@ -76,6 +74,30 @@ class BaseStage(Frozen):
             for field in input_fields(type(self))
             if isinstance(value := getattr(self, field), NamedCheckpoint)
         }
+
+
+class Fit(Frozen):
+    """The settings of gradient descent that pretraining, fine-tuning and an audit's cross-validation have."""
+
+    steps: Steps
+    optimizer: Optimizer = Optimizer()
+    randaugment: RandAugment | None = later(None)
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class TrainingStage(Fit, BaseStage):
+    """The base of the stages that train a model."""
+
+    seed: Seed = 0
+    activation_checkpointing: bool = execution(
+        False,
+        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
+        " takes less memory and more time",
+    )
+    cache_gib: float = cache_gib()
 
 
 @cache

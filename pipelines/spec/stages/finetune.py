@@ -7,18 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
+from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import Backbone, CheckpointEvery
 from pipelines.spec.fields import Seed, distinct
-from pipelines.spec.optimizer import Optimizer, check_optimizer
+from pipelines.spec.optimizer import check_optimizer
 from pipelines.spec.search import ASHA, FIXED, Choices, Optuna, Point, Range, Search, placed
 from pipelines.spec.stages.base import (
     BACKBONE,
-    BaseStage,
-    Dtype,
     Rate,
     SeenInTraining,
-    activation_checkpointing,
+    TrainingStage,
     has_stochastic_depth,
     seen_in_training,
 )
@@ -72,7 +70,7 @@ class EarlyStopping(Frozen):
     )
 
 
-class Finetune(BaseStage):
+class Finetune(TrainingStage):
     """A Ray Tune sweep over learning rates or a search, a refit with the best, one look at test (paper, Table 4)."""
 
     # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
@@ -107,7 +105,6 @@ class Finetune(BaseStage):
         description="other fields to sweep, and how: grid, random, asha or optuna. `over` gives each field's"
         " values, or {low, high, scale: linear or log}; fields in others are written as optimizer.weight_decay",
     )
-    steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     gradient_accumulation_steps: int = later(
         1,
@@ -120,20 +117,15 @@ class Finetune(BaseStage):
         description="end a trial when its accuracy on the held-out images no longer rises; the refits end at the best"
         " trial's best step. A single rate gets a trial, too",
     )
-    optimizer: Optimizer = Optimizer()
     augment: Augmentation | Literal["vtab"] = Field(
         "none",
         description="vtab: squash_crop_flip, without the crop or the flip for the tasks of VTAB-1k for which BiT leaves"
         " it out",
     )
-    randaugment: RandAugment | None = later(None)
-    mixup: float = mixing("mixup")
-    cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
         None,
         description="null: the backbone's; without a backbone, squash if all images are square, otherwise center",
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
     freeze: Literal["backbone", "all_but_biases"] | Annotated[int, Field(ge=0)] | None = later(
         None,
         description="what of the backbone is not trained: backbone, so that only the head is; all_but_biases, so that"
@@ -168,18 +160,12 @@ class Finetune(BaseStage):
         description="balanced: all classes are equally frequent in training, by repeating the small ones",
     )
     seen_in_training: SeenInTraining = seen_in_training()
-    dtype: Dtype = "bfloat16"
-    seed: Seed = 0
     workers: int = execution(
         1,
         ge=1,
         description="Ray Train workers that share each batch of a trial or refit, with a GPU each if there are any",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker of a trial or refit")
-    activation_checkpointing: bool = activation_checkpointing()
-    cache_gib: float = execution(
-        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
-    )
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10),
         description="how often each running trial or refit writes a checkpoint to resume from",

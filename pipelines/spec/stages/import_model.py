@@ -53,7 +53,7 @@ UNSTATED = (
     " and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, DINO, torchvision) or a file with them; in"
     " a recipe, preprocessing: half"
 )
-"""What an import without mean and std says of its path."""
+"""The message about the path of an import without mean and std."""
 ONE_FILE = "weights"  # used instead of the name of a single imported file, so that renaming it changes no key
 
 

@@ -7,17 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, assert_n
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
+from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
-from pipelines.spec.optimizer import Optimizer, check_optimizer
+from pipelines.spec.optimizer import check_optimizer
 from pipelines.spec.stages.base import (
-    BaseStage,
-    Dtype,
     Rate,
     Shots,
     Steps,
-    activation_checkpointing,
+    TrainingStage,
     has_stochastic_depth,
 )
 from vit_model.config import Architecture, MaeOptions
@@ -32,8 +30,6 @@ PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 class ObjectiveProperties(NamedTuple):
     """What an objective means outside of training, which has the rest (`ray_jobs.training.methods`)."""
 
-    label: str
-    """for reports"""
     classifier: Literal["softmax", "sigmoid"] | None
     """the cross-entropy that trains the classifier; None: the objective uses no labels, the model has no classifier"""
     views: int = 1
@@ -48,20 +44,17 @@ def objective_properties(objective: Objective) -> ObjectiveProperties:
     """Return the properties of an objective."""
     match objective:
         case "softmax":
-            return ObjectiveProperties("Supervised pretraining", "softmax")
+            return ObjectiveProperties("softmax")
         case "sigmoid":
-            return ObjectiveProperties("Supervised pretraining (sigmoid cross-entropy)", "sigmoid")
+            return ObjectiveProperties("sigmoid")
         case "masked_patches":
-            return ObjectiveProperties("Pretraining without labels (masked patch prediction)", None)
+            return ObjectiveProperties(None)
         case "contrastive":
-            label = "Pretraining without labels (MoCo v3)"
-            return ObjectiveProperties(label, None, views=2, compares_images=True, settings="contrastive")
+            return ObjectiveProperties(None, views=2, compares_images=True, settings="contrastive")
         case "mae":
-            return ObjectiveProperties(
-                "Pretraining without labels (masked autoencoder)", None, settings="mae"
-            )
+            return ObjectiveProperties(None, settings="mae")
         case "distillation":
-            return ObjectiveProperties("Distillation", "softmax", settings="distillation")
+            return ObjectiveProperties("softmax", settings="distillation")
         case _:
             assert_never(objective)
 
@@ -128,7 +121,7 @@ class FewShot(Frozen):
     seed: Seed = 0
 
 
-class Pretrain(BaseStage):
+class Pretrain(TrainingStage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
     # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
@@ -153,7 +146,6 @@ class Pretrain(BaseStage):
         " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
     )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
-    steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images per step, over all workers")
     gradient_accumulation_steps: int = later(
         1,
@@ -162,11 +154,7 @@ class Pretrain(BaseStage):
         " memory; batch_size does not change",
     )
     learning_rate: Rate
-    optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
-    randaugment: RandAugment | None = later(None)
-    mixup: float = mixing("mixup")
-    cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
         None,
         description="null: the start's; without init_from, squash if all images are square, otherwise center",
@@ -196,15 +184,12 @@ class Pretrain(BaseStage):
     contrastive: Contrastive = later(Contrastive())
     mae: MaeOptions = later(MaeOptions())
     auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
     order: Literal["global", "window"] = later(
         "global",
         description="the order of images: a permutation of them all, or windows of row groups, for data on S3 that is"
         " larger than cache_gib",
     )
-    seed: Seed = 0
     workers: int | None = execution(
         None,
         ge=1,
@@ -216,10 +201,6 @@ class Pretrain(BaseStage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
-    activation_checkpointing: bool = activation_checkpointing()
-    cache_gib: float = execution(
-        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
-    )
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
     )

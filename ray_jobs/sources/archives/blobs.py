@@ -13,10 +13,7 @@ import gzip
 import io
 import lzma
 import os
-import signal
 import stat
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -26,7 +23,7 @@ from typing import Any, NamedTuple
 from pipelines import identity
 from pipelines.files.hashing import cache_folder
 from pipelines.scratch import named_if_full, scratch_folder
-from ray_jobs.sources.archives import rar
+from ray_jobs.sources.archives import sandbox
 from vit_model.errors import UserError
 
 MAX_RATIO = (
@@ -225,7 +222,7 @@ def decompressed(blob: Blob) -> Blob:
                 raise
             raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
 
-    return kept(blob.name, blob.extents, unpack.__name__, write)
+    return cached(blob.name, blob.extents, unpack.__name__, write)
 
 
 def _unpack_gzip(reader: Reader) -> Iterator[bytes]:
@@ -260,27 +257,8 @@ def _streams(
 
 
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:
-    # in a separate process with limited memory and time, because the library is C++ and the bytes are untrusted
-    with (
-        scratch_folder(_kept_in()) as folder,
-        subprocess.Popen(
-            [sys.executable, "-I", rar.__file__, _linked(_volumes(reader.blob), folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process,
-    ):
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            while chunk := process.stdout.read(_CHUNK):
-                yield chunk
-            reason = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode == -signal.SIGALRM:
-        reason = f"is damaged: the RAR library made no progress for {rar.SECONDS} s"
-    if process.returncode:
-        raise UserError(f"{reader.blob.name} {reason or 'is damaged: the RAR library crashed'}")
+    with scratch_folder(_cache()) as folder:
+        yield from sandbox.converted(reader.blob.name, "rar", _linked(_volumes(reader.blob), folder))
 
 
 def _volumes(blob: Blob) -> list[Blob]:
@@ -315,7 +293,7 @@ MAGIC_BYTES = max(map(len, _PACKED))
 def local_path(blob: Blob, check: Callable[[], None] | None = None) -> Path:
     """Return a local file with these bytes: the file itself, or a copy in the cache. Raises UserError, StoreError.
 
-    `check` runs before a copy is kept; it raises UserError if the bytes are damaged.
+    `check` runs before a copy is cached; it raises UserError if the bytes are damaged.
     """
     (first, *more) = blob.extents or (Extent("", "", 0, 0),)
     if blob.extents and not more and not first.remote and first.start == 0:
@@ -329,15 +307,17 @@ def local_path(blob: Blob, check: Callable[[], None] | None = None) -> Path:
         for start in range(0, blob.size, _COPIED):
             file.write(blob.read(start, min(_COPIED, blob.size - start)))
 
-    return Path(kept(blob.name, blob.extents, "checked copy" if check else "copy", write).extents[0].location)
+    return Path(
+        cached(blob.name, blob.extents, "checked copy" if check else "copy", write).extents[0].location
+    )
 
 
-def kept(
+def cached(
     name: str, extents: tuple[Extent, ...], how: str, write: Callable[[io.BufferedWriter], None]
 ) -> Blob:
-    """Return what `write` makes of these extents, which is made once per machine and kept in the cache folder."""
+    """Return what `write` makes of these extents, which is made once per machine and stays in the cache folder."""
     key = identity.sha256(identity.canonical_json([how, [list(extent) for extent in extents]]))[:40]
-    folder = _kept_in()
+    folder = _cache()
     path = folder / key
     if not path.exists():
         with (folder / f"{key}.lock").open("w") as lock:
@@ -355,7 +335,7 @@ def kept(
     return open_blob([str(path)])._replace(name=name)
 
 
-def _kept_in() -> Path:
+def _cache() -> Path:
     folder = cache_folder() / "unpacked"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

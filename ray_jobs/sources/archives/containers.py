@@ -34,13 +34,13 @@ from ray_jobs.sources.archives.blobs import (
     MAGIC_BYTES,
     MAX_RATIO,
     Blob,
+    cached,
     decompressed,
-    kept,
     local_path,
     open_blob,
     unpacker,
 )
-from ray_jobs.sources.archives.entries import Bad, Files, Member
+from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.archives.headers import THREADS, Refused, RegularFile, listed
 from vit_model.errors import UserError
 
@@ -59,7 +59,7 @@ class Contents(NamedTuple):
     """The content of an archive, in its order. `refused`: links, paths that lead outside, and unreadable members."""
 
     members: list[Member]
-    refused: list[Bad]
+    refused: list[Unusable]
 
 
 def contents(files: Files, file: str) -> Contents:
@@ -78,7 +78,7 @@ def contents(files: Files, file: str) -> Contents:
         Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size, one.crc)
         for one in regular
     ]
-    return Contents(inside, [Bad(f"{file}/{one.path}", one.reason, file) for one in refused])
+    return Contents(inside, [Unusable(f"{file}/{one.path}", one.reason, file) for one in refused])
 
 
 def members(files: Files, file: str) -> list[Member]:
@@ -137,6 +137,19 @@ def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
     return _checked(_range(blob, 0, blob.size, "stored", limit), crc, f"{blob.name}: ")
 
 
+def text(data: bytes, name: str) -> str:
+    """Decode a file's bytes as text. Raises UserError if the data is not text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not text in UTF-8: {error}") from error
+
+
+def lines(data: bytes, name: str) -> list[str]:
+    """Return the stripped lines of a text, except empty ones. Raises UserError if the data is not text."""
+    return [line.strip() for line in text(data, name).splitlines() if line.strip()]
+
+
 def outermost(files: Container[str], file: str) -> str:
     """Return the name in `files` with which a chain begins (it may contain "::"), else all before the first "::"."""
     names = file.split(_CHAIN)
@@ -145,7 +158,7 @@ def outermost(files: Container[str], file: str) -> str:
 
 
 def local(files: Files, file: str) -> Path:
-    """Return a local, read-only path with the file's content; remote and packed files are kept in the cache.
+    """Return a local, read-only path with the file's content; remote and packed files get a copy in the cache.
 
     Raises:
         UserError: truncated or damaged.
@@ -247,7 +260,7 @@ def _content(blob: Blob, member: RegularFile) -> Blob:
         if crc != member.crc:
             raise UserError(f"{packed.name} is damaged: {_NOT_ITS_CRC}")
 
-    return kept(packed.name, extents, "deflate", write)
+    return cached(packed.name, extents, "deflate", write)
 
 
 def _inflated(blob: Blob) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ Files = Mapping[str, str]
 _BATCH = 65_536
 
 
-class Bad(NamedTuple):
+class Unusable(NamedTuple):
     """An entry of a source that cannot be used, and the reason (stored in the quarantine)."""
 
     key: str
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     codec: str
     """"stored" or "deflate"."""
     size: int
-    """Of its content, according to the archive."""
+    """The size of its content, according to the archive."""
     crc: int | None = None
     """CRC-32 of its content, if the archive has one."""
 
@@ -61,7 +61,7 @@ class Listing(NamedTuple):
     """ENTRIES, in any order."""
     image: ImageSize | None = None
     """The size of all images if they are arrays of one size; None: image files, or arrays of several sizes."""
-    bad: tuple[Bad, ...] = ()
+    unusable: tuple[Unusable, ...] = ()
     notes: tuple[str, ...] = ()
     """Stored in dataset.json, for readers of results: are the splits the published ones, were pixels changed."""
 

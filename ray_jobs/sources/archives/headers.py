@@ -69,7 +69,7 @@ def listed(blob: Blob) -> Iterator[RegularFile | Refused]:
     for number, one in enumerate(_in_zip(blob) if zipped else _in_tar(blob)):
         if number >= MAX_MEMBERS:
             raise UserError(f"{blob.name} has more than {MAX_MEMBERS:,} members")
-        path = tidied(one.path)
+        path = clean_path(one.path)
         if not path:
             continue
         if isinstance(one, RegularFile) and (reason := _unfit(path, seen)):
@@ -81,7 +81,7 @@ def listed(blob: Blob) -> Iterator[RegularFile | Refused]:
             yield one if path == one.path else one._replace(path=path)
 
 
-def tidied(path: str) -> str:
+def clean_path(path: str) -> str:
     """Return a member's path without "./"; empty for files that an operating system left."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if any(left_by_a_system(part) and part != ".." for part in parts):

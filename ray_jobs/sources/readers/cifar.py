@@ -99,7 +99,8 @@ def read(classes: int, version: str, content: Callable[[str], bytes]) -> Images:
     """Read the images of "binary" or "python" files. `content` returns a file's bytes by its name. Raises UserError."""
     _, (meta, *train, test) = CIFAR_FILES[classes, version]
     key = "label_names" if classes == 10 else "fine_label_names"
-    class_names = _text(content(meta), meta) if version == "binary" else _texts(content(meta), meta, key)
+    data = content(meta)
+    class_names = tuple(containers.lines(data, meta)) if version == "binary" else _texts(data, meta, key)
     if len(class_names) != classes:
         raise UserError(f"{meta} has {len(class_names)} names, but CIFAR-{classes} has {classes} classes")
     parts = [
@@ -154,10 +155,3 @@ def _texts(data: bytes, name: str, key: str) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{name} does not contain a list of names {key!r}")
     return tuple(texts)
-
-
-def _text(data: bytes, name: str) -> tuple[str, ...]:
-    try:
-        return tuple(line.strip() for line in data.decode().splitlines() if line.strip())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not text in UTF-8: {error}") from error

@@ -1,7 +1,4 @@
-"""Shared by readers: the split that a name contains, the columns of image and label, the classes of labels.
-
-This module imports only the standard library, as `folder` does.
-"""
+"""Shared by readers: the split that a name contains, the columns of image and label, the classes of labels."""
 
 from __future__ import annotations
 

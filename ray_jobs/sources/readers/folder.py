@@ -9,8 +9,7 @@ In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layout
     root/site/metadata.jsonl                      split and a group that must stay in one split (a patient, a site), as
     root/train/metadata.parquet                   CSV, JSON lines or Parquet, in any folders
 
-Folders around the whole content of an archive are ignored. Out: `scan` lists entries without opening an image. The
-module imports only the standard library at the top, because `vitflow init` uses it.
+Folders around the whole content of an archive are ignored. Out: `scan` lists entries without opening an image.
 """
 
 from __future__ import annotations
@@ -22,9 +21,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipelines.file_names import left_by_a_system, parts_of
+from pipelines.spec import FolderSource
+from ray_jobs.sources.archives import containers, entries
+from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.readers.features import SPLIT_WORDS, one_spelling, split_in
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -36,12 +38,6 @@ from ray_jobs.sources.readers.label_tables import (
     read_table,
 )
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from pipelines.spec import FolderSource
-    from ray_jobs.sources.archives import entries
-    from ray_jobs.sources.archives.containers import Member
-    from ray_jobs.sources.archives.entries import Bad, Files
 
 EXTENSIONS = tuple(
     f".{name}"
@@ -159,18 +155,16 @@ def arrange(
     return Listing(str(root), class_names, entries, ignored)
 
 
-class Found(NamedTuple):
+class FolderImages(NamedTuple):
     """The images of a source, the position of each file's bytes by its key, and the files that cannot be used."""
 
     listing: Listing
     members: dict[str, Member]
-    bad: list[Bad]
+    unusable: list[Unusable]
 
 
-def find(source: FolderSource, files: Files) -> Found:
+def find(source: FolderSource, files: Files) -> FolderImages:
     """List every image below the root, or in the archive. Raises as `scan`, and for an archive that is damaged."""
-    from ray_jobs.sources.archives import containers
-
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
         scanned = scan(Path(source.root), columns, files.keys())
@@ -178,26 +172,27 @@ def find(source: FolderSource, files: Files) -> Found:
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in scanned.entries
         }
-        return Found(scanned, members, [])
-    members, bad = _members(source, files)
-    if bad and not members:
+        return FolderImages(scanned, members, [])
+    members, unusable = _members(source, files)
+    if unusable and not members:
         raise UserError(
-            f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
+            f"{source.root}: none of its {len(unusable):,} files can be used, such as {unusable[0].key}: "
+            f"{unusable[0].reason}"
         )
     tables = {
         key: containers.read_member(files, members[key])
         for key in check_tables(source.root, members, EXTENSIONS)
     }
-    return Found(arrange(source.root, list(members), tables, columns), members, bad)
+    return FolderImages(arrange(source.root, list(members), tables, columns), members, unusable)
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
     """List every image below the root, or in the archive, with the position of its bytes."""
-    from ray_jobs.sources.archives import entries
-
-    scanned, members, bad = find(source, files)
+    scanned, members, unusable = find(source, files)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
-    return entries.Listing(scanned.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(scanned))
+    return entries.Listing(
+        scanned.class_names, entries.table(rows), unusable=tuple(unusable), notes=_notes(scanned)
+    )
 
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
@@ -224,10 +219,9 @@ def _extensions(keys: Sequence[str]) -> str:
     )
 
 
-def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
+def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Unusable]]:
     """Return the files by their path in the archive or below s3://bucket/prefix, and the refused ones."""
     from pipelines.files import s3
-    from ray_jobs.sources.archives import containers
 
     name = PurePosixPath(source.root).name
     if list(files) != parts_of(name, files):
@@ -242,8 +236,6 @@ def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], lis
 
 
 def _whole(key: str, size: int) -> Member:
-    from ray_jobs.sources.archives.containers import Member
-
     return Member(key, key, 0, size, "stored", size)
 
 

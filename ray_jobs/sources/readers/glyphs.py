@@ -19,9 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from pipelines.spec import GlyphSource
@@ -29,9 +30,6 @@ from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8
 from ray_jobs.sources.archives.entries import Files, Listing, table
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # The other fonts of the 40 in the wheel are not Unicode text fonts: LastResort has a placeholder box for every code
 # point, cmex/cmmi/cmsy encode symbols as letters, STIXSiz*/STIXNonUni*/*Display are fragments.

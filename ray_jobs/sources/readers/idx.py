@@ -60,7 +60,7 @@ def listing(source: IdxSource, files: Files) -> Listing:
         )
     )
     size = ImageSize(height=height, width=width, channels=channels)
-    return Listing(tuple(source.class_names[label] for label in source.kept()), table(entries), size)
+    return Listing(tuple(source.class_names[label] for label in source.selected()), table(entries), size)
 
 
 def rows(source: IdxSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
@@ -75,7 +75,7 @@ def _read(source: IdxSource, located: tuple[tuple[str, str], ...]) -> Images:
         name: containers.local(files, name) if path.startswith("s3://") else Path(path)
         for name, path in located
     }
-    return read(paths, len(source.class_names), source.kept())
+    return read(paths, len(source.class_names), source.selected())
 
 
 def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) -> Images:

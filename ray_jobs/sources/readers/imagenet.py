@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from pipelines.spec.archives import (
     IMAGENET_DEVKIT,
@@ -29,9 +28,8 @@ from pipelines.spec.archives import (
     ImageNetSource,
 )
 from ray_jobs.sources import hash_fraction
-from ray_jobs.sources.archives.arrays import read_mat
+from ray_jobs.sources.archives.arrays import read_array
 from ray_jobs.sources.archives.containers import (
-    Member,
     contents,
     each_contents,
     members,
@@ -39,7 +37,7 @@ from ray_jobs.sources.archives.containers import (
     read_file,
     read_member,
 )
-from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
+from ray_jobs.sources.archives.entries import Files, Listing, Member, Unusable, place, table
 from vit_model.errors import UserError
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
@@ -64,17 +62,17 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     """
     devkit = read_devkit(files)
     rank = {wnid: label for label, wnid in enumerate(devkit.wnids)}
-    bad: list[Bad] = []
+    unusable: list[Unusable] = []
 
     def rows() -> Iterator[dict[str, Any]]:
-        for wnid, images in synsets(files, tars_in(files, IMAGENET_TRAIN, bad), bad):
+        for wnid, images in synsets(files, tars_in(files, IMAGENET_TRAIN, unusable), unusable):
             if wnid not in rank:
                 raise UserError(f"{files[IMAGENET_TRAIN]} has {wnid}.tar, which is not a class of the devkit")
             for member in images:
                 key = f"train/{wnid}/{member.path}"
                 dev = hash_fraction(SALT, key) < source.dev_fraction
                 yield row(key, rank[wnid], "dev" if dev else "train", member)
-        yield from _validation(files, devkit, bad)
+        yield from _validation(files, devkit, unusable)
 
     entries = table(rows())
     trained = set(pc.unique(entries.filter(pc.not_equal(entries["split"], "test"))["label"]).to_pylist())
@@ -85,7 +83,7 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
         *_missing_classes(lost),
         *_real_note(entries.filter(pc.equal(entries["split"], "test")), files),
     )
-    return Listing(names, entries, bad=tuple(bad), notes=notes)
+    return Listing(names, entries, unusable=tuple(unusable), notes=notes)
 
 
 def _missing_classes(lost: Sequence[str]) -> tuple[str, ...]:
@@ -113,9 +111,9 @@ def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
     )
 
 
-def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[str, Any]]:
+def _validation(files: Files, devkit: Devkit, unusable: list[Unusable]) -> Iterator[dict[str, Any]]:
     images, refused = contents(files, IMAGENET_VAL)
-    bad += refused
+    unusable += refused
     real = _real_labels(files, len(devkit.val_labels), len(devkit.wnids))
     numbers = set()
     odd: list[str] = []
@@ -131,7 +129,9 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
         numbers.add(number)
         entry = row(f"val/{match[1]}", devkit.val_labels[number], "test", member)
         yield entry | ({} if real is None else {"labels": real[number]})
-    bad += [Bad(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd]
+    unusable += [
+        Unusable(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd
+    ]
     if len(numbers) < len(devkit.val_labels):
         other = f"; {odd[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if odd else ""
         raise UserError(
@@ -147,7 +147,7 @@ def read_devkit(files: Files) -> Devkit:
     for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
         if name not in by_name:
             raise UserError(f"{where} does not contain data/{name}")
-    leaves = _leaves(where, read_member(files, by_name["meta.mat"]))
+    leaves = _leaves(files, f"{IMAGENET_DEVKIT}::{by_name['meta.mat'].path}")
     wnids = tuple(sorted(wnid for wnid, _ in leaves.values()))
     words = dict(leaves.values())
     rank = {wnid: label for label, wnid in enumerate(wnids)}
@@ -161,26 +161,18 @@ def read_devkit(files: Files) -> Devkit:
     return Devkit(wnids, tuple(words[wnid] for wnid in wnids), labels)
 
 
-def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
+def _leaves(files: Files, meta: str) -> dict[int, tuple[str, str]]:
     """Return ILSVRC2012_ID -> (WNID, words) of the synsets without children in meta.mat's struct array `synsets`."""
     try:
-        synsets = np.ravel(read_mat(data)["synsets"])
-        rows = [
-            (int(_only(one["ILSVRC2012_ID"])), str(_only(one["WNID"])), str(_only(one["words"])))
-            for one in synsets
-            if not int(_only(one["num_children"]))
-        ]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
-    if len({wnid for _, wnid, _ in rows}) != len(rows) or len({number for number, *_ in rows}) != len(rows):
-        raise UserError(f"{where}: meta.mat has a duplicate synset")
-    return {number: (wnid, words) for number, wnid, words in rows}
-
-
-def _only(value: NDArray[Any]) -> Any:
-    """Return the single number or text of a field, which MATLAB stores as an array."""
-    (only,) = np.ravel(value)
-    return only
+        synsets = read_array(files, meta, "synsets", np.void, (None,))
+        leaves = synsets[synsets["num_children"] == 0]
+        numbers = leaves["ILSVRC2012_ID"].astype(int).tolist()
+        names = list(zip(*(leaves[field].astype(str).tolist() for field in ("WNID", "words")), strict=True))
+    except ValueError as error:  # numpy's for a missing field, and UserError
+        raise UserError(f"{meta} is damaged, or has no synsets: {error}") from error
+    if len({wnid for wnid, _ in names}) != len(names) or len(set(numbers)) != len(numbers):
+        raise UserError(f"{meta} has a duplicate synset")
+    return dict(zip(numbers, names, strict=True))
 
 
 def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | None:
@@ -206,13 +198,15 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
 # ------------------------------------------------------------------------------------------------- shared
 
 
-def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tuple[str, list[Member]]]:
+def synsets(
+    files: Files, chains: Iterable[str], unusable: list[Unusable]
+) -> Iterator[tuple[str, list[Member]]]:
     """Yield (WNID, images) of tars of a synset, sorted by WNID; refused members go to `bad`. Raises UserError."""
     tars: dict[str, str] = {}
-    others: list[Bad] = []
+    others: list[Unusable] = []
     for chain in chains:
         if not (match := SYNSET_TAR.fullmatch(chain.rpartition("::")[2])):
-            others.append(Bad(chain, "it is no tar of a synset", outermost(files, chain)))
+            others.append(Unusable(chain, "it is no tar of a synset", outermost(files, chain)))
         elif match[1] in tars:
             raise UserError(f"duplicate {match[1]}.tar: {tars[match[1]]} and {chain}")
         else:
@@ -222,19 +216,19 @@ def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tup
             f"{others[0].file} contains no synset tars (expected names of n and 8 digits, such as n01440764.tar); "
             f"it contains {len(others):,} other files, such as {others[0].key}"
         )
-    bad += others
+    unusable += others
     wnids = sorted(tars)
     for wnid, (images, refused) in zip(
         wnids, each_contents(files, (tars[one] for one in wnids)), strict=True
     ):
-        bad += refused
+        unusable += refused
         yield wnid, images
 
 
-def tars_in(files: Files, name: str, bad: list[Bad]) -> list[str]:
+def tars_in(files: Files, name: str, unusable: list[Unusable]) -> list[str]:
     """Return the chains of the members of a tar of tars; refused members go to `bad`."""
     tars, refused = contents(files, name)
-    bad += refused
+    unusable += refused
     return [f"{name}::{member.path}" for member in tars]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipelines.spec.archives import ImageNet21kSource
 from ray_jobs.sources import hash_fraction
-from ray_jobs.sources.archives.entries import Bad, Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, Unusable, table
 from ray_jobs.sources.readers.imagenet import SALT, SYNSET_TAR, row, synsets, tars_in
 from vit_model.errors import UserError
 
@@ -24,14 +24,14 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
     Raises:
         UserError: a duplicate synset, or none with enough images.
     """
-    bad: list[Bad] = []
+    unusable: list[Unusable] = []
     kept: list[str] = []
     left_out: list[str] = []
     (first, *_) = files
-    chains = list(files) if SYNSET_TAR.fullmatch(first) else tars_in(files, first, bad)
+    chains = list(files) if SYNSET_TAR.fullmatch(first) else tars_in(files, first, unusable)
 
     def rows() -> Iterator[dict[str, Any]]:
-        for wnid, images in synsets(files, chains, bad):
+        for wnid, images in synsets(files, chains, unusable):
             if len(images) < source.min_images:
                 left_out.append(wnid)
                 continue
@@ -49,4 +49,4 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
     notes = [f"no official splits: {source.held_out:.2%} each are dev and test by a hash of names"]
     if left_out:
         notes.append(f"left out, with fewer than {source.min_images} images: {', '.join(left_out)}")
-    return Listing(tuple(kept), entries, bad=tuple(bad), notes=tuple(notes))
+    return Listing(tuple(kept), entries, unusable=tuple(unusable), notes=tuple(notes))

@@ -3,8 +3,7 @@
     file_name,label,split,patient          {"file_name": "1.jpg", "label": "cat"}
     1.jpg,cat,train,p7                     {"file_name": "2.jpg", "label": 3}
 
-A file name is relative to the table's folder. This module imports only the standard library at the top, as `folder`
-does.
+A file name is relative to the table's folder.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from vit_model.errors import UserError
 
@@ -130,9 +132,6 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
 
 def _parquet(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
     """Return the names of the columns, and (position, values) of each row."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         table = pq.read_table(pa.BufferReader(data))
     except (OSError, ValueError, pa.ArrowException) as error:

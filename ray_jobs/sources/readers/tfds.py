@@ -167,7 +167,7 @@ def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str
     """Return the names in <feature>.labels.txt, else as many numbers as features.json has classes; None: neither."""
     name = f"{label.replace('/', '-')}.labels.txt"
     if name in files:
-        return _text(containers.read_file(files, name), name).splitlines()
+        return containers.text(containers.read_file(files, name), name).splitlines()
     feature = _features(features)[label][1]
     older = feature.get("content")
     number = feature.get("classLabel", {}).get("numClasses")
@@ -177,13 +177,6 @@ def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str
         return [str(value) for value in range(int(number))] if number else None
     except (ValueError, TypeError) as error:
         raise UserError(f"features.json: {label!r} has {number!r} classes, which is not a number") from error
-
-
-def _text(data: bytes, where: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not text in UTF-8: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------- records
@@ -237,7 +230,7 @@ def _reader(files: Files, name: str) -> Any:
 def _label(values: Values | None, name: str) -> int | str:
     if not values or len(values) != 1 or isinstance(values[0], float):
         raise UserError(f"feature {name!r} is not one whole number or text")
-    return _text(values[0], f"feature {name!r}") if isinstance(values[0], bytes) else values[0]
+    return containers.text(values[0], f"feature {name!r}") if isinstance(values[0], bytes) else values[0]
 
 
 def _group(values: dict[str, Values], name: str) -> str:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipelines.spec.archives import WebDatasetSource
 from ray_jobs.data.columns import ENTRIES
 from ray_jobs.sources.archives.containers import each_contents, read
-from ray_jobs.sources.archives.entries import Bad, Files, Listing, Member, place, table
+from ray_jobs.sources.archives.entries import Files, Listing, Member, Unusable, place, table
 from ray_jobs.sources.readers.features import Classes, classes_of, one_spelling, splits_of_files
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model.errors import UserError
@@ -42,15 +42,15 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
     Raises:
         UserError: fields or labels do not fit, or a shard's name contains two splits.
     """
-    bad: list[Bad] = []
+    unusable: list[Unusable] = []
     splits, notes = splits_of_files(files)
     labels: list[int | str] = []
     tables, skipped = [ENTRIES.empty_table()], 0
     for shard, (members, refused) in zip(splits, each_contents(files, splits), strict=True):
-        bad += refused
+        unusable += refused
         samples: list[Sample] = []
         for one in _samples(source, shard, members):
-            samples.append(one) if isinstance(one, Sample) else bad.append(one)
+            samples.append(one) if isinstance(one, Sample) else unusable.append(one)
         rows = []
         texts = read(files, table(_member(sample, sample.label) for sample in samples))
         grouped = [_member(sample, sample.group) for sample in samples if sample.group is not None]
@@ -63,7 +63,7 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
                 group = None if source.group is None else str(_label(source.group, group_data))
             except UserError as error:
                 reason = f"its {what} can't be used: {error}"
-                bad.append(Bad(sample.key, reason, shard, sample.label.offset))
+                unusable.append(Unusable(sample.key, reason, shard, sample.label.offset))
                 continue
             if isinstance(label, int) and label < 0:
                 skipped += 1
@@ -72,9 +72,9 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
             row = {"key": sample.key, "label": 0, "split": splits[shard], "group": group}
             rows.append(row | place(sample.image))
         tables.append(table(rows))
-    if bad and not labels:
+    if unusable and not labels:
         raise UserError(
-            f"{source.root} contains no usable sample, such as {bad[0].key}: {bad[0].reason}. "
+            f"{source.root} contains no usable sample, such as {unusable[0].key}: {unusable[0].reason}. "
             "Name the fields as source.image and source.label (json.KEY for a key in JSON)"
         )
     classes = _classes(source, set(labels))
@@ -83,10 +83,10 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
     entries = pa.concat_tables(tables).set_column(where, ENTRIES.field(where), numbers)
     notes = (*classes.notes, *notes)
     notes += (f"{skipped} samples have a negative label and are left out",) if skipped else ()
-    return Listing(classes.names, entries, bad=tuple(bad), notes=notes)
+    return Listing(classes.names, entries, unusable=tuple(unusable), notes=notes)
 
 
-def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Bad]:
+def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Unusable]:
     label_field = source.label.partition(".")[0]
     group_field = label_field if source.group is None else source.group.partition(".")[0]
     named = [(*_key_and_field(member.path), member) for member in members]
@@ -105,10 +105,10 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
             missing = label_field if label_field not in fields else group_field
             missing = missing if images else source.image or "image"
             reason = f"the sample has no field {missing}; it has {', '.join(sorted(fields))}"
-            yield Bad(f"{shard}/{key}", reason, shard)
+            yield Unusable(f"{shard}/{key}", reason, shard)
         elif max(fields[label_field].size, fields[group_field].size) > MAX_LABEL_BYTES:
             reason = f"its label or its group has more than {MAX_LABEL_BYTES:,} bytes"
-            yield Bad(f"{shard}/{key}", reason, shard)
+            yield Unusable(f"{shard}/{key}", reason, shard)
         else:
             image = fields[images[0]]
             together = None if source.group is None else fields[group_field]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Member
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, open_image
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def by_path(files: Files, file: str) -> dict[str, Member]:
@@ -24,7 +22,7 @@ def by_path(files: Files, file: str) -> dict[str, Member]:
 
 def lines_of(files: Files, file: str, members: dict[str, Member], path: str) -> list[str]:
     """Return the lines, except empty ones, of a small text file in an archive. Raises UserError if it is missing."""
-    return lines(content(files, file, members, path), path)
+    return containers.lines(content(files, file, members, path), path)
 
 
 def content(files: Files, file: str, members: dict[str, Member], path: str, limit: int = 2**26) -> bytes:
@@ -32,19 +30,6 @@ def content(files: Files, file: str, members: dict[str, Member], path: str, limi
     if path not in members:
         raise UserError(f"{file} does not contain {path}. Use the authors' archive")
     return containers.read_member(files, members[path], limit)
-
-
-def lines(data: bytes, name: str) -> list[str]:
-    """Return the stripped lines of a text, except empty ones. Raises UserError if the data is not text."""
-    return [line.strip() for line in text(data, name).splitlines() if line.strip()]
-
-
-def text(data: bytes, name: str) -> str:
-    """Decode a file's bytes as text. Raises UserError if the data is not text."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not text in UTF-8: {error}") from error
 
 
 def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:

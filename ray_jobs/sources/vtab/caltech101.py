@@ -47,7 +47,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
     if source.membership is None:
         train, membership = drawn(classes), _SORTED
     else:
-        train = set(archives.lines(containers.read_file(files, "membership"), "membership"))
+        train = set(containers.lines(containers.read_file(files, "membership"), "membership"))
         membership = f"splits by the supplied list of {len(train):,} images of TFDS's train split"
     paths = [f"{folder}/{file}" for folder, files_of_class in classes.items() for file in files_of_class]
     keys = [path for path in paths if path.endswith(".jpg")]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.arrays import hdf5_array, hdf5_rows, hdf5_slice
+from ray_jobs.sources.archives.arrays import read_array
 from ray_jobs.sources.archives.entries import Files, Listing, Member
 from ray_jobs.sources.vtab import pixels, splits
 from ray_jobs.sources.vtab.splits import Records
@@ -36,7 +36,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
     """List the records that VTAB uses. Raises UserError for files that are not in their authors' format."""
     names = CLASS_NAMES[source.task]
     if source.task == "patch_camelyon":
-        parts = {part: _patches(files, part) for part in _PCAM}
+        parts = {part: _pcam_records(files, part) for part in _PCAM}
         return splits.listing(source, names, parts, image=ImageSize(height=PATCH, width=PATCH, channels=3))
     raw = "raw pixels: VTAB's are scaled, sharpened and cropped (btgraham-300); not comparable with published results"
     note = raw if source.pixels == "raw" else "pixels: btgraham-300, JPEG of quality 72, as TFDS makes them"
@@ -45,15 +45,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Yield Patch Camelyon's images [96, 96, 3] with these numbers of the listing."""
-    sizes = {part: len(_tumours(files, part)) for part in _PCAM}
-    places = [splits.row_place(sizes, number) for number in numbers]
-    images = np.empty((len(numbers), PATCH, PATCH, 3), np.uint8)  # at most a shard
-    for part, size in sizes.items():
-        if in_part := [index for index, (part_of_image, _) in enumerate(places) if part_of_image == part]:
-            path = containers.local(files, _pcam_file(part, "x"))
-            array = hdf5_array(path, "x", "u1", (size, PATCH, PATCH, 3))
-            images[in_part] = hdf5_rows(array, [places[index][1] for index in in_part])
-    yield from images
+    yield from splits.rows({part: _patches(files, part) for part in _PCAM}, numbers)
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
@@ -64,19 +56,21 @@ def processed(source: VtabSource, key: str, image: bytes) -> bytes:
 # ------------------------------------------------------------------------------------------------- Patch Camelyon
 
 
-def _pcam_file(part: str, array: str) -> str:
-    return f"camelyonpatch_level_2_split_{_PCAM[part]}_{array}.h5.gz"
-
-
-def _patches(files: Files, part: str) -> Records:
-    labels = _tumours(files, part)
-    return Records([f"{_PCAM[part]}_{number}" for number in range(len(labels))], labels.tolist())
+def _patches(files: Files, part: str) -> NDArray[np.uint8]:
+    """Return the images of a part [n, 96, 96, 3]."""
+    file = f"camelyonpatch_level_2_split_{_PCAM[part]}_x.h5.gz"
+    return read_array(files, file, "x", np.uint8, (len(_tumours(files, part)), PATCH, PATCH, 3))
 
 
 def _tumours(files: Files, part: str) -> NDArray[np.integer]:
-    """Return the labels of a part; 1: the inner 32 x 32 pixels contain tumour tissue."""
-    path = containers.local(files, _pcam_file(part, "y"))
-    return hdf5_slice(hdf5_array(path, "y", None, (None, 1, 1, 1)), np.s_[:]).reshape(-1)
+    """Return the labels of a part [n]; 1: the inner 32 x 32 pixels contain tumour tissue."""
+    file = f"camelyonpatch_level_2_split_{_PCAM[part]}_y.h5.gz"
+    return read_array(files, file, "y", np.integer, (None, 1, 1, 1)).reshape(-1)
+
+
+def _pcam_records(files: Files, part: str) -> Records:
+    labels = _tumours(files, part)
+    return Records([f"{_PCAM[part]}_{number}" for number in range(len(labels))], labels.tolist())
 
 
 # ------------------------------------------------------------------------------------------------- Retinopathy

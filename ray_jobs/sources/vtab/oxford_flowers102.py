@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.arrays import read_mat
+from ray_jobs.sources.archives.arrays import read_array
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
@@ -49,11 +48,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 def _whole_numbers(files: Files, file: str, name: str, largest: int) -> NDArray[np.int64]:
     """Return the variable of this name, numbers from 1 to `largest`, [n]. Raises UserError for anything else."""
-    numbers = read_mat(containers.read_file(files, file)).get(name)
-    if (
-        numbers is None
-        or numbers.dtype.kind not in "iuf"
-        or not np.isin(numbers, range(1, largest + 1)).all()
-    ):
+    numbers = read_array(files, file, name, np.number, (1, None)).reshape(-1)
+    if not np.isin(numbers, range(1, largest + 1)).all():
         raise UserError(f"{file}: expected a variable {name} with numbers from 1 to {largest}")
-    return numbers.reshape(-1).astype(np.int64)
+    return numbers.astype(np.int64)

@@ -72,7 +72,7 @@ def _kitti(files: Files) -> dict[str, Records]:
     images = _numbered(files, "data_object_image_2.zip", "training/image_2", ".png")
     annotations = _numbered(files, "data_object_label_2.zip", "training/label_2", ".txt")
     rand, mapping = (
-        archives.text(containers.read_file(files, f"devkit_object.zip::mapping/{name}.txt"), f"{name}.txt")
+        containers.text(containers.read_file(files, f"devkit_object.zip::mapping/{name}.txt"), f"{name}.txt")
         for name in ("train_rand", "train_mapping")
     )
     drives = scene_labels.kitti_drives(rand, mapping)
@@ -108,7 +108,7 @@ def _texts(files: Files, members: list[Member]) -> list[str]:
     for member, data in zip(members, contents, strict=True):
         if isinstance(data, UserError):
             raise UserError(f"{member.file}: {member.path}: {data}") from data
-        texts.append(archives.text(data, f"{member.file}: {member.path}"))
+        texts.append(containers.text(data, f"{member.file}: {member.path}"))
     return texts
 
 

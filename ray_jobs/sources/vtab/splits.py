@@ -12,19 +12,17 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.sources.archives.entries import Bad, Listing, Member, table
+from ray_jobs.sources.archives.entries import Listing, Member, Unusable, table
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 PARTS = ("train", "validation", "test")
 """The names of TFDS's splits, which also are the salts of their hashes."""
@@ -207,7 +205,7 @@ def listing(
         whole = (f"all of TFDS's train, of which the last {source.dev_fraction:.0%} is dev; not VTAB-1k",)
     starts = dict(zip(PARTS, _starts({part: len(each) for part, each in keys.items()}), strict=True))
     rows: list[dict[str, Any]] = []
-    bad: list[Bad] = []
+    unusable: list[Unusable] = []
     for part, number, split in chosen:
         records = parts[part]
         label = int(records.labels[number])
@@ -225,9 +223,9 @@ def listing(
             place = {name: getattr(member, name) for name in ("file", "offset", "length", "codec")}
             rows.append(row | place)
         else:
-            bad.append(Bad(key, "not in the archive"))
+            unusable.append(Unusable(key, "not in the archive"))
     confirmed = incomplete or (_confirmed(task, keys, in_vtab_1k, membership),)
-    return Listing(tuple(class_names), table(rows), image, tuple(bad), (*whole, *confirmed, *notes))
+    return Listing(tuple(class_names), table(rows), image, tuple(unusable), (*whole, *confirmed, *notes))
 
 
 def _confirmed(
@@ -248,6 +246,14 @@ def _confirmed(
         trusted = "; keys are running numbers, so that the records' order is taken from the file" * numbered
         return f"splits confirmed by the check values of train800 and val200{trusted}"
     return f"splits not confirmed: check values {' and '.join(actual)}, VTAB's are {' and '.join(expected)}"
+
+
+def rows(parts: Mapping[str, NDArray[Any]], numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
+    """Yield the rows of these arrays, one for each TFDS split, to which `listing` gave these numbers."""
+    sizes = {part: len(images) for part, images in parts.items()}
+    for number in numbers:
+        part, row = row_place(sizes, number)
+        yield parts[part][row]
 
 
 def row_place(sizes: Mapping[str, int], number: int) -> tuple[str, int]:

@@ -55,7 +55,7 @@ def _list(files: Files, name: str) -> list[str]:
     if data[:2] == b"PK":
         members = archives.by_path(files, name)
         data = archives.content(files, name, members, f"tensorflow_datasets/image_classification/{name}")
-    lines = archives.lines(data, name)
+    lines = containers.lines(data, name)
     if wrong := [line for line in lines if not line.startswith("/") or line.count("/") < 3]:
         raise UserError(f"{name}: expected lines like /a/abbey/sun_aaalbzqrimafwbiv.jpg, not {wrong[0]!r}")
     return [line for line in lines if line not in _SKIPPED]

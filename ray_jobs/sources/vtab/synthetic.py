@@ -6,13 +6,7 @@ grey images of 64 and 96 pixels per side.
 
 from __future__ import annotations
 
-import struct
-import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +14,7 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.arrays import (
-    MAX_BLOCK,
-    hdf5_array,
-    hdf5_slice,
-    npy_header,
-    npz_member,
-    read_norb,
-    read_npz,
-)
+from ray_jobs.sources.archives.arrays import read_array, read_norb
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
@@ -43,7 +29,6 @@ _NORB_FILES = {
 _LATENTS = (1, 3, 6, 40, 32, 32)  # colour, shape, scale, orientation, x, y
 _ORIENTATION, _X = 3, 4  # columns of dSprites' latents
 _ELEVATION, _AZIMUTH = 1, 2  # columns of SmallNORB's info
-_BLOCK = 2**25  # bytes of images to read at once
 
 
 def location(x: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -70,7 +55,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
     """List the records that VTAB uses. Raises UserError for files that are not in their authors' format."""
     names = CLASS_NAMES[source.task]
     if source.task.startswith("dsprites"):
-        latents = _latents(containers.local(files, _DSPRITES))
+        latents = _latents(files)
         label = (
             location(latents[:, _X])
             if source.task == "dsprites_loc"
@@ -91,92 +76,33 @@ def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[N
     dSprites' 0 and 1 become 0 and 255; of SmallNORB's pairs the first camera's images are used.
     """
     if source.task.startswith("dsprites"):
-        packed_numbers, packed = _sprites(source, containers.local(files, _DSPRITES))
-        for position in np.searchsorted(packed_numbers, numbers):
-            yield np.unpackbits(packed[position]).reshape(SPRITE, SPRITE, 1) * np.uint8(255)
+        name = _names(files)[0]
+        sprites = read_array(files, _DSPRITES, name, np.uint8, (len(_latents(files)), SPRITE, SPRITE))
+        for number in numbers:
+            if (image := sprites[number]).max() > 1:
+                raise UserError(f"{_DSPRITES} has pixels of value {image.max()}; expected 0 and 1")
+            yield image[:, :, None] * np.uint8(255)
         return
-    sizes = {part: len(_norb_info(files, part)) for part in _NORB_FILES}
-    places = [splits.row_place(sizes, number) for number in numbers]
-    images = {
-        part: _norb_images(
-            containers.local(files, f"{_NORB_FILES[part]}-dat.mat.gz"),
-            sizes[part],
-            [row for part_of_image, row in places if part_of_image == part],
-        )
-        for part in sizes
-    }
-    for part, _ in places:
-        yield next(images[part])
+    parts = {part: _norb_images(files, part)[:, 0, :, :, None] for part in _NORB_FILES}
+    yield from splits.rows(parts, numbers)
 
 
 # ------------------------------------------------------------------------------------------------- dSprites
 
 
-def _is_npz(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\3\4"
+def _names(files: Files) -> tuple[str, str]:
+    """Return the names of the images and of the latent classes; the npz has the same content as the HDF5 file."""
+    with containers.local(files, _DSPRITES).open("rb") as file:
+        return ("imgs", "latents_classes") if file.read(2) == b"PK" else ("imgs", "latents/classes")
 
 
-def _latents(path: Path) -> NDArray[np.int64]:
+def _latents(files: Files) -> NDArray[np.int64]:
     """Return the latent classes [n, 6]. Raises UserError for a class out of its range."""
-    if _is_npz(path):
-        latents = read_npz(path, ["latents_classes"])["latents_classes"]
-    else:
-        latents = hdf5_slice(hdf5_array(path, "latents/classes", "<i8", (None, 6)), np.s_[:])
-    if latents.dtype != np.int64 or latents.ndim != 2 or latents.shape[1] != 6 or not len(latents):
-        raise UserError(f"{path.name}: latent classes are {latents.dtype} {latents.shape}, not int64 [n, 6]")
-    if latents.min() < 0 or (latents.max(0) >= _LATENTS).any():
-        raise UserError(
-            f"{path.name}: latent classes reach {latents.max(0).tolist()}; expected less than {_LATENTS}"
-        )
-    return cast(NDArray[np.int64], latents)
-
-
-@lru_cache(maxsize=1)  # a task reads several shards of one source
-def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Return ascending numbers [n] and bits [n, 512] of the images that VTAB uses: 40 MB of the file's 3 GB.
-
-    The file is read once from beginning to end, in blocks. An npz does not allow reading a single image, and for HDF5
-    it is expensive, because a chunk may contain some pixels of thousands of images.
-    """
-    size = len(_latents(path))
-    dev_fraction = source.dev_fraction if source.subset == "whole" else None
-    chosen, _ = splits.used(source.task, {"train": range(size)}, dev_fraction)
-    numbers = np.array(sorted(one.number for one in chosen))
-    packed, start = [], 0
-    for block in _npz_blocks(path, size) if _is_npz(path) else _hdf5_blocks(path, size):
-        if block.max() > 1:
-            raise UserError(f"{path.name} has pixels of value {block.max()}; expected 0 and 1")
-        first, last = np.searchsorted(numbers, (start, start + len(block)))
-        packed.append(np.packbits(block.reshape(len(block), -1)[numbers[first:last] - start], axis=1))
-        start += len(block)
-    return numbers, np.concatenate(packed)
-
-
-def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield the images [n, 64, 64], whole chunks at a time."""
-    images = hdf5_array(path, "imgs", "u1", (size, SPRITE, SPRITE))
-    chunk = images.chunks[0] if images.chunks else 1
-    length = min(max(_BLOCK // SPRITE**2 // chunk, 1) * chunk, MAX_BLOCK // SPRITE**2)
-    for start in range(0, size, length):
-        yield hdf5_slice(images, np.s_[start : start + length])
-
-
-def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield the images [n, 64, 64] from `imgs.npy`. Raises UserError for a different or damaged array."""
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(npz_member(archive, "imgs")) as file:
-            shape, fortran, dtype = npy_header(file)
-            if (shape, fortran, dtype) != ((size, SPRITE, SPRITE), False, np.dtype("u1")):
-                raise UserError(f"imgs is {dtype} {shape}, not uint8 {(size, SPRITE, SPRITE)}")
-            for start in range(0, size, _BLOCK // SPRITE**2):
-                length = min(_BLOCK // SPRITE**2, size - start) * SPRITE**2
-                data = file.read(length)
-                if len(data) < length:
-                    raise UserError("imgs is truncated")
-                yield np.frombuffer(data, np.uint8).reshape(-1, SPRITE, SPRITE)
-    except (KeyError, ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path.name} is not dSprites' npz, or damaged: {error}") from error
+    latents = read_array(files, _DSPRITES, _names(files)[1], np.int64, (None, 6))
+    if not len(latents) or latents.min() < 0 or (latents.max(0) >= _LATENTS).any():
+        reach = latents.max(0, initial=0).tolist()
+        raise UserError(f"{_DSPRITES}: latent classes reach {reach}; expected 0 to less than {_LATENTS}")
+    return latents
 
 
 # ------------------------------------------------------------------------------------------------- SmallNORB
@@ -185,10 +111,19 @@ def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
 def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
     """Return instance, elevation, azimuth and lighting [n, 4] of the pairs in one of SmallNORB's two parts."""
     name = f"{_NORB_FILES[part]}-info.mat.gz"
-    info = read_norb(containers.read_file(files, name))
+    info = read_norb(files, name)
     if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
         raise UserError(f"{name} is {info.dtype} {info.shape}, not int32 [n, 4]")
     return info
+
+
+def _norb_images(files: Files, part: str) -> NDArray[np.uint8]:
+    """Return the pairs of images [n, 2, 96, 96] of a part."""
+    name, size = f"{_NORB_FILES[part]}-dat.mat.gz", len(_norb_info(files, part))
+    pairs = read_norb(files, name)
+    if pairs.dtype != np.uint8 or pairs.shape != (size, 2, NORB, NORB):
+        raise UserError(f"{name} is {pairs.dtype} {pairs.shape}, not uint8 {(size, 2, NORB, NORB)}")
+    return pairs
 
 
 def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
@@ -198,17 +133,3 @@ def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
     if (info[:, _AZIMUTH] % 2).any():
         raise UserError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; expected 0, 2, ... 34")
     return Records(range(len(info)), (info[:, _AZIMUTH] // 2).tolist())
-
-
-def _norb_images(path: Path, size: int, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Yield the first camera's images of these pairs from a matrix uint8 [size, 2, 96, 96]."""
-    header = struct.pack("<6i", 0x1E3D4C55, 4, size, 2, NORB, NORB)
-    with path.open("rb") as file:
-        if file.read(len(header)) != header:
-            raise UserError(f"{path.name} is not a matrix of {size} pairs of uint8 {NORB} x {NORB}")
-        for number in numbers:
-            file.seek(len(header) + number * 2 * NORB**2)
-            data = file.read(NORB**2)
-            if len(data) < NORB**2:
-                raise UserError(f"{path.name} is truncated: it ends in pair {number}")
-            yield np.frombuffer(data, np.uint8).reshape(NORB, NORB, 1)

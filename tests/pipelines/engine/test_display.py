@@ -3,8 +3,15 @@
 import io
 
 from rich.console import Console
+from rich.progress_bar import ProgressBar
 
-from pipelines.engine.display import RunDisplay
+from pipelines.engine.display import RunDisplay, in_words
+from pipelines.engine.status import Status
+from pipelines.store import ProgressLine
+
+
+def progress(done: int, total: int) -> str:
+    return ProgressLine(done=done, total=total, unit="step").encode()
 
 
 def shown(*lines: str) -> str:
@@ -35,6 +42,20 @@ def test_the_libraries_own_lines_are_left_out_and_their_warnings_are_not() -> No
 
 
 def test_progress_is_thinned_out_and_errors_are_not() -> None:
-    text = shown(*(f"progress step {step}/9" for step in range(9)), *["error: x"] * 3)
-    assert text.count("step") == 1
+    text = shown(*(progress(step, 9) for step in range(9)), *["error: x"] * 3)
+    assert text.count("step 0/9") == text.count("step") == 1
     assert text.count("error: x") == 3
+
+
+def test_the_bar_and_the_logs_are_functions_of_the_record() -> None:
+    """Numbers in a stage's own words are no progress, and a line that only looks like a record stays as it is."""
+    display = RunDisplay(Console(file=io.StringIO(), width=200), width=8)
+    display.stage("pretrain", Status.RUNNING)
+    for line in (f"(pid=3, ip=127.0.0.1) {progress(3, 12)}", "loss [1/2]", 'progress {"done": 1}'):
+        display.line("pretrain", line)
+    assert display.running["pretrain"] == ProgressLine(done=3, total=12, unit="step")
+    bar = next(iter(display._table().columns[3].cells))
+    assert isinstance(bar, ProgressBar) and (bar.completed, bar.total) == (3, 12)
+    assert in_words(f"(pid=3, ip=127.0.0.1) {progress(3, 12)}") == "step 3/12"
+    assert in_words("progress step 3/12") == "progress step 3/12"  # of an earlier version
+    assert in_words('progress {"done": 1}') == 'progress {"done": 1}'

@@ -143,6 +143,19 @@ def test_a_finished_population_keeps_its_key_and_is_cached_but_not_run_again(
         states(store, pipeline)
 
 
+def test_asha_with_several_workers_is_cached_but_not_run(store: Store) -> None:
+    search = {"kind": "asha", "trials": 2, "over": {"learning_rate": [1e-3, 1e-2]}}
+    changes = ("finetune.labels={}", "finetune.learning_rates=[]", f"finetune.search={json.dumps(search)}")
+    changes += ("finetune.steps=60",)
+    two = load_pipeline(str(TINY), (*changes, "finetune.workers=2"))
+    with pytest.raises(
+        RecipeError, match=r"stages\.finetune\.search\.kind: asha .* workers 2; use workers: 1"
+    ):
+        states(store, two)
+    make_all(store, load_pipeline(str(TINY), changes))
+    assert states(store, two)["finetune"] == "cached"
+
+
 def test_a_stage_of_another_recipe_is_no_reason(store: Store, pipeline: Pipeline) -> None:
     make_all(store, pipeline)
     other = parse_pipeline(

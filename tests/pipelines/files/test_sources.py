@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipelines.spec import CIFAR_FILES, RecipeError, Source
+from pipelines.spec import CIFAR_FILES, Source
 from pipelines.spec.files import FileSource
 
 IDX = [
@@ -50,11 +50,3 @@ def test_a_source_reads_these_files_and_leaves_the_others(
     kind: str, read: list[str], left: list[str]
 ) -> None:
     assert [*chosen(source(kind), *read, *left)] == read
-
-
-@pytest.mark.parametrize(
-    "kind", ["idx", "imagenet", "imagenet21k", "webdataset", "hf_parquet", "tfds", "cifar"]
-)
-def test_what_is_missing_is_an_error_of_the_root(kind: str) -> None:
-    with pytest.raises(RecipeError, match=r"^source\.root: /nowhere (does not contain|contains) "):
-        chosen(source(kind), "README.md", "notes.txt")

@@ -10,6 +10,8 @@ from PIL import Image
 from pipelines.machine import init
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import RecipeError
+from tests.support.archives import tar
+from tests.support.cifar import members
 
 
 @pytest.mark.parametrize(
@@ -21,7 +23,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyte
     for label in ("red", "blue"):
         (images / label).mkdir(parents=True)
         Image.new("RGB", (8, 8), label).save(images / label / "1.png")
-    init.write_recipe(file, images, init.Console(quiet=True))
+    init.write_recipe(file, images, "folder", init.Console(quiet=True))
     pipeline = load_pipeline(str(file))
     source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
     assert (source.name, source.root) == (name, str(images))
@@ -41,7 +43,7 @@ def test_an_archive_of_a_folder_is_as_the_folder(
     said = []
     for number, images in enumerate((tmp_path / "in/pets", Path(archive))):
         file = tmp_path / f"{number}.yaml"
-        init.write_recipe(file, images, init.Console())
+        init.write_recipe(file, images, "folder", init.Console())
         source: Any = load_pipeline(str(file)).stages["images"].source  # type: ignore[union-attr]
         assert source.root == str(images)
         said.append(capsys.readouterr().out.replace(str(file), "").replace(str(images), ""))
@@ -53,14 +55,37 @@ def test_an_archive_of_a_folder_is_as_the_folder(
     [
         (b"x", "x.zip is not a tar, zip or RAR"),
         (b"PK\x03\x04", "x.zip is truncated or damaged"),
-        (None, "x.zip is not a folder of images"),
+        (None, r"^source\.root: .*/x.zip is not a folder"),
     ],
 )
 def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "x.zip").write_bytes(content)
     with pytest.raises(RecipeError, match=message):
-        init.write_recipe(tmp_path / "x.yaml", tmp_path / "x.zip", init.Console(quiet=True))
+        init.write_recipe(tmp_path / "x.yaml", tmp_path / "x.zip", "folder", init.Console(quiet=True))
+
+
+def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "_images_per_second", lambda choice: 1000.0)
+    (tmp_path / "cifar-100-binary.tar").write_bytes(tar(members(100, "binary")))
+    init.write_recipe(tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}", init.Console(quiet=True))
+    pipeline = load_pipeline(str(tmp_path / "x.yaml"))
+    source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
+    assert (source.kind, source.classes, source.root) == ("cifar", 100, str(tmp_path))
+    vit: Any = pipeline.stages["vit"]
+    assert vit.resolution == 32
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("digits", "--source: unknown kind 'digits'; expected one of: folder, "),
+        ("vtab", "--source: task .*required"),
+    ],
+)
+def test_a_source_that_does_not_fit_is_named(source: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        init.write_recipe(tmp_path / "x.yaml", tmp_path, source, init.Console(quiet=True))
 
 
 def test_a_recipe_that_cannot_be_read_is_not_left_behind(tmp_path: Path) -> None:

@@ -96,6 +96,21 @@ def test_the_same_images_and_draws_are_paired(store: Store) -> None:
         assert (line[side]["accuracy"], line[side]["low"], line[side]["high"]) == accuracy_interval(right)
 
 
+def test_a_metric_of_predictions_is_compared_like_accuracy(store: Store) -> None:
+    """Each side as scikit-learn computes it, and the difference of both, paired or not."""
+    for other, paired in (("bb", True), ("seed", False)):
+        (line,) = (found := compare(store, "aa", other, "balanced accuracy"))["both"]
+        expected = [right.mean(axis=1).mean() for right in (A, B)]  # all images have one class
+        assert [line[side]["balanced accuracy"] for side in ("a", "b")] == pytest.approx(expected)
+        difference = line["difference"]
+        assert difference["paired"] is paired
+        assert difference["value"] == pytest.approx(expected[1] - expected[0])
+        assert difference["low"] < difference["value"] < difference["high"]
+        assert str(comparison_table(found).title).startswith("balanced accuracy %")
+    with pytest.raises(RecipeError, match=r"--metric macro-f1: .* did you mean 'macro-F1'"):
+        compare(store, "aa", "bb", "macro-f1")
+
+
 @pytest.mark.parametrize("other", ["other_images", "seed"])
 def test_other_images_or_other_draws_are_not_paired(store: Store, other: str) -> None:
     (line,) = compare(store, "aa", other)["both"]

@@ -14,6 +14,7 @@ from PIL import Image
 import pipelines
 from pipelines.files import s3
 from pipelines.files.hashing import cache_folder
+from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
@@ -210,6 +211,9 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
         :2
     ]
     assert found.query("rows", "select max(value) from rows").fetchall() == [(0.5,)]
+    assert len(pipelines.open_store(store.uri).table("accuracies").fetchall()) == 3
+    with pytest.raises(RecipeError, match="did you mean 'accuracies'"):
+        pipelines.open_store(store.uri).table("accuracy")
 
 
 @pytest.fixture

@@ -7,18 +7,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from sklearn.metrics import f1_score
 
+from pipelines.results.accuracies import list_results
 from pipelines.results.query import query
 from pipelines.results.tables import TABLES
 from pipelines.spec import RecipeError
-from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
+from pipelines.store import Layout, LogLine, Store, StoreDamaged, commit, encode_lines, open_store
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from ray_jobs.ingest import _write_quarantine
 from ray_jobs.segment import CONFUSION
-from ray_jobs.sources.archives.entries import Bad
+from ray_jobs.sources.archives.entries import Unusable
 from tests.support.paths import ROOT
 from tests.support.records import flip, make_manifest, row
 
@@ -145,6 +148,89 @@ def test_another_metric_is_another_result_and_pixels_are_beside_their_artifact(t
         r"```sql needs-hours\n(.*?)```", (ROOT / "docs/queries.md").read_text(), re.DOTALL
     )
     assert ask(store, documented) == [(name, 0, "background", 5 / 6), (name, 0, "pet", 3 / 4)]
+
+
+def test_metrics_are_computed_from_predictions(tmp_path: Path) -> None:
+    """As scikit-learn does, per draw; with all labels, whose number is null, too; not with several labels per image."""
+    store, rng = open_store(str(tmp_path)), np.random.default_rng(0)
+    labels = rng.integers(0, 4, 60)
+    draws = [np.where(rng.random(60) < 0.6, labels, rng.integers(0, 5, 60)) for _ in range(2)]
+    rows, predictions = [], []
+    for draw, answers in enumerate(draws):
+        for task in ("digits", "digits (ReaL)"):
+            common = {"task": task, "labels_per_class": None, "draw": draw}
+            rows.append(row(**common, value=float(np.mean(answers == labels)), num_images=60))
+            predictions += [
+                prediction(**common, sample_id=f"{image:02d}", label=int(label), prediction=int(answer))
+                for image, (label, answer) in enumerate(zip(labels, answers, strict=True))
+            ]
+    put(store, "aa" * 32, [*rows, row(metric="mAP", labels_per_class=None)], predictions, stage="tune")
+    sql = "SELECT draw, value, num_images FROM scores WHERE metric = 'macro-F1' ORDER BY draw"
+    expected = [(draw, f1_score(labels, answers, average="macro"), 60) for draw, answers in enumerate(draws)]
+    assert ask(store, sql) == [pytest.approx(line) for line in expected]
+    assert ask(
+        store, "SELECT metric, count(*), count(DISTINCT result) FROM scores GROUP BY ALL ORDER BY ALL"
+    ) == [
+        ("accuracy", 4, 2),
+        ("balanced accuracy", 2, 1),
+        ("mAP", 1, 1),
+        ("macro-F1", 2, 1),
+    ]
+    assert ask(store, "SELECT DISTINCT metric FROM accuracies") == [("accuracy",)]
+    assert list_results(store, None, None, "macro-F1")[0]["mean"] == pytest.approx(
+        np.mean([line[1] for line in expected])
+    )
+
+
+def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    line = {"time": "2026-01-01T00:00:00+00:00", "epoch": 0.5, "loss": 2.5, "learning_rate": 0.1}
+    log = [
+        LogLine.model_validate(line | {"step": 1, "fit": "trial-0-0"}),
+        LogLine.model_validate(line | {"step": 2, "loss": None, "few_shot": {"5-shot dev": 0.25}}),
+    ]
+    searched = {"number": 3, "point": {"mixup": 0.2}, "pruned_at": 4}
+    trial = {"learning_rate": 0.1, "accuracies": [0.5, 0.75], "losses": [1.0, 2.0]}
+    sweeps = {
+        "aa": {"trials": [trial, trial | {"learning_rate": 0.2, "steps": [3, 4]}], "chosen": 0.2},
+        "bb": {"trials": [trial | searched], "chosen": 0.1, "chosen_trial": 3},
+    }
+    speed = {"images": 32, "dtype": "float32", "images_per_second": 10.0, "peak_bytes": None}
+    cost = {
+        "resolution": 8,
+        "parameters": 5,
+        "gflops": 0.5,
+        "device": "a CPU",
+        "threads": 1,
+        "forward": speed,
+    }
+    for key, sweep in sweeps.items():
+        with store.staging(Layout.files("finetune", key, 1)) as staging:
+            (staging.path / "log.jsonl").write_bytes(encode_lines(log))
+            (staging.path / "sweep.json").write_text(json.dumps(sweep | {"selected_on": "dev"}))
+            (staging.path / "cost.json").write_text(json.dumps(cost | {"training": None}))
+        commit(store, make_manifest("finetune", key=key, files=staging.files, stage="tune"))
+    assert ask(
+        store, "SELECT fit, step, loss, few_shot->>'5-shot dev' FROM training_log WHERE artifact = 'aa'"
+    ) == [
+        ("trial-0-0", 1, 2.5, None),
+        (None, 2, None, "0.25"),
+    ]
+    assert ask(store, "SELECT count(*) FROM training_log WHERE few_shot IS NULL AND stage = 'tune'") == [(2,)]
+    assert ask(
+        store,
+        "SELECT trial, fold, accuracy, best_step, chosen FROM trials WHERE artifact = 'aa' ORDER BY ALL",
+    ) == [
+        (0, 0, 0.5, None, False),
+        (0, 1, 0.75, None, False),
+        (1, 0, 0.5, 3, True),
+        (1, 1, 0.75, 4, True),
+    ]
+    sql = "SELECT trial, fold, loss, point->>'mixup', pruned_at, chosen FROM trials WHERE point IS NOT NULL ORDER BY 2"
+    assert ask(store, sql) == [(3, 0, 1.0, "0.2", 4, True), (3, 1, 2.0, "0.2", 4, True)]
+    assert ask(
+        store, "SELECT pass, images_per_second, gflops, peak_bytes FROM costs WHERE artifact = 'aa'"
+    ) == [("forward", 10.0, 0.5, None)]
 
 
 def test_artifacts_and_runs(store: Store) -> None:
@@ -410,7 +496,8 @@ def test_quarantined_images_are_a_table(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     with store.staging(Layout.files("ingest", "ii", 1)) as staging:
         _write_quarantine(
-            staging.path / "quarantine.parquet", [Bad("b.jpg", "cut off", "b.jpg"), Bad("a.jpg", "empty")]
+            staging.path / "quarantine.parquet",
+            [Unusable("b.jpg", "cut off", "b.jpg"), Unusable("a.jpg", "empty")],
         )
     commit(store, make_manifest(key="ii", stage="images", files=staging.files))
     assert ask(store, "SELECT stage, key, reason, file FROM quarantine ORDER BY key") == [

@@ -37,170 +37,82 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
     assert set(load_pipeline(str(TINY)).needed_for(("probe",))) == {"digits", "pretrain", "probe"}
 
 
+def at(checkpoint: Any, stage: str = "pretrain") -> dict[str, Any]:
+    return {"stage": stage, "checkpoint": checkpoint}
+
+
+def over(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "over": values} | ({"trials": 1} if kind == "random" else {})
+
+
+NO_FIELD = "there is no such field; did you mean"
+RESNET = {"family": "resnet", "units": [1]}
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("stages.pretrain.stepz", 3, "stages.pretrain.stepz: there is no such field; did you mean 'steps'?"),
+        ("stages.pretrain.stepz", 3, f"stages.pretrain.stepz: {NO_FIELD} 'steps'?"),
         ("stages.pretrain.steps", "many", "stages.pretrain.steps: Input should be a valid integer"),
         ("stages.pretrain.steps", ..., "stages.pretrain.steps: is missing"),
         ("stages.pretrain.model.depht", 3, "did you mean 'depth'?"),
-        (
-            "stages.pretrain.model",
-            "R50x9",
-            "stages.pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x",
-        ),
+        ("stages.pretrain.model", "R50x9", "pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x"),
         ("stages.pretrain.model", 7, "stages.pretrain.model: expected a mapping, {field: value}, not 7"),
-        (
-            "stages.pretrain.model",
-            None,
-            "stages.pretrain: model is missing; only a stage with init_from: NAME",
-        ),
-        (
-            "stages.pretrain.model.family",
-            "cnn",
-            "stages.pretrain.model: family must be one of vit, resnet",
-        ),
+        ("stages.pretrain.model", None, "stages.pretrain: model is missing; only a stage with init_from"),
+        ("stages.pretrain.model.family", "cnn", "pretrain.model: family must be one of vit, resnet"),
         ("stages.pretrain.model", {"family": "resnet"}, "stages.pretrain.model.units: is missing"),
-        (
-            "stages.pretrain.model",
-            {"family": "resnet", "units": [1], "width_fac": 2},
-            "stages.pretrain.model.width_fac: there is no such field; did you mean 'width_factor'?",
-        ),
+        ("stages.pretrain.model", RESNET | {"width_fac": 2}, f"model.width_fac: {NO_FIELD} 'width_factor'?"),
         ("stages.pretrain.model.vit", 3, "stages.pretrain.model.vit: there is no such field"),
-        (
-            "stages.pretrain.model.stem",
-            [1, 1],
-            "stages.pretrain.model: patch_size 4 is not a multiple of 8, the stride of a stem with 2 stages",
-        ),
+        ("stages.pretrain.model.stem", [1, 1], "patch_size 4 is not a multiple of 8, the stride of a stem"),
         ("stages.digits.source.sead", 3, "stages.digits.source.sead: there is no such field"),
-        (
-            "stages.pretrain.resolution",
-            9,
-            "resolution 9 is not a multiple of patch_size 4; 8 or 12 would fit",
-        ),
+        ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4; 8 or 12 would"),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
         ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
-        (
-            "stages.pretrain.model.width",
-            10**32,
-            "width: Input should be less than or equal to 1048576, not 1000",
-        ),
-        (
-            "stages.pretrain.model",
-            {"family": "resnet", "units": [1], "width_factor": 10**32},
-            "width_factor: Input should be less than or equal to 1048576, not 1000",
-        ),
+        ("stages.pretrain.model.width", 10**32, "width: Input should be less than or equal to 1048576"),
+        ("stages.pretrain.model", RESNET | {"width_factor": 10**32}, "width_factor: Input should be less"),
         ("stages.pretrain.workers", 5, "batch_size 32 is not a multiple of workers 5"),
-        (
-            "stages.pretrain.gradient_accumulation_steps",
-            5,
-            "batch_size 32 is not a multiple of gradient_accumulation_steps 5",
-        ),
-        (
-            "stages.finetune.gradient_accumulation_steps",
-            7,
-            "is not a multiple of gradient_accumulation_steps 7",
-        ),
-        (
-            "stages.finetune.workers",
-            7,
-            "is not a multiple of workers 7 x gradient_accumulation_steps 1",
-        ),
-        (
-            "stages.finetune.early_stopping",
-            {"evaluations": 10**6},
-            "early_stopping.evaluations 1000000 is more than steps",
-        ),
-        (
-            "stages.pretrain.learning_rate",
-            float("inf"),
-            "stages.pretrain.learning_rate: Input should be a finite",
-        ),
-        (
-            "stages.pretrain.seed",
-            -1,
-            "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
-        ),
-        (
-            "stages.finetune.labels.seed",
-            2**32,
-            "stages.finetune.labels.seed: Input should be less than 4294967296, not 4294967296",
-        ),
-        (
-            "stages.pretrain.objective",
-            "sofmax",
-            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid', ",
-        ),
+        ("stages.pretrain.gradient_accumulation_steps", 5, "32 is not a multiple of gradient_accumulation"),
+        ("stages.finetune.gradient_accumulation_steps", 7, "not a multiple of gradient_accumulation_steps 7"),
+        ("stages.finetune.workers", 7, "is not a multiple of workers 7 x gradient_accumulation_steps 1"),
+        ("stages.finetune.early_stopping", {"evaluations": 10**6}, "evaluations 1000000 is more than steps"),
+        ("stages.pretrain.learning_rate", float("inf"), "pretrain.learning_rate: Input should be a finite"),
+        ("stages.pretrain.seed", -1, "pretrain.seed: Input should be greater than or equal to 0, not -1"),
+        ("stages.finetune.labels.seed", 2**32, "labels.seed: Input should be less than 4294967296, not 42"),
+        ("stages.pretrain.objective", "sofmax", "objective: Input should be 'softmax', 'sigmoid', "),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] contains duplicates"),
         ("stages.probe.shots", [], "stages.probe: shots: give at least one"),
         ("stages.pretrain.keep_steps", [5, 21], "stages.pretrain: keep_steps 21 is more than steps 20"),
+        ("stages.pretrain.checkpoint_every", {}, "checkpoint_every: give steps, minutes or both"),
+        ("stages.probe.backbone", at("step:5"), "does not keep (it keeps step:20); give it keep_steps: [5]"),
+        ("stages.probe.backbone", at("step:21"), "backbone.checkpoint: step:21, but pretrain has 20 steps"),
+        ("stages.probe.backbone", at("best", "finetune"), "finetune has job finetune and one set of weights"),
         (
-            "stages.pretrain.checkpoint_every",
-            {},
-            "stages.pretrain.checkpoint_every: give steps, minutes or both",
-        ),
-        (
-            "stages.pretrain.checkpoint_every",
-            {"step": 5},
-            "stages.pretrain.checkpoint_every.step: there is no such field; did you mean 'steps'?",
+            "stages.probe.backbone",
+            at("step:05"),
+            "'step:05' is not a checkpoint; expected last, best or step:N",
         ),
         (
             "stages.probe.backbone",
-            {"stage": "pretrain", "checkpoint": "step:5"},
-            "stages.probe.backbone.checkpoint: step:5, which pretrain does not keep (it keeps step:20); give it"
-            " keep_steps: [5]",
+            at(5),
+            "backbone.checkpoint: 5 is not a checkpoint; expected last, best or",
         ),
-        (
-            "stages.probe.backbone",
-            {"stage": "pretrain", "checkpoint": "step:21"},
-            "stages.probe.backbone.checkpoint: step:21, but pretrain has 20 steps",
-        ),
-        (
-            "stages.probe.backbone",
-            {"stage": "finetune", "checkpoint": "best"},
-            "checkpoint: best is for a pretrain stage; finetune has job finetune and one set of weights, so write"
-            " only its name, finetune",
-        ),
-        (
-            "stages.probe.backbone",
-            {"stage": "pretrain", "checkpoint": "step:05"},
-            "stages.probe.backbone.checkpoint: 'step:05' is not a checkpoint; expected last, best or step:N",
-        ),
-        (
-            "stages.probe.backbone",
-            {"stage": "pretrain", "checkpoint": 5},
-            "stages.probe.backbone.checkpoint: 5 is not a checkpoint; expected last, best or step:N",
-        ),
-        (
-            "stages.probe.backbone",
-            {"stage": "pretrain", "chekpoint": "best"},
-            "stages.probe.backbone.chekpoint: there is no such field; did you mean 'checkpoint'?",
-        ),
+        ("stages.probe.backbone", {"stage": "pretrain", "chekpoint": "best"}, f"{NO_FIELD} 'checkpoint'?"),
         ("stages.probe.backbone", {"checkpoint": "best"}, "stages.probe.backbone.stage: is missing"),
         ("stages.probe.backbone", 7, "stages.probe.backbone: Input should be a valid string, not 7"),
         (
             "stages.probe.backbone",
-            {"stage": "pretran", "checkpoint": "best"},
-            "stages.probe.backbone: no stage is called 'pretran'; did you mean 'pretrain'?",
+            at("best", "pretran"),
+            "no stage is called 'pretran'; did you mean 'pretrain'?",
         ),
-        ("stages.probe.shots", [5, 5], "[5, 5] contains duplicates"),
         ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
-        (
-            "stages.pretrain.data",
-            "probe",
-            "stages.pretrain.data: probe is an evaluation, but this takes a dataset",
-        ),
+        ("stages.pretrain.data", "probe", "data: probe is an evaluation, but this takes a dataset"),
         (
             "stages.probe.backbone",
             "digits",
             "digits is a dataset, but this takes a model (pretrain, finetune)",
         ),
-        (
-            "stages.finetune.model",
-            {"patch_size": 2, "width": 8, "depth": 1, "num_heads": 1},
-            "give either backbone",
-        ),
+        ("stages.finetune.model", "Ti/8", "give either backbone"),
         ("stages.finetune.labels.folds", 9, "folds 9 is more than per_class 4"),
         ("stages.probe.job", "evalute", "stages.probe.job: unknown job 'evalute'; did you mean 'evaluate'?"),
         ("stages.probe.job", "x", "stages.probe.job: unknown job 'x'; there are: ingest, import, pretrain,"),
@@ -216,34 +128,26 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ("stages.finetune.learning_rates", {}, "learning_rates: expected a list, not {}"),
         (
             "stages.finetune.search",
-            {"kind": "grid", "over": {"optimizer.betas": [0.9]}},
-            "search.over.optimizer.betas: value 0.9: optimizer.betas expected a list, [0.9]",
+            over("grid", {"optimizer.betas": [0.9]}),
+            "betas: value 0.9: optimizer.betas ex",
         ),
         ("stages.finetune.optimizer", "sgd", "optimizer: expected a mapping, {field: value}, not 'sgd'"),
         ("stages.probe", 3, "stages.probe: expected a mapping, {field: value}, not 3"),
         ("stages.pretrain.fewshot", {"shots": []}, "fewshot.shots: expected at least 1 item, not []"),
-        ("stages.pretrain.fewshot", {"shot": [1]}, "shot: there is no such field; did you mean 'shots'?"),
+        ("stages.pretrain.fewshot", {"shot": [1]}, f"shot: {NO_FIELD} 'shots'?"),
         (
             "stages.finetune.search",
-            {"kind": "random", "trials": 1, "over": {"mixup": {"low": 0, "hi": 1}}},
-            "search.over.mixup.hi: there is no such field; did you mean 'high'?",
+            over("random", {"mixup": {"low": 0, "hi": 1}}),
+            f"mixup.hi: {NO_FIELD} 'high'?",
         ),
         ("stages.pretrain.optimizer", {"betas": [0.9]}, "stages.pretrain.optimizer.betas.1: is missing"),
-        ("stages.pretrain.lr", 1, "pretrain.lr: there is no such field; did you mean 'learning_rate'?"),
-        ("stages.finetune.lr", 1, "finetune.lr: there is no such field; did you mean 'learning_rates'?"),
-        (
-            "stages.finetune.optimizer",
-            {"lr": 1},
-            "lr: there is no such field; did you mean 'finetune.learning_ra",
-        ),
-        ("stages.finetune.epochs", 1, "epochs: there is no such field; did you mean 'steps'?"),
-        ("stages.probe.train", "digits", "train: there is no such field; did you mean 'data'?"),
-        (
-            "stages.pretrain.evaluate",
-            {},
-            "evaluate: there is no such field; it is a job: write another stage",
-        ),
-        ("train", {"job": "pretrain"}, "train: there is no such field; did you mean 'stages.train'?"),
+        ("stages.pretrain.lr", 1, f"pretrain.lr: {NO_FIELD} 'learning_rate'?"),
+        ("stages.finetune.lr", 1, f"finetune.lr: {NO_FIELD} 'learning_rates'?"),
+        ("stages.finetune.optimizer", {"lr": 1}, f"lr: {NO_FIELD} 'finetune.learning_ra"),
+        ("stages.finetune.epochs", 1, f"epochs: {NO_FIELD} 'steps'?"),
+        ("stages.probe.train", "digits", f"train: {NO_FIELD} 'data'?"),
+        ("stages.pretrain.evaluate", {}, "there is no such field; it is a job: write another stage"),
+        ("train", {"job": "pretrain"}, f"train: {NO_FIELD} 'stages.train'?"),
         ("stages", {}, "stages"),
         ("name", "Has Spaces", "name"),
     ],
@@ -362,79 +266,51 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
     assert list(validator.iter_errors(raw))
 
 
+MASKED, MAE, DISTILLED = ({"objective": name} for name in ("masked_patches", "mae", "distillation"))
+MOCO = {"objective": "contrastive", "augment": "crop_flip"}
+BESIDE = {"auxiliary": {"masked_patches": 1}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
-        (
-            {"objective": "masked_patches", "label_smoothing": 0.1},
-            "which objective masked_patches does not use",
-        ),
-        ({"objective": "masked_patches", "mixup": 0.2}, "which objective masked_patches does not use"),
-        (
-            {"objective": "masked_patches", "model": {"head_bias": -10}},
-            "need labels and a classifier, which objective",
-        ),
+        (MASKED | {"label_smoothing": 0.1}, "which objective masked_patches does not use"),
+        (MASKED | {"mixup": 0.2}, "which objective masked_patches does not use"),
+        (MASKED | {"model": {"head_bias": -10}}, "need labels and a classifier, which objective"),
         ({"patch_target": "pixels"}, "patch_target pixels is for objective masked_patches"),
         ({"contrastive": {"temperature": 0.1}}, "that only objective contrastive uses"),
-        (
-            {"objective": "mae", "auxiliary": {"masked_patches": 1}},
-            "auxiliary is beside labels, which objective",
-        ),
-        ({"auxiliary": {"masked_patches": 1}, "resnet": "R50x1"}, "auxiliary needs a ViT"),
-        ({"auxiliary": {"masked_patches": 1}, "resolution": 4}, "resolution 4 is a single patch; auxiliary"),
+        (MAE | BESIDE, "auxiliary is beside labels, which objective"),
+        (BESIDE | {"resnet": "R50x1"}, "auxiliary needs a ViT"),
+        (BESIDE | {"resolution": 4}, "resolution 4 is a single patch; auxiliary"),
         ({"auxiliary": {"masked_patches": 0}}, "should be greater than 0"),
         ({"mae": {"normalise": False}}, "mae has settings that only objective mae uses; remove it"),
-        ({"objective": "mae", "mixup": 0.2}, "which objective mae does not use"),
-        (
-            {"objective": "distillation"},
-            "teacher is missing; objective distillation needs a model to imitate",
-        ),
-        (
-            {"distillation": {"kind": "soft"}},
-            "distillation has settings that only objective distillation uses",
-        ),
-        (
-            {"objective": "distillation", "distillation": {"temperature": 3}},
-            "temperature 3.0 is for kind soft",
-        ),
-        (
-            {"objective": "distillation", "distillation": {"kind": "features", "weight": 1}},
-            "weight 1 leaves no labels",
-        ),
-        ({"objective": "distillation", "distillation": {"weight": 0}}, "should be greater than 0"),
-        ({"objective": "mae", "model": {"pooling": "map"}}, "autoencoder has no head: num_classes is 0"),
-        ({"objective": "mae", "mae": {"mask_fraction": 0.8}}, "mask_fraction 0.8 of 4 leaves 0 visible"),
-        ({"objective": "mae", "mae": {"mask_fraction": 1}}, "should be less than 1"),
-        ({"objective": "mae", "mae": {"decoder_heads": 5}}, "decoder_width 512 is not a multiple of decoder"),
-        ({"objective": "mae", "model": {"position": "relative"}}, "position is 'relative'"),
-        ({"objective": "mae", "resnet": "R50x1"}, "it uses patches; model is a resnet"),
+        (MAE | {"mixup": 0.2}, "which objective mae does not use"),
+        (DISTILLED, "teacher is missing; objective distillation needs a model to imitate"),
+        ({"distillation": {"kind": "soft"}}, "distillation has settings that only objective distillation"),
+        (DISTILLED | {"distillation": {"temperature": 3}}, "temperature 3.0 is for kind soft"),
+        (DISTILLED | {"distillation": {"kind": "features", "weight": 1}}, "weight 1 leaves no labels"),
+        (DISTILLED | {"distillation": {"weight": 0}}, "should be greater than 0"),
+        (MAE | {"model": {"pooling": "map"}}, "autoencoder has no head: num_classes is 0"),
+        (MAE | {"mae": {"mask_fraction": 0.8}}, "mask_fraction 0.8 of 4 leaves 0 visible"),
+        (MAE | {"mae": {"mask_fraction": 1}}, "should be less than 1"),
+        (MAE | {"mae": {"decoder_heads": 5}}, "decoder_width 512 is not a multiple of decoder"),
+        (MAE | {"model": {"position": "relative"}}, "position is 'relative'"),
+        (MAE | {"resnet": "R50x1"}, "it uses patches; model is a resnet"),
         ({"objective": "contrastive"}, "augment none: the views of objective contrastive would show"),
-        (
-            {"objective": "contrastive", "augment": "crop_flip", "cutmix": 1},
-            "which objective contrastive does not use",
-        ),
-        (
-            {"objective": "contrastive", "augment": "crop_flip", "randaugment": {"magnitude": 10}},
-            "randaugment cannot be combined with objective contrastive",
-        ),
-        ({"objective": "contrastive", "augment": "crop_flip", "zero_stage": 3}, "use 1 or 2"),
-        (
-            {"objective": "contrastive", "augment": "crop_flip", "gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps 2: objective contrastive compares the images of a whole batch",
-        ),
+        (MOCO | {"cutmix": 1}, "which objective contrastive does not use"),
+        (MOCO | {"randaugment": {"magnitude": 10}}, "randaugment cannot be combined with objective contra"),
+        (MOCO | {"zero_stage": 3}, "use 1 or 2"),
+        (MOCO | {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2: objective contrastive"),
         (
             {"workers": 2, "gradient_accumulation_steps": 32},
-            "batch_size 32, which is 16 for each of 2 workers, is not a multiple of gradient_accumulation_steps 32",
+            "batch_size 32, which is 16 for each of 2 workers",
         ),
-        (
-            {"resnet": "R50x1", "activation_checkpointing": True},
-            "needs the blocks of a ViT; model is a resnet",
-        ),
-        ({"objective": "contrastive", "augment": "crop_flip", "resnet": "R50x1"}, "model is a resnet"),
-        ({"objective": "masked_patches", "model": {"pooling": "map"}}, "does not train model.pooling map"),
-        ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
-        ({"objective": "masked_patches", "resnet": "R50x1"}, "it uses patches; model is a resnet"),
+        ({"resnet": "R50x1", "activation_checkpointing": True}, "the blocks of a ViT; model is a resnet"),
+        (MOCO | {"resnet": "R50x1"}, "model is a resnet"),
+        (MASKED | {"model": {"pooling": "map"}}, "does not train model.pooling map"),
+        (MASKED | {"resolution": 4}, "resolution 4 is a single patch"),
+        (MASKED | {"resnet": "R50x1"}, "it uses patches; model is a resnet"),
     ],
     ids=str,
 )

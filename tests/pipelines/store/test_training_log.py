@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ulid import ULID
 
 from pipelines.store import (
+    FitName,
     LogLine,
     Store,
     StoreDamaged,
@@ -173,3 +176,26 @@ def test_a_line_of_a_later_version_is_read() -> None:
 
 def test_what_was_not_measured_is_left_out() -> None:
     assert describe_line(line(10), 40) == "step 10/40 (25%) · epoch 1 · loss 1 · rate 0.1"
+
+
+@given(
+    number=st.integers(0, 10**9 - 1),
+    part=st.integers(0, 10**9 - 1),
+    digest=st.none() | st.text("0123456789abcdef", min_size=1, max_size=8),
+    last_step=st.none() | st.integers(1, 10**18 - 1),
+)
+def test_a_fits_name_is_read_as_it_was_written(
+    number: int, part: int, digest: str | None, last_step: int | None
+) -> None:
+    for fit in (
+        FitName("trial", number, part, digest),
+        FitName("refit", number, part, digest, last_step),
+    ):
+        assert FitName.parse(str(fit)) == fit
+
+
+@pytest.mark.parametrize(
+    "name", [None, "", "trial-1", "trial-0-1-2", "refit-0-0-1", "trial-3-1-s0a1b2c3d", "fold-1"]
+)
+def test_other_names_are_no_fits(name: str | None) -> None:
+    assert FitName.parse(name) is None

@@ -116,9 +116,9 @@ def test_no_fold_is_judged_by_a_model_that_was_fitted_on_it(
     made, fitted = Made(tmp_path / "store"), []
     real = folds.fit
 
-    def recording(task: Any, data: shards.Images, *arguments: Any) -> Any:
+    def recording(task: Any, data: shards.Images, *arguments: Any, **named: Any) -> Any:
         fitted.append(set(data.rows["sample_id"].to_pylist()))
-        return real(task, data, *arguments)
+        return real(task, data, *arguments, **named)
 
     monkeypatch.setattr(folds, "fit", recording)
     context = made.context(cross_validation=FIT)

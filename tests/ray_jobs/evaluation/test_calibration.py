@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 from scipy.special import softmax
-from sklearn.metrics import balanced_accuracy_score
 
 from ray_jobs.evaluation.calibration import (
-    balanced_accuracy,
     calibration_error,
     fit_temperature,
     is_identified,
@@ -54,10 +52,3 @@ def test_the_calibration_error_is_the_gap_in_each_bin() -> None:
             expected += len(own) / 502 * abs(gap)
     assert calibration_error(probabilities, correct) == pytest.approx(expected, abs=1e-9)
     assert calibration_error(np.full(10, 0.7), np.arange(10) < 7) == pytest.approx(0, abs=1e-12)
-
-
-def test_balanced_accuracy_is_scikit_learns() -> None:
-    labels, guesses = RNG.choice([0, 2, 3], 200, p=[0.8, 0.15, 0.05]), RNG.choice([0, 2, 3], 200)
-    assert balanced_accuracy(labels, guesses == labels) == pytest.approx(
-        balanced_accuracy_score(labels, guesses)
-    )

@@ -37,8 +37,9 @@ from vit_model.contract import Preprocessing
 KILLED = """
 import pickle, sys, ray
 from ray_jobs import ingest
+from ray_jobs.ingesting import parts
 ray.init(address=sys.argv[2], log_to_driver=False, logging_level="error")
-ingest.SHARD_IMAGES = 2
+parts.SHARD_IMAGES = 2
 ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
 """
 

@@ -109,7 +109,7 @@ def test_tables_in_split_folders_of_archives(form: str, around: str, tmp_path: P
 def test_what_is_refused_in_an_archive_is_listed(tmp_path: Path) -> None:
     (tmp_path / "archive").write_bytes(tar(IMAGES | {"cat/../../x.png": b"1", "/etc/cat/2.png": b"2"}))
     found, _ = listed(tmp_path / "archive")
-    assert len(found.entries) == 60 and {one.reason for one in found.bad} == {"its path leads outside"}
+    assert len(found.entries) == 60 and {one.reason for one in found.unusable} == {"its path leads outside"}
 
 
 def test_names_with_the_sign_of_a_chain_in_them(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ray_jobs.data.images import Hashes
 from ray_jobs.data.shards import INDEX
-from ray_jobs.ingesting.splits import OtherSet, Trainable, assign_splits, find_copies, without_untrained
+from ray_jobs.ingesting.copies import OtherSet, find_copies
+from ray_jobs.ingesting.splits import Trainable, assign_splits, without_untrained
 
 COLUMNS = ("key", "sample_id", "split", "group", "content_id", "label", *Hashes._fields)
 CLASSES = ("ant", "bee", "cat")

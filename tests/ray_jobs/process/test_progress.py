@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipelines.store import read_progress
 from ray_jobs.process import progress
 
 
@@ -17,4 +18,6 @@ def test_the_time_left_is_that_of_the_stage(
     shown.show(1, "shard")
     shown.show(2, "shard")
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == f"progress shard 2/10 · {left}"
+    line = read_progress(said)
+    assert line is not None and (line.done, line.total) == (2, 10)
+    assert line.words() == f"shard 2/10 · {left}"

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,9 +58,10 @@ def run(folder: Path, *arguments: str, timeout: float = 60) -> Any:
     return json.loads(done.stdout)
 
 
-def check(folder: Path, mutations: int, seed: int, timeout: float) -> Counter[str]:
-    """How many mutations each target has had; two processes share the targets out, each with a folder of its own."""
-    names = list(fuzz.targets())
+def check(folder: Path, mutations: int, seed: int, timeout: float) -> None:
+    """Every target has all its mutations; two processes share the targets out, each with a folder of its own."""
+    targets = fuzz.targets()
+    names = list(targets)
 
     def part(number: int) -> dict[str, int]:
         own = folder / str(number)
@@ -76,19 +76,18 @@ def check(folder: Path, mutations: int, seed: int, timeout: float) -> Counter[st
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(part, range(2))
     assert {path.name for path in folder.iterdir()} == {"0", "1"}
-    return Counter(first | second)
+    assert first | second == {name: target.mutations(mutations) for name, target in targets.items()}
 
 
 @pytest.mark.slow
 def test_mutations_are_read_or_refused(tmp_path: Path) -> None:
-    assert check(tmp_path, 12, seed=0, timeout=60).total() > 700
+    check(tmp_path, 12, seed=0, timeout=60)
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_thousands_of_mutations_are_read_or_refused(tmp_path: Path) -> None:
-    done = check(tmp_path, 1_000, seed=1, timeout=580)
-    assert done.total() > 60_000
+    check(tmp_path, 1_000, seed=1, timeout=580)
 
 
 @pytest.mark.slow

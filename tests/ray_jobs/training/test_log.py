@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.store import LogLine, StoreError, StoreUnreachable, create_attempt, describe_line, read_log
+from pipelines.store import (
+    LogLine,
+    StoreError,
+    StoreUnreachable,
+    create_attempt,
+    describe_line,
+    read_log,
+    read_progress,
+)
 from ray_jobs.process import devices
 from ray_jobs.training import log as module
 from ray_jobs.training.log import Log, LogWriter, Reporting
@@ -106,10 +114,11 @@ def test_progress_says_what_the_log_says(
         log.add(made(done, float(done), 0.5, 2.0), loss=7.0 if done == 2 else None)
     said = capsys.readouterr().out.splitlines()
     (at_a_point,) = writer.unsaved()
-    assert said[1] == "progress " + describe_line(at_a_point, 40, "draw 0, step", may_end_before=True)
+    shown = [line.words() for text in said if (line := read_progress(text))]
+    assert shown[1] == describe_line(at_a_point, 40, "draw 0, step", may_end_before=True)
     mfu = compute.train_flops(ARCHITECTURE) * 12 / 1e9
-    assert said[2] == (
-        "progress draw 0, step 3/40 (8%) · epoch 0.75 · loss 3 · rate 0.5 · gradient norm 2 · 12 images/s"
+    assert shown[2] == (
+        "draw 0, step 3/40 (8%) · epoch 0.75 · loss 3 · rate 0.5 · gradient norm 2 · 12 images/s"
         f" · MFU {mfu:.0%} · waiting for images 25% · at most 0:00:37 left"
     )
 

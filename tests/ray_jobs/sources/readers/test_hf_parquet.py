@@ -8,7 +8,7 @@ import pytest
 
 from pipelines.files.sources import source_files
 from pipelines.spec import HfParquetSource
-from ray_jobs.ingest import plan_parts
+from ray_jobs.ingesting.parts import plan_parts
 from ray_jobs.ingesting.splits import assign_splits
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files, Listing
@@ -93,7 +93,7 @@ def test_a_column_says_what_stays_together(tmp_path: Path) -> None:
 
 
 def test_a_row_group_stays_in_one_part_and_in_sequence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_jobs.ingest.SHARD_IMAGES", 3)
+    monkeypatch.setattr("ray_jobs.ingesting.parts.SHARD_IMAGES", 3)
     entries = listed(root).entries
     parts = [getattr(part, "entries", part) for part in plan_parts(entries)]
     assert len(parts) > 2

@@ -48,7 +48,7 @@ def source(root: Path, **fields: object) -> IdxSource:
 
 
 def read(of: IdxSource) -> idx.Images:
-    return idx.read(source_files(of), len(of.class_names), of.kept())
+    return idx.read(source_files(of), len(of.class_names), of.selected())
 
 
 # ---- what is read
@@ -241,5 +241,5 @@ def test_ingest_writes_the_chosen_classes_raw(root: Path, tmp_path: Path, local_
 @needs_files
 def test_the_recipe_is_as_it_says() -> None:
     stages = load_pipeline("fashion").stages
-    seen, heldout = stages["seen"].source.kept(), stages["heldout"].source.kept()  # type: ignore[union-attr]
+    seen, heldout = stages["seen"].source.selected(), stages["heldout"].source.selected()  # type: ignore[union-attr]
     assert sorted([*seen, *heldout]) == list(range(10)) and heldout == (2, 4, 6)

@@ -46,7 +46,7 @@ def test_samples_labels_and_splits(tmp_path: Path) -> None:
             "imagenet-validation-000000.tar/000009.jpg": (2, "dev"),
             "imagenet-validation-000000.tar/000010.jpg": (1, "dev"),
         }
-        assert found.class_names == ("0", "1", "2") and not found.bad
+        assert found.class_names == ("0", "1", "2") and not found.unusable
         assert not found.notes
     named = listed(root, label="json.class_name", class_names=("c2", "c1", "c0"))
     assert named.class_names == ("c2", "c1", "c0")
@@ -105,7 +105,7 @@ def test_names_split_at_the_first_dot_and_samples_are_neighbours(tmp_path: Path)
         ("x.tar/v1.0/a.jpg", 1),
         ("x.tar/b.JPG", 0),
     }
-    assert {bad.key: bad.reason for bad in found.bad} == {
+    assert {bad.key: bad.reason for bad in found.unusable} == {
         "x.tar/c": "the sample has no field cls; it has jpg",
         "x.tar/d": "the sample has no field image; it has cls",
         "x.tar/v1.0/a": "the sample has no field image; it has txt",
@@ -184,6 +184,8 @@ def test_groups_are_read_from_a_field_of_their_own_or_from_the_labels_json(tmp_p
     assert listed(root).entries["group"].to_pylist() == [None] * 4
     found = listed(root, group="patient")
     assert found.entries["group"].to_pylist() == ["p0", "p0", "p1"]
-    assert [each.reason for each in found.bad] == ["the sample has no field patient; it has cls, jpg, json"]
+    assert [each.reason for each in found.unusable] == [
+        "the sample has no field patient; it has cls, jpg, json"
+    ]
     wrong = listed(root, group="patient", label="json.label")
     assert wrong.entries["label"].to_pylist() == [0, 1, 0]

@@ -13,12 +13,10 @@ from PIL import Image
 from pipelines.files.sources import source_files
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources import catalog
-from ray_jobs.sources.vtab import pixels, synthetic
+from ray_jobs.sources.vtab import pixels
 from ray_jobs.sources.vtab.splits import used
 from tests.support import vtab_archives
 from tests.support.archives import rar
-from tests.support.s3 import Server
-from tests.support.s3 import used as used_server
 from tests.support.vtab_archives import ARCHIVES, Truth
 
 
@@ -68,20 +66,7 @@ def test_a_task_has_the_labels_splits_and_images_of_its_archives(task: str, tmp_
     listing = check(task, tmp_path, ARCHIVES[task](tmp_path))
     assert {row["split"] for row in listing.entries.to_pylist()} == {"train", "dev", "test"}
     assert listing.notes[0].startswith("incomplete archive")
-    assert not listing.bad
-
-
-@pytest.mark.slow  # it starts a server
-@pytest.mark.parametrize("task", ["diabetic_retinopathy", "dmlab", "dsprites_loc", "kitti", "smallnorb_azi"])
-def test_archives_lie_on_s3_as_well(
-    task: str, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    truth = ARCHIVES[task](tmp_path)
-    with used_server(moto, monkeypatch):
-        bucket = moto.bucket()
-        for path in tmp_path.iterdir():
-            bucket.write(f"vtab/{path.name}", path.read_bytes())
-        check(task, f"s3://{bucket.name}/vtab", truth, pixels="raw")
+    assert not listing.unusable
 
 
 def test_raw_pixels_are_the_authors_files_and_a_note_says_so(tmp_path: Path) -> None:
@@ -93,8 +78,7 @@ def test_raw_pixels_are_the_authors_files_and_a_note_says_so(tmp_path: Path) -> 
     assert any("btgraham-300, JPEG" in note for note in catalog.listing(source, files).notes)
 
 
-def test_dsprites_npz_is_the_same_as_its_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "_BLOCK", 7 * 64 * 64)  # many blocks, the last one not full
+def test_dsprites_npz_is_the_same_as_its_hdf5(tmp_path: Path) -> None:
     check("dsprites_loc", tmp_path, vtab_archives.dsprites(tmp_path, npz=True))
     (tmp_path / "hdf5").mkdir()
     check("dsprites_ori", tmp_path / "hdf5", vtab_archives.dsprites(tmp_path / "hdf5"))
@@ -149,6 +133,6 @@ def test_an_image_that_is_listed_but_not_there_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "data_object_image_2.zip", "w") as archive:
         archive.mkdir("training")
     source, files = source_of("kitti", tmp_path)
-    bad = catalog.listing(source, files).bad
+    bad = catalog.listing(source, files).unusable
     assert len(bad) > 10
     assert {one.reason for one in bad} == {"not in the archive"}

@@ -14,19 +14,17 @@ from pipelines.spec.vtab import TASKS
 from ray_jobs.sources import catalog
 from ray_jobs.sources.vtab import sun397
 from ray_jobs.sources.vtab.splits import check_value, used
+from tests.support.archives import zipped
+from tests.support.cifar import CLASS_NAMES, batches, members
 from tests.support.paths import SHARED
 from tests.support.vtab_natural import (
     CALTECH,
-    CIFAR,
-    FINE,
     ODD,
     PETS,
     SUN,
     SUN_LISTS,
     caltech_files,
     caltech_zip,
-    cifar_binary,
-    cifar_python,
     dtd,
     encoded,
     flowers,
@@ -36,7 +34,6 @@ from tests.support.vtab_natural import (
     sun_tar,
     svhn,
     tarred,
-    zipped,
 )
 
 
@@ -173,28 +170,21 @@ def test_a_supplied_list_is_caltech101s_train_split(tmp_path):
 # ------------------------------------------------------------------------------------------------- CIFAR-100, SVHN
 
 
-@pytest.mark.parametrize("archive", [cifar_python, cifar_binary])
-def test_cifar100_is_the_same_from_its_python_and_its_binary_version(tmp_path, archive):
-    name = "cifar-100-python.tar.gz" if archive is cifar_python else "cifar-100-binary.tar.gz"
-    source, files, listing, rows = listed("cifar", tmp_path, {name: archive()})
-    assert listing.class_names == FINE
-    chosen, _ = used("cifar", {"train": range(40), "test": range(12)})
-    assert {(one.part, one.number, one.split) for one in chosen} == {
-        (*key.split("/")[:1], int(key.split("/")[1]), row["split"]) for key, row in rows.items()
+@pytest.mark.parametrize("version", ["python", "binary"])
+def test_cifar100_is_the_same_from_its_python_and_its_binary_version(tmp_path, version):
+    archive = {f"cifar-100-{version}.tar.gz": tarred(members(100, version))}
+    source, files, listing, rows = listed("cifar", tmp_path, archive)
+    assert listing.class_names == tuple(CLASS_NAMES[100])
+    truth = {name: (pixels, labels) for name, pixels, labels in batches(100)}
+    chosen, _ = used("cifar", {part: range(len(labels)) for part, (_, labels) in truth.items()})
+    assert {f"{one.part}/{one.number}": one.split for one in chosen} == {
+        key: row["split"] for key, row in rows.items()
     }
     for key, pixels in images(source, files, listing).items():
         part, number = key.split("/")
-        np.testing.assert_array_equal(pixels, CIFAR[part][0][int(number)])
-        assert rows[key]["label"] == CIFAR[part][1][int(number)]
-    assert any("python version" in note for note in listing.notes) == (archive is cifar_python)
-
-
-def test_a_cifar_file_that_is_cut_short_is_refused(tmp_path):
-    names = "\n".join(FINE).encode()
-    files = {"cifar-100-binary/fine_label_names.txt": names, "cifar-100-binary/test.bin": b"\0" * 3074}
-    archive = tarred(files | {"cifar-100-binary/train.bin": b"\0" * 3075})
-    with pytest.raises(ValueError, match="not a multiple of the 3074 bytes"):
-        listed("cifar", tmp_path, {"cifar-100-binary.tar.gz": archive})
+        np.testing.assert_array_equal(pixels, truth[part][0][int(number)])
+        assert rows[key]["label"] == truth[part][1][int(number)]
+    assert any("python version" in note for note in listing.notes) == (version == "python")
 
 
 def test_svhn_counts_images_by_its_last_axis_and_has_10_for_0(tmp_path):
@@ -233,7 +223,7 @@ def test_dtd_takes_the_first_partition(tmp_path, gz):
     assert {key for key, row in rows.items() if row["split"] == "dev"} == {
         f"validation/{key}" for key in keys[1::3]
     }
-    assert [(bad.key, bad.reason) for bad in listing.bad] == [(f"train/{keys[0]}", "not in the archive")]
+    assert [(bad.key, bad.reason) for bad in listing.unusable] == [(f"train/{keys[0]}", "not in the archive")]
     assert rows[f"test/{keys[14]}"]["label"] == 1
     assert images(source, there, listing)[f"test/{keys[14]}"] == files[f"dtd/images/{keys[14]}"]
 
@@ -306,7 +296,7 @@ def test_sun397_is_split_by_tfdss_lists_and_has_the_bad_image_left_out(tmp_path,
     }
     for key, row in rows.items():
         assert listing.class_names[row["label"]] == key[key.index("/") :].rpartition("/")[0]
-    assert listing.bad == ()
+    assert listing.unusable == ()
 
 
 @pytest.mark.parametrize("pixels", ["published", "raw"])

@@ -268,7 +268,7 @@ def test_an_image_that_a_list_has_and_the_archive_not_keeps_its_place_and_is_nam
     whole = {part: Records(keys, [0] * 10, members) for part in ("train", "validation", "test")}
     lacking = whole | {"train": Records(keys, [0] * 10, [None, *members[1:]])}
     every, some = (listing(of("dtd"), ["a"], parts) for parts in (whole, lacking))
-    assert [(bad.key, bad.reason) for bad in some.bad] == [("train/0.jpg", "not in the archive")]
+    assert [(bad.key, bad.reason) for bad in some.unusable] == [("train/0.jpg", "not in the archive")]
     assert every.entries.filter(pc.not_equal(every.entries["key"], "train/0.jpg")) == some.entries
 
 

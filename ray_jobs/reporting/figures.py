@@ -1,0 +1,120 @@
+"""The figures of the page, from the numbers of the report.
+
+In: `Entry`s, the content of report.json, and the logs of trainings. Out: SVG by name (`plots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipelines.store import FitName, LogLine, Manifest
+from ray_jobs.reporting import costs, plots
+from ray_jobs.reporting.measures import Entry
+
+Measured = Mapping[str, Sequence[plots.Measured]]  # by the artifact of a training
+
+
+def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measured) -> dict[str, str]:
+    """Draw every plot that has data, by name."""
+    figures = {f"cost {task}": plots.costs(data) for task, data in costs.points(numbers["costs"]).items()}
+    few_shot = [entry for entry in entries if entry.protocol.startswith("few-shot")]
+    for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
+        alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]
+        figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(alike))
+    for artifact, draws in _losses(numbers):
+        figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()))
+    for sweep in numbers["sweeps"]:
+        if "kind" in sweep:
+            figures[f"search {sweep['artifact']}"] = plots.search(_search(sweep))
+    of_rates = [sweep for sweep in numbers["sweeps"] if "kind" not in sweep]
+    for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):
+        panels = [_rates(sweep) for sweep in of_rates if sweep["labels"] == labels]
+        figures[f"sweep {labels}"] = plots.sweeps(panels)
+    if numbers["mistakes"] and (matrix := numbers["mistakes"]["confusion"]):
+        figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
+    return figures
+
+
+def _losses(numbers: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the artifact and the curves of each training, one per draw of labels."""
+    for curve in numbers["pretraining"]:
+        yield curve["artifact"], [curve["points"]]
+    for tuned in numbers["finetuning"]:
+        yield tuned["artifact"], [draw["points"] for draw in tuned["draws"]]
+
+
+def _search(sweep: Mapping[str, Any]) -> plots.Search:
+    trials = sweep["trials"]
+    return plots.Search(
+        points=tuple(trial["point"] for trial in trials),
+        accuracies=tuple(float(np.mean(trial["accuracies"])) for trial in trials),
+        pruned=tuple("pruned_at" in trial for trial in trials),
+        chosen=[trial["number"] for trial in trials].index(sweep["chosen_trial"]),
+    )
+
+
+def _rates(sweep: Mapping[str, Any]) -> plots.Sweep:
+    return plots.Sweep(
+        name=sweep["stage"],
+        learning_rates=tuple(trial["learning_rate"] for trial in sweep["trials"]),
+        accuracies=tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]),
+        chosen=sweep["chosen"],
+    )
+
+
+def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
+    """Return one curve per method and artifact, the most accurate first."""
+    lines: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        lines.setdefault((entry.artifact, entry.method), []).append(entry)
+    artifacts = {artifact for artifact, _ in lines}
+    curves = []
+    for (_, method), points in lines.items():
+        points = sorted(points, key=lambda entry: entry.labels_per_class or 0)
+        name = method if len(artifacts) == 1 else f"{method} ({points[0].stage})"
+        draws = tuple(tuple(entry.correct.mean(axis=1).tolist()) for entry in points)
+        shots = tuple(entry.labels_per_class or 0 for entry in points)
+        curves.append(plots.Curve(name, shots, tuple(entry.accuracy.value for entry in points), draws))
+    return sorted(curves, key=lambda curve: -float(np.mean(curve.means)))
+
+
+def measured_in_training(lines: Sequence[LogLine], manifest: Manifest) -> list[plots.Measured]:
+    """Return what the log of a training says of dev, or of what the trials with the chosen rate held out.
+
+    Few-shot accuracy during a pretraining is only watched: nothing is selected by it.
+    """
+    found = []
+    for fit, name in _fits(lines, manifest).items():
+        evaluated = [line for line in lines if line.fit == fit and line.dev_accuracy is not None]
+        losses = tuple(line.dev_loss for line in evaluated if line.dev_loss is not None)
+        accuracies = tuple(line.dev_accuracy for line in evaluated if line.dev_accuracy is not None)
+        steps = tuple(line.step for line in evaluated)
+        found.append(plots.Measured(name, steps, accuracies, losses if len(losses) == len(steps) else ()))
+    watched = [(line.step, line.few_shot) for line in lines if line.few_shot]
+    for shots in watched[0][1] if watched else ():
+        steps = tuple(step for step, _ in watched)
+        accuracies = tuple(by_shots[shots] for _, by_shots in watched)
+        found.append(plots.Measured(f"{shots}, to watch only", steps, accuracies))
+    return [curve for curve in found if curve.steps]
+
+
+def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]:
+    """Return {fit: name} of those that were evaluated and that the result comes from."""
+    if manifest.job == "pretrain":
+        return {None: "dev"}
+    if manifest.job != "finetune" or not lines:
+        return {}
+    if (
+        number := manifest.metrics.get("trial")
+    ) is None:  # without a search, trials are numbered as their rates
+        number = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
+    names = {fit: FitName.parse(fit) for fit in sorted({line.fit or "" for line in lines})}
+    trials = {
+        fit: name.part
+        for fit, name in names.items()
+        if name and (name.kind, name.number) == ("trial", number)
+    }
+    return {fit: "held-out labels" if len(trials) == 1 else f"fold {fold}" for fit, fold in trials.items()}

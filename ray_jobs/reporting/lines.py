@@ -1,0 +1,198 @@
+"""The lines of report.json about comparisons, accuracies and mistakes.
+
+In: `Verdict`s and `Entry`s, the datasets that they were scored on, and the metrics of their artifacts. Out: plain
+dictionaries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ray_jobs.data.shards import Dataset
+from ray_jobs.evaluation.calibration import calibration_error, is_identified
+from ray_jobs.evaluation.rows import REAL, is_reference
+from ray_jobs.reporting import mistakes, provenance
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
+
+MAX_CONFUSION = 30  # classes; a larger matrix is not readable
+MAX_CLASSES = 200  # lines of the table of classes, the worst first
+Metrics = Mapping[str, float | int | str]
+
+
+def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[str]) -> dict[str, Any]:
+    """Return a comparison's line; `unknown` are artifacts, see `verdicts.headline`."""
+    method, reference, classes = verdict.method, verdict.reference, _num_classes(dataset)
+    return {
+        "task": method.task,
+        "protocol": method.protocol,
+        "labels_per_class": method.labels_per_class,
+        "labels": labels_text(method.labels_per_class, classes),
+        "method": method.method,
+        "artifact": method.artifact,
+        "reference": reference.method,
+        "reference_kind": kind(reference),
+        "reference_protocol": reference.protocol,
+        "reference_artifact": reference.artifact,
+        "accuracy": verdict.accuracy,
+        "reference_accuracy": verdict.reference_accuracy,
+        "difference": verdict.difference.value,
+        "low": verdict.difference.low,
+        "high": verdict.difference.high,
+        "detectable": verdict.detectable,
+        "adjusted_low": verdict.adjusted.low,
+        "adjusted_high": verdict.adjusted.high,
+        "draws": verdict.draws,
+        "num_images": len(method.sample_ids),
+        "conclusion": verdict.conclusion,
+        "unknown_training": method.artifact in unknown,
+        "sentence": sentence(verdict, classes, unknown),
+    }
+
+
+def _num_classes(dataset: Dataset | None) -> int | None:
+    return len(dataset.info.class_names) if dataset else None
+
+
+def accuracy_line(
+    entry: Entry, dataset: Dataset | None, recorded: Metrics, is_calibrated: bool
+) -> dict[str, Any]:
+    """Return an accuracy's line, with the other metrics of its predictions.
+
+    Args:
+        recorded: the metrics of the entry's artifact.
+    """
+    entry_kind = kind(entry)
+    return {
+        "task": entry.task,
+        "protocol": entry.protocol,
+        "labels_per_class": entry.labels_per_class,
+        "labels": labels_text(entry.labels_per_class, _num_classes(dataset)),
+        "method": entry.method,
+        "stage": entry.stage,
+        "artifact": entry.artifact,
+        "accuracy": entry.accuracy.value,
+        "low": entry.accuracy.low,
+        "high": entry.accuracy.high,
+        "draws": len(entry.draws),
+        "num_images": len(entry.sample_ids),
+        "metrics": [{"metric": name, **interval._asdict()} for name, interval in entry.metrics.items()],
+        "probabilities": _probabilities(entry, is_calibrated),
+        "apart": entry_kind == "apart",
+        "seen": "" if entry_kind in ("pixels", "untrained") else provenance.seen_in_training(recorded),
+        "selected_on": list(entry.selected_on),
+        "settings": [json.loads(settings) for settings in entry.settings],
+    }
+
+
+def seen_by(line: Mapping[str, Any], metrics: Mapping[str, Metrics]) -> str:
+    """Describe which test images the model of a line was trained on; empty if it has no trained model."""
+    if is_reference(line["method"]):
+        return ""
+    return provenance.seen_in_training(metrics[line["artifact"]])
+
+
+def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
+    """Describe the probabilities of a method that has them, as means over draws; the rates are fractions.
+
+    `top5_accuracy` is None if test has no more than five classes. `calibrated` describes
+    the probabilities after temperature scaling, or is None. With ReaL's labels, of which an image has several, there is
+    no such description.
+    """
+    if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
+        return None
+    scaled = None
+    if is_calibrated and entry.calibrated_nll is not None and entry.calibrated_probabilities is not None:
+        scaled = {
+            "nll": float(entry.calibrated_nll.mean(dtype=np.float64)),
+            "calibration_error": _calibration_error(entry.calibrated_probabilities, entry.correct),
+        }
+    return {
+        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)) if entry.labels.max() >= 5 else None,
+        "nll": float(entry.nll.mean(dtype=np.float64)),
+        "calibration_error": _calibration_error(entry.probabilities, entry.correct),
+        "calibrated": scaled,
+    }
+
+
+def uncalibrated(metrics: Mapping[str, Metrics], sweeps: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the artifacts whose temperature the held-out images do not identify."""
+    accuracies = {sweep["artifact"]: _chosen_accuracies(sweep) for sweep in sweeps}
+    return {
+        key
+        for key, recorded in metrics.items()
+        if "temperature" in recorded
+        and not is_identified(float(recorded["temperature"]), accuracies.get(key, ()))
+    }
+
+
+def _chosen_accuracies(sweep: Mapping[str, Any]) -> Sequence[float]:
+    """Return the accuracies on the images that the chosen trial held out, one per fold."""
+    name, chosen = (
+        ("number", sweep["chosen_trial"]) if "kind" in sweep else ("learning_rate", sweep["chosen"])
+    )
+    return next(trial["accuracies"] for trial in sweep["trials"] if trial[name] == chosen)
+
+
+def _calibration_error(probabilities: np.ndarray, correct: np.ndarray) -> float:
+    return float(np.mean([calibration_error(*draw) for draw in zip(probabilities, correct, strict=True)]))
+
+
+def mistakes_line(
+    main: Entry | None, dataset: Dataset | None, worst: Sequence[mistakes.Mistake]
+) -> dict[str, Any] | None:
+    """Describe the main model's errors, with class and file names if the dataset is an input; None without scores."""
+    if main is None:
+        return None
+    classes = dataset.info.class_names if dataset else ()
+
+    def name(label: int) -> str:
+        return classes[label] if dataset else f"class {label}"
+
+    index = (
+        dataset.index("test").select(["sample_id", "key"]).to_pydict()
+        if dataset
+        else {"sample_id": [], "key": []}
+    )
+    files = dict(zip(index["sample_id"], index["key"], strict=True))
+    num_classes = len(classes) or 1 + max(main.labels.max(), main.predictions.max())
+    per_class = mistakes.per_class(main, num_classes)
+    counts = (
+        mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
+    )
+    return {
+        "task": main.task,
+        "method": main.method,
+        "protocol": main.protocol,
+        "artifact": main.artifact,
+        "stage": main.stage,
+        "labels": labels_text(main.labels_per_class, len(classes) if dataset else None),
+        "draws": len(main.draws),
+        "num_images": len(main.sample_ids),
+        "ever_wrong": int((~main.correct).any(axis=0).sum()),
+        "always_wrong": int((~main.correct).all(axis=0).sum()),
+        "worst": [
+            {
+                **asdict(mistake),
+                "label_name": name(mistake.label),
+                "prediction_name": name(mistake.prediction),
+                "file": files.get(mistake.sample_id),
+            }
+            for mistake in worst
+        ],
+        "num_classes": len(per_class),
+        "classes": [
+            {
+                **asdict(result),
+                "name": name(result.label),
+                "confused_name": None if result.confused_with is None else name(result.confused_with),
+            }
+            for result in per_class[:MAX_CLASSES]
+        ],
+        "confusion": None if counts is None else {"class_names": list(classes), "counts": counts},
+    }

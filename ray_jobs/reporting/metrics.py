@@ -1,0 +1,130 @@
+"""The metrics of results, in one table: what they are called, what they mean, and how they are computed.
+
+Accuracy, mAP and mIoU are stored: the stages write them into rows.parquet. A report, `report compare` and SQL compute
+the others from predictions, so artifacts of any age have them.
+
+A computed metric is a mean over classes of a function of three counts of each class: the images with this label and
+prediction (hits), with this label, and with this prediction. Its interval is that of an accuracy
+(`ray_jobs.evaluation.intervals`), from how much each image moves the metric. Needs numpy, scipy and pyarrow only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ray_jobs.evaluation.intervals import Interval, mean_interval
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, MEAN_IOU
+
+Counts = NDArray[np.float64]  # [classes]
+_STEP = 1e-4  # of a count, for derivatives
+
+
+class Metric(NamedTuple):
+    """A metric of a result on test, a fraction.
+
+    `of_class` returns a class's part of a computed metric, or NaN if the class does not count, which one without
+    labels and predictions never does; None: stages store it.
+    """
+
+    name: str
+    title: str
+    meaning: str
+    of_class: Callable[[Counts, Counts, Counts], Counts] | None = None
+
+
+def f1(hits: Counts, labelled: Counts, predicted: Counts) -> Counts:
+    """Return the harmonic mean of each class's precision and recall."""
+    return 2 * hits / (labelled + predicted)
+
+
+def recall(hits: Counts, labelled: Counts, predicted: Counts) -> Counts:
+    """Return the fraction of each class's images that are classified correctly."""
+    return hits / labelled
+
+
+METRICS = (
+    Metric(ACCURACY, "Accuracy", "the fraction of images that are classified correctly"),
+    Metric(MEAN_AP, "mAP", "the mean average precision, over queries of a retrieval or over classes"),
+    Metric(MEAN_IOU, "mIoU", "the mean over classes of the intersection over union of pixels"),
+    Metric("macro-F1", "Macro-F1", "the mean over classes of F1, predicted ones without images included", f1),
+    Metric("balanced accuracy", "Balanced accuracy", "the mean over classes of recall", recall),
+)
+COMPUTED = tuple(metric for metric in METRICS if metric.of_class is not None)
+
+
+def value(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> float:
+    """Return a computed metric of one draw, from labels [n] and predictions [n]."""
+    return float(np.mean(_of_classes(metric, *_counts(labels, predictions))))
+
+
+def of_lists(metric: Metric) -> Callable[[Any, Any], Any]:
+    """Return the metric as a function of two columns of Arrow lists, labels and predictions, for DuckDB."""
+
+    def values(labels: Any, predictions: Any) -> Any:
+        draws = zip(labels.combine_chunks(), predictions.combine_chunks(), strict=True)
+        return pa.array([value(metric, *(column.values.to_numpy() for column in draw)) for draw in draws])
+
+    return values
+
+
+def interval(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> Interval:
+    """Return a computed metric over draws and images with its 95% interval.
+
+    Args:
+        labels: [n].
+        predictions: [draws, n].
+    """
+    return mean_interval(contributions(metric, labels, predictions))
+
+
+def contributions(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> NDArray[np.float64]:
+    """Return a table [draws, n] whose means over images are the metric of each draw.
+
+    An image's number is the metric plus the image's influence on it: the derivative by the image's weight, which is
+    what the infinitesimal jackknife takes (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982).
+    """
+    table = np.empty(predictions.shape)
+    for row, predicted in zip(table, predictions, strict=True):
+        counts = _counts(labels, predicted)
+        by_hit, by_label, by_prediction = (_slope(metric, counts, place) for place in range(3))
+        influence = by_label[labels] + by_prediction[predicted] + by_hit[labels] * (labels == predicted)
+        row[:] = np.mean(_of_classes(metric, *counts)) + len(labels) * (influence - influence.mean())
+    return table
+
+
+def _counts(labels: NDArray[Any], predictions: NDArray[Any]) -> tuple[Counts, Counts, Counts]:
+    classes = 1 + int(max(labels.max(), predictions.max()))
+    columns = (labels[labels == predictions], labels, predictions)
+    hits, labelled, predicted = (
+        np.bincount(column, minlength=classes).astype(np.float64) for column in columns
+    )
+    return hits, labelled, predicted
+
+
+def _of_classes(metric: Metric, *counts: Counts) -> Counts:
+    """Return the parts of the classes that count."""
+    return _parts(metric, *counts)[_is_counted(metric, *counts)]
+
+
+def _is_counted(metric: Metric, hits: Counts, labelled: Counts, predicted: Counts) -> NDArray[np.bool_]:
+    return (labelled + predicted > 0) & ~np.isnan(_parts(metric, hits, labelled, predicted))
+
+
+def _parts(metric: Metric, *counts: Counts) -> Counts:
+    assert metric.of_class is not None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return metric.of_class(*counts)
+
+
+def _slope(metric: Metric, counts: tuple[Counts, Counts, Counts], place: int) -> Counts:
+    """Return the metric's derivative by one of the counts of each class; 0 if the class does not count."""
+    steps = [_STEP * (place == number) for number in range(len(counts))]
+    above = _parts(metric, *(count + step for count, step in zip(counts, steps, strict=True)))
+    below = _parts(metric, *(count - step for count, step in zip(counts, steps, strict=True)))
+    is_counted = _is_counted(metric, *counts)
+    return np.where(is_counted, (above - below) / (2 * _STEP), 0.0) / np.count_nonzero(is_counted)

@@ -1,0 +1,72 @@
+"""Metrics that readers compute from predictions: scikit-learn's values, and intervals that cover the truth."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import balanced_accuracy_score, f1_score
+
+from ray_jobs.reporting import metrics
+
+SKLEARN: dict[str, Callable[..., float]] = {
+    "macro-F1": lambda labels, predictions: f1_score(labels, predictions, average="macro"),
+    "balanced accuracy": balanced_accuracy_score,
+}
+
+
+@pytest.mark.filterwarnings("ignore:y_pred contains classes")
+@pytest.mark.parametrize("metric", metrics.COMPUTED, ids=lambda metric: metric.name)
+def test_values_are_scikit_learns(metric: metrics.Metric) -> None:
+    """With classes that have no images, and classes that are never predicted; an image's mean part is the metric."""
+    rng = np.random.default_rng(0)
+    labels = rng.choice([0, 1, 2, 3, 5, 9], 300)
+    predictions = np.where(rng.random((4, 300)) < 0.7, labels, rng.choice([0, 1, 2, 7], (4, 300)))
+    expected = [SKLEARN[metric.name](labels, draw) for draw in predictions]
+    assert [metrics.value(metric, labels, draw) for draw in predictions] == pytest.approx(expected)
+    assert metrics.contributions(metric, labels, predictions).mean(axis=1) == pytest.approx(expected)
+    value, low, high = metrics.interval(metric, labels, predictions)
+    assert value == pytest.approx(np.mean(expected)) and 0 < low < value < high < 1
+
+
+@pytest.mark.parametrize("metric", metrics.COMPUTED, ids=lambda metric: metric.name)
+def test_an_images_part_is_what_its_weight_changes(metric: metrics.Metric) -> None:
+    """The derivative, against the difference that many copies of the other images leave: one image more."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 3, 50)
+    predictions = rng.integers(0, 3, 50)
+    (parts,) = metrics.contributions(metric, labels, predictions[None])
+    before, copies = metrics.value(metric, labels, predictions), 2000
+    many = [np.repeat(column, copies) for column in (labels, predictions)]
+    for image in range(5):
+        more = [np.append(column, column[image * copies]) for column in many]
+        change = (metrics.value(metric, *more) - before) * len(more[0])
+        assert change == pytest.approx(parts[image] - before, abs=1e-3)
+
+
+@pytest.mark.parametrize("metric", metrics.COMPUTED, ids=lambda metric: metric.name)
+def test_without_errors_the_interval_has_a_width(metric: metrics.Metric) -> None:
+    labels = np.arange(100) % 5
+    value, low, high = metrics.interval(metric, labels, np.stack([labels, labels]))
+    assert value == high == 1 and 0.9 < low < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draws", "images", "right"), [(1, 300, 0.7), (5, 300, 0.9), (5, 1000, 0.97)])
+def test_intervals_cover_the_truth(draws: int, images: int, right: float) -> None:
+    """As often as those of accuracies do; classes have two sizes, and draws differ as in the quickstart."""
+    rng = np.random.default_rng(2)
+    shares = np.array([0.2, 0.2, 0.2, 0.2, 0.1, 0.1])
+    odds = np.log(right / (1 - right)) + np.array([1, 0, 0, 0, 0, -1])
+
+    def sample(n: int, times: int) -> tuple[Any, Any]:
+        labels = rng.choice(6, n, p=shares)
+        score = odds[labels] + rng.normal(0, 1, n) + rng.normal(0, 0.1 * (draws > 1), (times, 1))
+        is_right = rng.random((times, n)) < 1 / (1 + np.exp(-score))
+        return labels, np.where(is_right, labels, (labels + rng.integers(1, 6, (times, n))) % 6)
+
+    labels, predictions = sample(200_000, 40)
+    for metric in metrics.COMPUTED:
+        truth = np.mean([metrics.value(metric, labels, draw) for draw in predictions])
+        found = [metrics.interval(metric, *sample(images, draws)) for _ in range(400)]
+        assert 0.92 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.985
