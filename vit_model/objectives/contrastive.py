@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
-from vit_model.objectives.workers import BatchNorm, gather, rank
+from vit_model.objectives.workers import gather, projector, rank
 from vit_model.parts import AroundModel
 
 
@@ -71,8 +71,8 @@ class MoCo(AroundModel):
         model.patch_embed.proj.requires_grad_(False)
         generator = torch.Generator().manual_seed(seed)
         self.model = model
-        self.projector = _mlp((config.width, hidden_width, hidden_width, output_width), generator)
-        self.predictor = _mlp((output_width, hidden_width, output_width), generator)
+        self.projector = projector((config.width, hidden_width, hidden_width, output_width), generator)
+        self.predictor = projector((output_width, hidden_width, output_width), generator)
         self.temperature = temperature
 
     def is_decayed(self, name: str) -> bool:
@@ -142,20 +142,3 @@ class MomentumEncoder(nn.Module):
         trained_weights = itertools.chain(task.model.parameters(), task.projector.parameters())
         for weight, trained in zip(self.encoder.parameters(), trained_weights, strict=True):
             weight.lerp_(trained.to(weight.dtype), 1 - kept)
-
-
-def _mlp(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
-    """Build linear layers without bias, each followed by BatchNorm, and by ReLU except the last.
-
-    The last BatchNorm has no weights (SimCLR's design, without its gamma).
-    """
-    layers: list[nn.Module] = []
-    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
-        with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            linear = nn.Linear(inputs, outputs, bias=False)
-        linear.to_empty(device=torch.get_default_device())
-        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
-        last = number == len(widths) - 1
-        layers += [linear, BatchNorm(outputs, affine=not last)]
-        layers += [] if last else [nn.ReLU()]
-    return nn.Sequential(*layers)

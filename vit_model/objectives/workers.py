@@ -3,6 +3,8 @@
 Letters in shapes: b a worker's share of the batch, B the whole batch, d width.
 """
 
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -34,6 +36,23 @@ class BatchNorm(nn.Module):
         if self.weight is not None and self.bias is not None:
             out = out * self.weight + self.bias
         return out.to(x.dtype)
+
+
+def projector(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
+    """Build linear layers without bias, each followed by BatchNorm, and by ReLU except the last.
+
+    The last BatchNorm has no weights (SimCLR's design, without its gamma).
+    """
+    layers: list[nn.Module] = []
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
+        with torch.device("meta"):  # torch's own initialisation would advance the global generator
+            linear = nn.Linear(inputs, outputs, bias=False)
+        linear.to_empty(device=torch.get_default_device())
+        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+        last = number == len(widths) - 1
+        layers += [linear, BatchNorm(outputs, affine=not last)]
+        layers += [] if last else [nn.ReLU()]
+    return nn.Sequential(*layers)
 
 
 def world() -> int:

@@ -63,6 +63,17 @@ def test_only_what_differs_from_labels_enters_the_key(case: str) -> None:
     assert {name for name in theirs if ours[name] != theirs[name]} <= {"augment"}
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].loss is not None])
+def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: Ancestor) -> None:
+    method, model = method_of(configuration(**CASES[case].fields, dtype="float32"), teacher)
+    module, by_hand = method.module(model), CASES[case].loss
+    assert by_hand is not None
+    views = tuple(torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8))
+    positions = torch.arange(12)
+    ours = method.loss(module, views, positions % 3, positions.numpy())
+    torch.testing.assert_close(ours, by_hand(module, tuple(map(method.inputs, views))), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimated_memory_is_what_the_module_and_its_activations_take(
     case: str, teacher: Ancestor
@@ -80,9 +91,7 @@ def test_the_estimated_memory_is_what_the_module_and_its_activations_take(
     if config.teacher is not None:
         frozen = load_model(teacher.folder)[1].architecture.num_parameters
     assert needed.frozen == 4 * frozen and bool(method.frozen) == bool(frozen)
-    views = torch.randint(256, (2, 12, 8, 8, 1), dtype=torch.uint8)[
-        : objective_properties(config.objective).views
-    ]
+    views = torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8)
     positions = torch.arange(12)
     kept = kept_bytes(module, lambda: method.loss(module, tuple(views), positions % 3, positions.numpy()))
     assert needed.activations == pytest.approx(kept, rel=0.15)
@@ -128,7 +137,7 @@ def test_two_workers_agree_with_one(dataset: Path, tmp_path: Path, teacher: Ance
             **fields
             | {"model": SIZE | {"stochastic_depth": 0.5}, "dtype": "float32", "steps": 6, "keep_steps": ()}
         )
-        for case, (fields, _) in CASES.items()
+        for case, (fields, *_) in CASES.items()
     }
     configs["mixed"] = configuration(
         mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, dtype="float32", steps=6, keep_steps=()
