@@ -38,6 +38,8 @@ from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain, Zero
+from ray_jobs.training.methods import make_method
+from tests.support.vits import contract_of
 from tests.support.workers import run_workers
 from tests.support.zero_matrix import Case, State, state_of
 from vit_model.build import build
@@ -152,8 +154,9 @@ def worker(rank: int, world: int, fields: dict[str, Any], meeting: str, output: 
     memory = 0 if is_cpu else torch.cuda.max_memory_allocated(on)
     peak = devices.peak_flops(on, torch.bfloat16)
     step = statistics.median(seconds)
-    flops = estimates.train_flops(config, architecture) * config.batch_size / world
-    needed = estimates.memory(config, architecture, world, on).most
+    method = make_method(config, contract_of(architecture), on)
+    flops = method.train_flops * config.batch_size / world
+    needed = estimates.memory(method, world).most
     del engine
     difference = continued(config, architecture, world, on, batch)
     found = Measured(step, None if peak is None else flops / step / peak, memory, needed, difference)

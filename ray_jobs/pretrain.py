@@ -11,7 +11,7 @@ log.jsonl (`pipelines.store.training_log`).
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
@@ -30,7 +30,7 @@ from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.heartbeat import Steps, count_steps
 from ray_jobs.process.stage import causes, run_stage
-from ray_jobs.training.workers import run_group, this_worker
+from ray_jobs.training.workers import micro_batch_size, run_group, this_worker
 from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
@@ -48,7 +48,7 @@ def main(context: Context[Pretrain]) -> Result:
     When workers die, the next group continues from the last checkpoint: with as many workers, or, if their machines
     are gone, with as many as the rest has room for.
     """
-    from ray_jobs.training.notices import save_on_notice
+    from ray_jobs.training.workers.preemption import save_on_notice
 
     with save_on_notice(context):
         outcome = _train(context)
@@ -65,7 +65,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
             print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
-    wanted = workers = context.config.workers or cluster.default_workers(context.config.micro_batch_size)
+    wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
     cluster.room_for(workers, context.config.threads)
     units, group, deaths = cluster.units_in_cluster(), 0, 0
     while True:
@@ -102,40 +102,29 @@ def run_workers(
 
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from ray_jobs.training.ancestor import find_ancestor
-    from ray_jobs.training.checkpoint import Saved, Saver
+    from ray_jobs.training.checkpoint import Saver
     from ray_jobs.training.gauges import Gauges
-    from ray_jobs.training.hangs import named_hangs
     from ray_jobs.training.log import LogWriter
     from ray_jobs.training.loop import train
-    from ray_jobs.training.process_group import COLLECTIVE_SECONDS
+    from ray_jobs.training.workers.hangs import named_hangs
+    from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
 
     context: Context[Pretrain] = settings["context"]
-    start: Checkpoint | None = settings["start"]
-    config, store = context.config, context.open_store()
-    worker = this_worker()
-    saved = None if start is None else Saved(store, start)
-    dataset, ancestor = context.dataset(config.cache_gib), find_ancestor(context)
-    teacher = find_ancestor(context, "teacher")
+    worker, store, config = this_worker(settings["group"]), context.open_store(), context.config
+    ancestor, teacher = find_ancestor(context), find_ancestor(context, "teacher")
 
-    def saver(steps: Steps) -> Saver:
-        return Saver(
-            store, context.attempt, config, worker.rank, worker.world, settings["group"], start, steps
-        )
-
-    def watched(steps: Steps) -> AbstractContextManager[None]:
-        return named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS)
+    def trained(steps: Steps, output: Path | None, writer: LogWriter | None) -> dict[str, float | int | str]:
+        with named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS):
+            saver = Saver(store, context.attempt, config, worker, settings["start"], steps)
+            dataset = context.dataset(config.cache_gib)
+            return train(config, dataset, output, worker, saver, ancestor, teacher, writer)
 
     if worker.rank:
-        steps = Steps()
-        with watched(steps):
-            train(config, dataset, None, worker, saver(steps), saved, ancestor, teacher=teacher)
+        trained(Steps(), None, None)
         return {}
     with context.staging() as staging, count_steps(context) as steps:
-        gauges = Gauges(context.attempt)
-        with LogWriter(store, context.attempt, tell=gauges.show) as writer, watched(steps):
-            metrics = train(
-                config, dataset, staging.path, worker, saver(steps), saved, ancestor, writer, teacher
-            )
+        with LogWriter(store, context.attempt, tell=Gauges(context.attempt).show) as writer:
+            metrics = trained(steps, staging.path, writer)
         write_log(store, context.attempt, staging.path)
     return {"files": staging.files, "metrics": metrics}
 
@@ -174,7 +163,7 @@ def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
     possible = [
         number
         for number in range(min(config.min_workers, wanted), wanted + 1)
-        if config.micro_batch_size % number == 0
+        if micro_batch_size(config) % number == 0
     ]
     return max(
         (number for number in possible if number <= wanted * units // units_before), default=possible[0]

@@ -48,7 +48,7 @@ PAGES = [
     *sorted(PROJECT.glob("docs/*.md")),
     PROJECT / "infra" / "README.md",
 ]
-ADD = [page for page in PAGES if page.name.startswith("add-a-")]
+ADD = [page for page in PAGES if page.name.startswith(("add-a-", "add-an-"))]
 LANGUAGES = {"sh", "python", "sql", "yaml", "diff", "mermaid", "text"}
 NEEDS = {
     "",

@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vit_model.blocks import Block
 from vit_model.build import Network
 from vit_model.config import ViTConfig
 from vit_model.errors import UserError
-from vit_model.model import Block, ViT, split_lines
+from vit_model.model import ViT, split_lines
 
 # Attention weights of one layer that are held at a time if only a summary is needed: 256 MiB.
 _WEIGHTS_AT_A_TIME = 2**26

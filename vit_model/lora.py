@@ -11,8 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from vit_model.blocks import Attention
 from vit_model.config import LoRAOptions, LoRATarget
-from vit_model.model import Attention, ViT
+from vit_model.model import ViT
 
 
 class LowRank(nn.Module):

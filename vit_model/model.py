@@ -13,217 +13,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vit_model.blocks import AttentionPool, Block, PatchEmbed, sincos2d, sincos2d_moco
 from vit_model.config import ViTConfig
-from vit_model.parts import check_images, lecun_normal_
-from vit_model.positions import relative_scores, sincos2d, sincos2d_moco
-from vit_model.resnet import Stem
-from vit_model.variants import stem_channels
+from vit_model.parts import ParameterGroups, check_images, lecun_normal_
 
 
-class PatchEmbed(nn.Module):
-    """Eq. 1, first part: cut the image into patches and map each to a token.
-
-    A convolution with stride equal to its kernel size, as one matrix product: `proj.weight` [d, c*p*p] is the kernel
-    [d, c, p, p], flattened. In a hybrid the patches are cut from the stem's feature map (section 3.1).
-    """
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.patch_size = config.patch_size // config.stem_stride
-        channels = config.in_channels if config.stem is None else stem_channels(config.stem)
-        self.backbone = None if config.stem is None else Stem(config.stem, config.in_channels)
-        self.proj = nn.Linear(channels * self.patch_size**2, config.width, bias=config.patch_bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[b, c, height, width] -> [b, patches, d], in raster order."""
-        maps = images if self.backbone is None else self.backbone(images)
-        b, c, height, width = maps.shape
-        p = self.patch_size
-        rows, columns = height // p, width // p
-        patches = maps.reshape(b, c, rows, p, columns, p)
-        patches = patches.permute(0, 2, 4, 1, 3, 5)  # [b, rows, columns, c, p, p]
-        tokens: Tensor = self.proj(patches.reshape(b, rows * columns, c * p * p))
-        return tokens
-
-
-def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return softmax(query key^T / sqrt(e) + bias) value for [b, h, n, e] (eq. 5-7), by the faster implementation.
-
-    On CPUs, SDPA is slow for few tokens, and its backward pass is slow in bf16. Milliseconds for forward and backward
-    with SDPA and written out, on one thread of an AMD EPYC with AVX-512 bf16, torch 2.13: b 128, n 17, h 4, e 16: bf16
-    33 and 2.8, fp32 4.0 and 2.9; b 8, n 197, h 3, e 64: bf16 19 and 8.5, fp32 14.5 and 16.5.
-    """
-    if not is_fused(query.device, query.dtype, key.shape[-2]):
-        scores = attention_scores(query, key, bias)
-        precise = torch.promote_types(scores.dtype, torch.float32)
-        return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-
-
-def is_fused(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
-    """Return whether `attention` uses SDPA, which keeps no scores for the backward pass."""
-    return device.type != "cpu" or (dtype != torch.bfloat16 and tokens >= 32)
-
-
-def attention_scores(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return query key^T / sqrt(e) + bias, [b, h, n, n]."""
-    scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    return scores if bias is None else scores + bias
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention (appendix A). `qkv` stacks the query, key and value matrices."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
-        self.dropout = nn.Dropout(config.dropout)
-        self.pos_embed: nn.Parameter | None = None
-        if config.position == "relative":
-            self.pos_embed = nn.Parameter(
-                torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads)
-            )
-        self.lora: nn.ModuleDict | None = None
-        """What is added to projections while LoRA trains, by the projection's name (`vit_model.lora`)."""
-
-    def forward(self, x: Tensor, first: int | None = None) -> Tensor:
-        """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d]."""
-        query, key, value = self.heads(x) if first is None else self.heads_of_first(x, first)
-        mixed = attention(query, key, value, self.bias(query)).transpose(1, 2).flatten(2)
-        projected: Tensor = self.proj(mixed)
-        if self.lora is not None and "proj" in self.lora:
-            projected = projected + self.lora["proj"](mixed)
-        out: Tensor = self.dropout(projected)
-        return out
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, n, d] -> queries, keys and values, each [b, h, n, e]."""
-        query, key, value = self._split(self.qkv(x), 3)
-        return (
-            self._adapted(query, "query", x),
-            self._adapted(key, "key", x),
-            self._adapted(value, "value", x),
-        )
-
-    def heads_of_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, n, d] -> queries [b, h, first, e] of the first tokens, keys and values [b, h, n, e] of all."""
-        weight, bias, d = self.qkv.weight, self.qkv.bias, x.shape[2]
-        (query,) = self._split(F.linear(x[:, :first], weight[:d], bias[:d]), 1)
-        key, value = self._split(F.linear(x, weight[d:], bias[d:]), 2)
-        query = self._adapted(query, "query", x[:, :first])
-        return query, self._adapted(key, "key", x), self._adapted(value, "value", x)
-
-    def _adapted(self, heads: Tensor, projection: str, x: Tensor) -> Tensor:
-        """Add LoRA's part of a projection of x [b, n, d], if it has one, to its heads [b, h, n, e]."""
-        if self.lora is None or projection not in self.lora:
-            return heads
-        (change,) = self._split(self.lora[projection](x), 1)
-        return heads + change
-
-    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """[b, n, parts * d] -> `parts` tensors [b, h, n, e]."""
-        b, n, _ = x.shape
-        return x.view(b, n, parts, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-
-    def bias(self, query: Tensor) -> Tensor | None:
-        """Return what relative positions add to the scores, [b, h, n, n], scaled as they are (Shaw et al. 2018)."""
-        if self.pos_embed is None:
-            return None
-        return relative_scores(query * query.shape[-1] ** -0.5, self.pos_embed)
-
-    def weights(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> attention weights, float32 [b, h, n, n]; rows sum to 1."""
-        query, key, _ = self.heads(x)
-        return attention_scores(query, key, self.bias(query)).softmax(dim=-1, dtype=torch.float32)
-
-
-class Mlp(nn.Module):
-    """Two linear layers around a GELU; dropout after each but the last addition (section B.1)."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.gelu = config.gelu
-        self.fc1 = nn.Linear(config.width, config.mlp_dim)
-        self.fc2 = nn.Linear(config.mlp_dim, config.width)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> [b, n, d]."""
-        hidden = self.fc1(x)
-        if self.gelu == "quick":
-            hidden = hidden * torch.sigmoid(1.702 * hidden)
-        else:
-            hidden = F.gelu(hidden, approximate="tanh" if self.gelu == "tanh" else "none")
-        out: Tensor = self.dropout(self.fc2(self.dropout(hidden)))
-        return out
-
-
-class Block(nn.Module):
-    """Eq. 2 and 3: attention, then the MLP, each after a layer norm and with a residual connection."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.residual = config.residual
-        self.norm1 = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.attn = Attention(config)
-        self.norm2 = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.mlp = Mlp(config)
-        self.ls1 = self.ls2 = None
-        if config.layer_scale is not None:
-            self.ls1, self.ls2 = (nn.ParameterDict({"gamma": torch.empty(config.width)}) for _ in range(2))
-
-    def forward(self, x: Tensor, first: int | None = None, factors: Tensor | None = None) -> Tensor:
-        """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d].
-
-        `factors` [2, b, 1, 1] multiply the outputs of attention and MLP for each image (`ViT.depth_factors`).
-        """
-        of_attention, of_mlp = (None, None) if factors is None else factors.unbind()
-        x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1, of_attention)
-        return self._join(x, self.mlp(self.norm2(x)), self.ls2, of_mlp)
-
-    def _join(
-        self, x: Tensor, branch: Tensor, scale: nn.ParameterDict | None, factors: Tensor | None
-    ) -> Tensor:
-        if scale is not None:
-            branch = branch * scale["gamma"]
-        if factors is not None:
-            branch = branch * factors
-        return x + branch if self.residual else branch
-
-
-class AttentionPool(nn.Module):
-    """The MAP head: a learned query attends to all tokens, then an MLP (Zhai et al. 2022; big_vision's MAPHead).
-
-    Its MLP has dropout like every other; big_vision, whose recipes do not use dropout, has none here.
-    """
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.latent = nn.Parameter(torch.empty(1, 1, config.width))
-        self.q = nn.Linear(config.width, config.width)
-        self.kv = nn.Linear(config.width, 2 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-        self.mlp = Mlp(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> [b, d]."""
-        b, n, d = x.shape
-        query = self.q(self.latent).view(1, 1, self.num_heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
-        key, value = self.kv(x).view(b, n, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        pooled = self.proj(attention(query, key, value).transpose(1, 2).reshape(b, 1, d))
-        out: Tensor = pooled + self.mlp(self.norm(pooled))
-        return out[:, 0]
-
-
-class ViT(nn.Module):
+class ViT(ParameterGroups):
     """The encoder and its head. Built on torch's default device with the weights of `initialise(seed=0)`."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -272,6 +70,21 @@ class ViT(nn.Module):
             self.head = nn.Linear(width, config.num_classes)
             if config.distillation:
                 self.head_dist = nn.Linear(width, config.num_classes)
+
+    @property
+    def last_layer(self) -> int:
+        """The number of the layer of the final norm and the head, after the blocks, which are 1 to `num_blocks`."""
+        return self.config.num_blocks + 1
+
+    def layer_of(self, name: str) -> int:
+        first, _, rest = name.partition(".")
+        if first == "blocks":
+            return 1 + int(rest.partition(".")[0])
+        # patches, the norm before the blocks, and what is a parameter of the model itself: tokens, positions
+        return 0 if first in ("patch_embed", "norm_pre") or not rest else self.last_layer
+
+    def is_block_matrix(self, name: str) -> bool:
+        return name.startswith("blocks.") and name.endswith(".weight") and self.get_parameter(name).ndim == 2
 
     def forward(self, images: Tensor, depth_draws: Tensor | None = None) -> Tensor:
         """[b, c, height, width] -> logits [b, classes], or the representation [b, d] without a head.

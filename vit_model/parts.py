@@ -1,4 +1,6 @@
-"""Code shared by the model families: the check of the input, and the initialisation of kernels."""
+"""Code shared by the model families and objectives: how an optimizer groups their weights, the check of the input, the
+initialisation of kernels.
+"""
 
 import math
 
@@ -6,6 +8,53 @@ import torch
 from torch import Tensor, nn
 
 from vit_model.config import ResNetConfig, ViTConfig
+
+
+class ParameterGroups(nn.Module):
+    """A module that says which of its weights an optimizer treats alike, by their names (`named_parameters`)."""
+
+    model_prefix = ""
+    """what the names of the model's weights begin with, if the module trains a model in it for an objective"""
+
+    @property
+    def last_layer(self) -> int:
+        """The number of the last layer, as BEiT and MAE count: from the embeddings, which are layer 0."""
+        return 0
+
+    def is_decayed(self, name: str) -> bool:
+        """Return whether weight decay applies: to kernels only, not to biases, norms, tokens or position embeddings."""
+        return self.get_parameter(name).ndim >= 2 and name.rpartition(".")[2] == "weight"
+
+    def layer_of(self, name: str) -> int:
+        """Return the number of a parameter's layer."""
+        return self.last_layer
+
+    def is_block_matrix(self, name: str) -> bool:
+        """Return whether a parameter is a matrix product's in a block of a ViT, which Muon steps."""
+        return False
+
+
+class AroundModel(ParameterGroups):
+    """A module that trains the model in its attribute `model` for an objective; its own parts are in the last layer."""
+
+    model_prefix = "model."
+
+    @property
+    def last_layer(self) -> int:
+        return self._inner().last_layer
+
+    def layer_of(self, name: str) -> int:
+        is_models = name.startswith(self.model_prefix)
+        return self._inner().layer_of(name.removeprefix(self.model_prefix)) if is_models else self.last_layer
+
+    def is_block_matrix(self, name: str) -> bool:
+        is_models = name.startswith(self.model_prefix)
+        return is_models and self._inner().is_block_matrix(name.removeprefix(self.model_prefix))
+
+    def _inner(self) -> ParameterGroups:
+        model = self.get_submodule(self.model_prefix.removesuffix("."))
+        assert isinstance(model, ParameterGroups)
+        return model
 
 
 def check_images(images: Tensor, config: ViTConfig | ResNetConfig, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_model.config import ResNetConfig
-from vit_model.parts import check_images, lecun_normal_
+from vit_model.parts import ParameterGroups, check_images, lecun_normal_
 from vit_model.variants import BottleneckStage, bottleneck_stages
 
 GROUPS = 32
@@ -65,7 +65,7 @@ class PreActUnit(nn.Module):
         return out
 
 
-class ResNet(nn.Module):
+class ResNet(ParameterGroups):
     """The baseline and its head. Built on torch's default device with the weights of `initialise(seed=0)`."""
 
     def __init__(self, config: ResNetConfig) -> None:

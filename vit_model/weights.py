@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vit_model.blocks import resize_axis, resize_position_embedding
 from vit_model.build import Network, build
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.errors import UserError
-from vit_model.positions import resize_axis, resize_position_embedding
 from vit_model.sizes import different_encoders
 
 WEIGHTS_FILE = "model.safetensors"

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,14 +23,16 @@ from pipelines.spec import Pretrain
 from pipelines.store import open_store
 from ray_jobs.data import shards
 from ray_jobs.process import devices
-from ray_jobs.training import loop, objective, optim
+from ray_jobs.training import loop, optim
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import Plain
+from ray_jobs.training.methods import make_method
 from tests.support.records import make_attempt
 from training.sizes import Size
 from vit_model.build import build
 from vit_model.contract import ModelContract
+from vit_model.parts import AroundModel
 from vit_model.preprocessing import normalise
 
 PEERS = Path(tempfile.gettempdir()) / "vitflow-training-peers"
@@ -71,11 +74,9 @@ def ours(size: Size, place: Place, **fields: Any) -> list[float]:
             name = [scratch]
             dist.broadcast_object_list(name, 0)
             store = open_store(f"{name[0]}/store")
-        saver = TimedSaver(
-            store, make_attempt("pretrain", store_uri=store.uri), config, place.rank, place.world
-        )
-        saver.times = []
         worker = loop.Worker(place.rank, place.world, place.rank)
+        saver = TimedSaver(store, make_attempt("pretrain", store_uri=store.uri), config, worker)
+        saver.times = []
         output = None if place.rank else Path(scratch)
         loop.train(config, shards.open_dataset(place.folder), output, worker, saver)
         if place.world > 1:
@@ -94,6 +95,7 @@ def bare(size: Size, place: Place, is_compiled: bool = False) -> list[float]:
     devices.set_threads(config.threads)
     model = build(contract.architecture)
     model.initialise(0)
+    method = make_method(config, contract, devices.device())
     optimizer = optim.make_optimizer(model, config.optimizer, config.learning_rate)
     engine = Plain(model, optimizer, DTYPE, config.optimizer.clip_norm)
     if is_compiled:
@@ -102,7 +104,7 @@ def bare(size: Size, place: Place, is_compiled: bool = False) -> list[float]:
     share = config.batch_size // place.world
     views, targets, times = (images[:share],), labels[:share], []
     for _ in range(config.steps):
-        loss = objective.batch_loss(engine, config, contract, views, targets, None, DTYPE, None)
+        loss = method.loss(engine, views, targets, np.arange(share))
         engine.backward(loss)
         engine.step(config.learning_rate)
         times.append(time.perf_counter())
@@ -203,7 +205,7 @@ def _ray_loop(settings: dict[str, Any]) -> list[float]:
                 return times
 
 
-class _WithLoss(torch.nn.Module):
+class _WithLoss(AroundModel):
     """Our model as Hugging Face's `Trainer` expects one."""
 
     def __init__(self, contract: ModelContract) -> None:

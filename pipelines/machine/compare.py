@@ -172,7 +172,7 @@ def common_resolution(backbones: Sequence[Backbone]) -> int:
 
 def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images: int) -> str:
     """Measure the cheapest backbone's training here, and estimate the run time of all from their operations."""
-    from ray_jobs.training.throughput import images_per_second
+    from ray_jobs.training.cost import images_per_second
 
     tuned = [backbone.architecture.for_finetuning(resolution, 2) for backbone in backbones]
     cheapest = min(tuned, key=compute.train_flops)

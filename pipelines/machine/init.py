@@ -256,7 +256,7 @@ def _warn_of_small_sets(images: Path, number: int, say: Callable[[str], None]) -
 
 def _images_per_second(choice: Choice) -> float:
     """Measure the speed of training on one GPU or one core of this machine."""
-    from ray_jobs.training.throughput import images_per_second
+    from ray_jobs.training.cost import images_per_second
 
     return images_per_second(choice.model, choice.resolution, choice.batch_size)
 

@@ -133,10 +133,6 @@ class Optimizer(Frozen):
             raise ValueError(f"momentum {self.momentum} is for name sgd or muon; adamw has betas")
         return self
 
-    def warmup(self, steps: int) -> int:
-        """Return the number of warm-up steps of a training with `steps` steps."""
-        return round(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
-
 
 def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> None:
     """Raise ValueError for settings that do not fit the length of a training, or its model if that is known.

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.spec import Finetune, Pretrain
+from pipelines.spec import Finetune, Pretrain, objective_properties
 from ray_jobs.augment import mixing
 from ray_jobs.augment.batch import augment
 from ray_jobs.augment.crops import CROPPING, RandomCrop
@@ -42,7 +42,7 @@ class TrainTransform:
     @property
     def has_two_views(self) -> bool:
         """Whether each image becomes two views."""
-        return isinstance(self.config, Pretrain) and self.config.objective == "contrastive"
+        return isinstance(self.config, Pretrain) and objective_properties(self.config.objective).views > 1
 
     @property
     def crop(self) -> RandomCrop | None:

@@ -36,7 +36,7 @@ from ray_jobs.process.context import Context
 
 HEARTBEAT_SECONDS = 5.0  # a driver waits for twelve of them
 # The longest time without a step: longer than an evaluation between two steps or a restart of the workers. It is the
-# last resort, because the process group's limit ends workers that wait for each other (`ray_jobs.training.hangs`).
+# last resort: the process group's limit ends workers that wait for each other (`ray_jobs.training.workers.hangs`).
 STEP_SECONDS = 7200.0
 
 

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from pipelines.spec import WITHOUT_LABELS, Pretrain
+from pipelines.spec import Objective, Pretrain, objective_properties
 from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.process.context import Context
-from ray_jobs.training.contract import continued_contract
+from ray_jobs.training.contract import continued_contract, model_contract
 from vit_model.build import Network
 from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
@@ -28,7 +28,7 @@ class Ancestor(NamedTuple):
     folder: Path
     name: str
     """for the log: stage, job and key"""
-    objective: str = "softmax"
+    objective: Objective = "softmax"
     """which its classifier was trained with, if it has one; assumed of imported weights"""
 
 
@@ -44,15 +44,19 @@ def find_ancestor(
     return Ancestor(context.input(field), name, manifest.config.get("objective", "softmax"))
 
 
-def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> ModelContract:
-    """Return the contract of a pretraining that starts from another model.
+def make_contract(config: Pretrain, info: DatasetInfo, ancestor: Ancestor | None = None) -> ModelContract:
+    """Return the contract of a pretraining's model, which may start from another one.
 
     Raises:
         UserError: the configured model has another encoder; or, without one, the configuration does not fit the
             ancestor's.
     """
+    labelled = objective_properties(config.objective).classifier is not None
+    if ancestor is None:
+        assert config.model is not None
+        return model_contract(config.model, config.resolution, info, config.eval_crop, labelled)
     source, where = read_contract(ancestor.folder), f"init_from {ancestor.name}"
-    classes = 0 if config.objective in WITHOUT_LABELS else len(info.class_names)
+    classes = len(info.class_names) if labelled else 0
     architecture = config.check_start(where, source.architecture, classes)
     try:
         return continued_contract(source, architecture, info, config.eval_crop)
@@ -60,7 +64,7 @@ def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> Mo
         raise UserError(f"{where}: {reasons(error)}") from error
 
 
-def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: str) -> list[str]:
+def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: Objective) -> list[str]:
     """Copy the ancestor's weights to a new model; return a line for each part that is not just copied.
 
     Raises:
@@ -68,14 +72,10 @@ def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objec
     """
     source, theirs = load_model(ancestor.folder)
     classes = None
-    if _cross_entropy(objective) == _cross_entropy(ancestor.objective):
+    # The logits of another cross-entropy have another scale.
+    if objective_properties(objective).classifier == objective_properties(ancestor.objective).classifier:
         classes = same_classes(contract, theirs)
     return [f"starting from the weights of {ancestor.name}", *transfer_backbone(model, source, classes)]
-
-
-def _cross_entropy(objective: str) -> str:
-    """Return what an objective's classifier is trained with; the logits of the other kind have another scale."""
-    return "softmax" if objective == "distillation" else objective
 
 
 def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:

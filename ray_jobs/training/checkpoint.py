@@ -9,11 +9,8 @@ A pretraining has one series of checkpoints, a fine-tuning one for each running 
 
 from __future__ import annotations
 
-import itertools
-import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,7 +28,6 @@ from pipelines.spec import Finetune, Pretrain
 from pipelines.store import (
     Attempt,
     Checkpoint,
-    LogLine,
     Store,
     StoreAbsent,
     StoreDamaged,
@@ -42,7 +37,6 @@ from pipelines.store import (
     checkpoints,
     commit_checkpoint,
     encode,
-    inside,
     intact,
     now,
     read_record,
@@ -51,36 +45,13 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.process.heartbeat import Steps
-from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
-from ray_jobs.training.task import Evaluation
-from vit_model.fields import Frozen
+from ray_jobs.training.engine import Piece
+from ray_jobs.training.state import STATE, Saved, WorkerState
+from ray_jobs.training.workers import ALONE, Worker
 
-_KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
 _LOOK_SECONDS = 0.2  # between looks for the other workers' files
 _AWAIT_SECONDS = 5.0  # that workers wait for a writer between two questions to the others
 _LISTEN_SECONDS = 2.0  # between looks for requests
-_STATE = "state"  # the key of the worker's JSON in a file's header
-
-
-class WorkerState(Frozen):
-    """The state of a worker besides its pieces."""
-
-    # Between two points of the curve, a loss that is no longer finite is not yet an error.
-    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
-
-    loader: dict[str, str | int]
-    """the loader's, the same for all workers"""
-    points: tuple[dict[str, float | int | None], ...]
-    """the curve so far, the same for all workers"""
-    loss_sum: float
-    summed: int
-    """the losses since the last point, and of how many steps"""
-    substitutes: int = 0
-    """of a fit: the images so far that were damaged and replaced in this worker's shares"""
-    evaluations: tuple[Evaluation, ...] = ()
-    """of a trial that may stop early"""
-    log: tuple[LogLine, ...] = ()
-    """of the first worker: the lines of the log that may not be in the store"""
 
 
 class _Writing(NamedTuple):
@@ -106,7 +77,7 @@ class Saver:
     """One worker's part in writing the checkpoints of a training. All workers call its methods together.
 
     Args:
-        group: which group of workers of this attempt this is; a group that died may have left files behind.
+        worker: its group is that of this attempt; a group that died may have left files behind.
         start: the checkpoint that the attempt started from, which is kept.
         steps: is told how many steps are done.
         fit: with a Finetune, the name of the fit, whose newest checkpoint is kept.
@@ -117,18 +88,16 @@ class Saver:
         store: Store,
         attempt: Attempt,
         config: Pretrain | Finetune,
-        rank: int = 0,
-        world: int = 1,
-        group: int = 1,
+        worker: Worker = ALONE,
         start: Checkpoint | None = None,
         steps: Steps | None = None,
         fit: str | None = None,
     ) -> None:
         self._store, self._attempt, self._fit = store, attempt, fit
-        self._rank, self._world, self._group, self._start = rank, world, group, start
+        self._worker, self._rank, self._world, self._start = worker, worker.rank, worker.world, start
         self._every, self._steps = config.checkpoint_every, steps or Steps()
         self._kept_latest, self._kept_steps, self._end = 1, tuple[int, ...](), config.steps
-        self._agreement = dist.new_group(backend="gloo") if world > 1 else None
+        self._agreement = dist.new_group(backend="gloo") if worker.world > 1 else None
         self._telling: tuple[Tensor, dist.Work] | None = None  # rank 0's last wish, on its way
         self._thread = ThreadPoolExecutor(1)
         self._writing: _Writing | None = None
@@ -140,7 +109,7 @@ class Saver:
         if isinstance(config, Pretrain):
             self._kept_latest, self._kept_steps = config.keep_checkpoints, config.keep_steps
             self._asked = self._answered = checkpoint_requested(store, attempt)
-            if rank == 0:
+            if self._rank == 0:
                 threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
@@ -260,6 +229,10 @@ class Saver:
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._agreement)
         return bool(flags)
 
+    def opened_start(self) -> Saved | None:
+        """Open the checkpoint that the attempt started from; None if it started from none."""
+        return None if self._start is None else Saved(self._store, self._start)
+
     def resume(
         self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Saved | None:
@@ -348,7 +321,7 @@ class Saver:
                 save_file(
                     copies,
                     staging.path / f"{self._name(self._rank)}.safetensors",
-                    {_STATE: state.model_dump_json()},
+                    {STATE: state.model_dump_json()},
                 )
         except (OSError, SafetensorError) as error:
             raise StoreError(f"{self._store.uri}: cannot write {checkpoint.folder}: {error}") from None
@@ -393,7 +366,7 @@ class Saver:
                 self._store.remove([f"{checkpoint.folder}/{name}" for name in names])
 
     def _name(self, rank: int) -> str:
-        return f"group-{self._group}-rank-{rank:05d}"
+        return f"group-{self._worker.group}-rank-{rank:05d}"
 
     def _remove_old(self, step: int, best: int | None) -> None:
         """Keep the latest, the best, those that consumers can name, and the one that this attempt started from.
@@ -409,91 +382,3 @@ class Saver:
         kept = [newest[each] for each in newest if each in steps]
         kept += [] if self._start is None else [self._start]
         remove_checkpoints(self._store, attempt, kept, step, self._fit)
-
-
-class _Part(NamedTuple):
-    """Values of a parameter from `start` on, in a file under a key."""
-
-    start: int
-    size: int
-    file: Any
-    key: str
-
-
-class Saved:
-    """The state in a checkpoint's files, for any number of workers.
-
-    Raises:
-        StoreDamaged: the files are not the parts of one state.
-    """
-
-    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
-        self.step, self.attempt = checkpoint.step, checkpoint.attempt
-        self._where = f"{store.uri}/{checkpoint.folder}"
-        self.states: list[WorkerState] = []
-        """of each worker that wrote the checkpoint, by rank"""
-        self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
-        folder = store.local(checkpoint.folder, checkpoint.files)
-        for path in sorted(entry.path for entry in checkpoint.files):
-            try:
-                file = safe_open(inside(folder, path), framework="pt")
-                self.states.append(WorkerState.model_validate_json(file.metadata()[_STATE]))
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    kind, name, start = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]
-                    (size,) = file.get_slice(key).get_shape()
-                    self._parts[kind, name].append(_Part(int(start), size, file, key))
-            except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
-                raise self._damaged(f"{path} is not a part of a checkpoint ({error})") from None
-        for (kind, name), parts in self._parts.items():
-            ends = [0, *itertools.accumulate(part.size for part in sorted(parts))]
-            if [part.start for part in sorted(parts)] != ends[:-1]:
-                raise self._damaged(f"the parts of {kind} of {name} do not follow one another")
-
-    def require(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the state is that of a module and of its optimizer.
-
-        Raises:
-            StoreDamaged: it belongs to another architecture, or to another optimizer.
-        """
-        wanted: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        for name, weight in module.named_parameters():
-            for kind in (WEIGHTS, *(average_kinds(optimizer, weight) if weight.requires_grad else ())):
-                wanted[kind][name] = weight.numel()
-        for kind, sizes in wanted.items():
-            there = {
-                name: sum(part.size for part in parts)
-                for (k, name), parts in self._parts.items()
-                if k == kind
-            }
-            different = sorted(name for name in sizes | there if sizes.get(name) != there.get(name))
-            if different:
-                name = different[0]
-                raise self._damaged(
-                    f"it has {there.get(name, 'no')} values of {kind} of {name}, but this training needs "
-                    f"{sizes.get(name, 'none')}"
-                    + (f", and {len(different) - 1} others differ" if different[1:] else "")
-                )
-
-    def read(self, kind: str, name: str, start: int, count: int) -> Tensor:
-        """Return `count` values from `start` on, float32 [count]."""
-        values = torch.empty(count)
-        for part in self._parts[kind, name]:
-            low, high = max(start, part.start), min(start + count, part.start + part.size)
-            if low < high:
-                values[low - start : high - start] = part.file.get_slice(part.key)[
-                    low - part.start : high - part.start
-                ]
-        return values
-
-    def load(self, module: torch.nn.Module, *kinds: str, prefix: str = "") -> None:
-        """Set all parameters of a module, each from the first of these kinds that the checkpoint has of it."""
-        with torch.no_grad():
-            for name, weight in module.named_parameters():
-                kind = next(kind for kind in kinds if (kind, prefix + name) in self._parts)
-                weight.copy_(self.read(kind, prefix + name, 0, weight.numel()).view_as(weight))
-
-    def _damaged(self, problem: str) -> StoreDamaged:
-        return StoreDamaged(
-            f"the checkpoint {self._where} cannot be used: {problem}",
-            "delete this folder to continue from an earlier checkpoint",
-        )

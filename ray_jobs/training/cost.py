@@ -1,20 +1,32 @@
-"""What a fine-tuning costs on this machine: its model's forward pass, and whole steps of its training."""
+"""What a fine-tuning costs on this machine: its model's forward pass, whole steps of its training, and a whole fit."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from pipelines.scratch import scratch_folder
+from pipelines.spec import Finetune, Model
 from ray_jobs.augment import depth_draws
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.samples import write_samples
+from ray_jobs.data.shards import Dataset, Images, ImageSize, open_dataset
 from ray_jobs.evaluation import measuring
 from ray_jobs.evaluation.cost import Cost
 from ray_jobs.process import devices
-from ray_jobs.training.fit import start, start_model
+from ray_jobs.training.contract import model_contract
+from ray_jobs.training.fit import fit, start, start_model
 from ray_jobs.training.task import Task
 from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
+
+STEPS = 4  # of a fit
 
 
 def finetuning_cost(task: Task) -> Cost:
@@ -34,7 +46,7 @@ def finetuning_cost(task: Task) -> Cost:
     depth = depth_draws(contract.architecture, config.seed, np.arange(len(images)), on)
 
     def prepare() -> Callable[[], None]:
-        _, engine, _ = start(task, task.learning_rate, config.seed, on, dtype, None)
+        _, engine, _ = start(task, task.learning_rate, config.seed)
 
         def run() -> None:
             for _ in range(parts):
@@ -46,3 +58,43 @@ def finetuning_cost(task: Task) -> Cost:
 
     measured = measuring.measure(prepare, on)
     return forward.model_copy(update={"training": measuring.speed(measured, parts * len(images), dtype)})
+
+
+def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
+    """Return the images per second of fine-tuning from scratch on random pixels, on one GPU or one core."""
+    seconds = []
+    with scratch_folder() as folder:
+        data = _random_dataset(folder, resolution, batch_size)
+        images = Images(data, data.index("train"))
+        for steps in (1, STEPS):  # the first run warms up
+            config = Finetune(
+                job="finetune",
+                data="random",
+                model=size,
+                resolution=resolution,
+                learning_rates=(1e-4,),
+                steps=steps,
+                batch_size=batch_size,
+                augment="crop_flip",
+            )
+            began = time.perf_counter()
+            with contextlib.redirect_stdout(io.StringIO()):  # hide its progress
+                fit(
+                    Task(config, model_contract(size, resolution, data.info), None),
+                    images,
+                    1e-4,
+                    seed=0,
+                )
+            seconds.append(time.perf_counter() - began)
+    return STEPS * batch_size / seconds[-1]
+
+
+def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(str(number), str(number), pixels.tobytes(), "raw", resolution, resolution, 3, number % 2)
+        for number, pixels in enumerate(rng.integers(0, 256, (count, resolution, resolution, 3), np.uint8))
+    ]
+    image = ImageSize(height=resolution, width=resolution, channels=3)
+    write_samples(folder, "random", ("a", "b"), image, {"train": samples})
+    return open_dataset(folder)

@@ -96,7 +96,7 @@ class Plain:
         world: int = 1,
         accumulation: int = 1,
     ) -> None:
-        self.masters, self.optimizer = module, optimizer
+        self.masters, self.optimizer, self.dtype = module, optimizer, dtype
         self.module: Any = module if dtype == torch.float32 else copy.deepcopy(module).to(dtype)
         self.clip_norm, self.world, self.accumulation = clip_norm, world, accumulation
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
@@ -318,11 +318,11 @@ def state_bytes(
 
     Args:
         value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
-        matrices: how many of the parameters Muon steps.
+        matrices: how many of the parameters are in matrices of the blocks.
     """
     if world == 1 or config.zero_stage == 0:
         return plain_bytes(parameters, config.optimizer, value_bytes, matrices)
-    averages = _bytes_of_averages(config.optimizer)
+    averages = optim.bytes_of_averages(config.optimizer, 1)
     states = model_state_bytes(parameters, config.zero_stage, world, value_bytes, 4 + averages)
     sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
     if config.zero_stage == 1 and sum_bytes > value_bytes:
@@ -354,15 +354,9 @@ def plain_bytes(
     states = ModelStates(
         (4 + copy_bytes) * (parameters + frozen),
         (4 + copy_bytes) * parameters,
-        _bytes_of_averages(optimizer) * parameters,
+        optim.bytes_of_averages(optimizer, parameters, matrices),
     )
-    states = states._replace(optimizer=states.optimizer - 4 * matrices)  # Muon has one average, not two
     return EngineBytes(states, buffers=0)
-
-
-def _bytes_of_averages(optimizer: Optimizer) -> int:
-    """Return the bytes per parameter of Adam's two moments or SGD's momentum, and of the average of the weights."""
-    return {"adamw": 8, "muon": 8, "sgd": 4}[optimizer.name] + 4 * (optimizer.ema is not None)
 
 
 def has_ema(optimizer: torch.optim.Optimizer) -> bool:
@@ -379,19 +373,8 @@ def _update_ema(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], ste
 
 
 def average_kinds(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...]:
-    """Return the names of the averages that an optimizer keeps for a weight, of the weight's shape."""
-    ema = (EMA,) if has_ema(optimizer) else ()
-    if isinstance(optimizer, optim.MuonAndAdamW):
-        optimizer = optimizer.part(weight)
-    if isinstance(optimizer, torch.optim.Muon):
-        return ("momentum_buffer", *ema)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return ("exp_avg", "exp_avg_sq", *ema)
-    if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer", *ema) if optimizer.defaults["momentum"] else ema
-    raise NotImplementedError(
-        f"the state of {type(optimizer).__name__} cannot be saved; add its averages here"
-    )
+    """Return the names of the averages that are kept for a weight, that of the weight itself included."""
+    return (*optim.average_kinds(optimizer, weight), *((EMA,) if has_ema(optimizer) else ()))
 
 
 def _averages(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:

@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import optim
 from ray_jobs.training.engine import EngineBytes, plain_bytes, state_bytes
+from ray_jobs.training.methods import Method
+from ray_jobs.training.methods.base import activation_bytes
 from ray_jobs.training.task import Task
+from ray_jobs.training.workers import Worker, micro_batch_share
 from vit_model import compute
 from vit_model.build import build
-from vit_model.config import Architecture, ViTConfig
+from vit_model.config import ViTConfig
 from vit_model.errors import UserError
-from vit_model.model import is_fused
 
 _MIB, _GIB = 2**20, 2**30
 _CERTAIN = 0.85  # of an estimate, which is within 15% of what is used (docs/zero.md)
@@ -49,50 +50,18 @@ class Memory(NamedTuple):
         return self.frozen + sum(states) + buffers - late + max(self.activations, late)
 
 
-def memory(
-    config: Pretrain,
-    architecture: Architecture,
-    world: int,
-    device: torch.device,
-    teacher: Architecture | None = None,
-) -> Memory:
-    """Estimate the memory of each of `world` workers on devices like this one.
+def memory(method: Method, world: int) -> Memory:
+    """Estimate the memory of each of `world` workers on devices like the method's.
 
     Raises:
         UserError: the workers cannot share a micro-batch evenly.
     """
-    dtype, images = devices.torch_dtype(config.dtype, device), optim.micro_batch_share(config, world)
-    parameters = architecture.num_parameters
-    if config.autoencoder is not None:
-        assert isinstance(architecture, ViTConfig), "the configuration allows only ViTs here"
-        parameters += compute.decoder_parameters(architecture, config.autoencoder)
-        sequences = compute.seen_tokens(architecture, config.autoencoder), architecture.num_tokens
-        encoder_is_fused, decoder_is_fused = (is_fused(device, dtype, tokens) for tokens in sequences)
-        activations = compute.autoencoder_activation_bytes(
-            architecture,
-            config.autoencoder,
-            images,
-            value_bytes=dtype.itemsize,
-            fused_attention=(encoder_is_fused, decoder_is_fused),
-            checkpointing=config.activation_checkpointing,
-        )
-    else:
-        activations = _activations(architecture, images, device, dtype, config.activation_checkpointing)
-    activations *= config.passes
-    matrices = 0
-    if config.optimizer.name == "muon":
-        assert isinstance(architecture, ViTConfig), "the configuration allows only ViTs here"
-        matrices = compute.block_matrices(architecture)
-    frozen = 0
-    if teacher is not None:
-        frozen = teacher.num_parameters * dtype.itemsize
-        if config.distillation.kind == "features":
-            parameters += (architecture.width + 1) * teacher.width
-    if config.objective == "contrastive":
-        projector, predictor = moco_parameters(config, architecture)
-        frozen = 4 * (parameters + projector)
-        parameters += projector + predictor
-    return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize, matrices), frozen)
+    config, architecture = method.config, method.contract.architecture
+    activations = method.activation_bytes(micro_batch_share(config, world))
+    parameters = architecture.num_parameters + method.added_parameters
+    matrices = compute.block_matrices(architecture) if isinstance(architecture, ViTConfig) else 0
+    engine = state_bytes(parameters, config, world, method.dtype.itemsize, matrices)
+    return Memory(activations, engine, method.frozen_bytes)
 
 
 def fit_memory(task: Task, device: torch.device) -> Memory:
@@ -107,7 +76,7 @@ def fit_memory(task: Task, device: torch.device) -> Memory:
     if config.freeze in (None, "all_but_biases"):
         trained: compute.Trained = config.lora or ("all" if config.freeze is None else "biases")
         checkpointing = config.activation_checkpointing
-        activations = _activations(architecture, images, device, dtype, checkpointing, trained)
+        activations = activation_bytes(architecture, images, device, dtype, checkpointing, trained)
     parameters = trained_parameters(task)
     added = 0
     if config.lora is not None:
@@ -141,45 +110,16 @@ def fit_flops(task: Task) -> int:
     return compute.train_flops(architecture)
 
 
-def _activations(
-    architecture: Architecture,
-    images: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    trained: compute.Trained = "all",
-) -> int:
-    is_vit_and_fused = isinstance(architecture, ViTConfig) and is_fused(
-        device, dtype, architecture.num_tokens
-    )
-    return compute.activation_bytes(
-        architecture,
-        images,
-        value_bytes=dtype.itemsize,
-        fused_attention=is_vit_and_fused,
-        checkpointing=checkpointing,
-        trained=trained,
-    )
+def check(method: Method, worker: Worker) -> None:
+    """Check that a worker's device can hold a pretraining; the first worker prints what it will take.
 
-
-def moco_parameters(config: Pretrain, architecture: Architecture) -> tuple[int, int]:
-    """Return how many weights MoCo's projector and predictor have: those of their linear layers and of the norms."""
-    hidden, output = config.contrastive.hidden_width, config.contrastive.output_width
-    projector = hidden * (architecture.width + hidden + output) + 2 * 2 * hidden
-    return projector, 2 * hidden * output + 2 * hidden
-
-
-def train_flops(config: Pretrain, architecture: Architecture, teacher: Architecture | None = None) -> int:
-    """Return the floating-point operations of a training step per image.
-
-    They are those of all passes, and of the forward passes of a teacher or momentum encoder.
+    Raises:
+        UserError: it certainly cannot, or the workers cannot share a micro-batch evenly.
     """
-    flops = config.passes * compute.train_flops(architecture, config.autoencoder)
-    if config.objective == "contrastive":
-        projector, predictor = moco_parameters(config, architecture)
-        keys = compute.forward_flops(architecture) + 2 * projector
-        flops += config.passes * (6 * (projector + predictor) + keys)
-    return flops + (0 if teacher is None else compute.forward_flops(teacher))
+    needed, is_shared = memory(method, worker.world), method.device.type != "cuda"
+    if worker.rank == 0:
+        print(*lines(method, worker.world, needed), sep="\n", flush=True)
+    require(needed, devices.memory(method.device), worker.local_world if is_shared else 1)
 
 
 def require(needed: Memory, there: int, workers: int) -> None:
@@ -212,28 +152,18 @@ def _require(who: str, needed: Memory, there: int, workers: int, advice: str) ->
     )
 
 
-def lines(
-    config: Pretrain,
-    architecture: Architecture,
-    world: int,
-    needed: Memory,
-    teacher: Architecture | None = None,
-) -> tuple[str, str, str]:
+def lines(method: Method, world: int, needed: Memory) -> tuple[str, str, str]:
     """Describe what the configuration implies in three lines: the batch, operations, and memory per worker."""
-    forward = config.passes * compute.forward_flops(architecture, config.autoencoder)
-    flops = train_flops(config, architecture, teacher)
+    config, flops = method.config, method.train_flops
     exaflops = flops * config.steps * config.batch_size / 1e18
-    images, parts = optim.micro_batch_share(config, world), config.gradient_accumulation_steps
+    images, parts = micro_batch_share(config, world), config.gradient_accumulation_steps
     states, buffers, _ = needed.engine
-    frozen = "momentum encoder" if teacher is None else "teacher"
-    of_teacher = (
-        "" if teacher is None else f", {compute.forward_flops(teacher) / 1e9:.4g} of them the teacher's"
-    )
+    of_teacher = f", {method.teacher_flops / 1e9:.4g} of them the teacher's" if method.teacher_flops else ""
     return (
         f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
         f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
-        f"compute: {architecture.num_parameters:,} parameters"
-        f" · {forward / 1e9:.4g} GFLOPs per image forward"
+        f"compute: {method.contract.architecture.num_parameters:,} parameters"
+        f" · {method.forward_flops / 1e9:.4g} GFLOPs per image forward"
         f" · {flops / 1e9:.4g} GFLOPs per image in training{of_teacher}"
         f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
         f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
@@ -241,6 +171,6 @@ def lines(
         f" · {needed.activations / _MIB:,.1f} MiB activations of {images:,} images"
         f" · {states.weights / _MIB:,.1f} MiB weights · {states.gradients / _MIB:,.1f} MiB gradients"
         f" · {states.optimizer / _MIB:,.1f} MiB optimizer states · {buffers / _MIB:,.1f} MiB buffers"
-        f"{f' · {needed.frozen / _MIB:,.1f} MiB {frozen}' if needed.frozen else ''}"
+        f"{f' · {needed.frozen / _MIB:,.1f} MiB {method.frozen}' if needed.frozen else ''}"
         f" (ZeRO-{config.zero_stage})",
     )

@@ -7,23 +7,20 @@ scored. No test image is read.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from pipelines.spec import FewShot
 from pipelines.store import warn
-from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation.linear_probe import leave_one_out
 from ray_jobs.evaluation.supports import draw_labels
+from ray_jobs.training.evaluators import Evaluator
+from ray_jobs.training.workers import Worker
 from vit_model.build import Network
-from vit_model.contract import ModelContract
+from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
-from vit_model.preprocessing import normalise
 
 _BATCH = 256  # images per forward pass
 _LARGEST = (
@@ -42,13 +39,11 @@ class FewShotProbe:
         self,
         config: FewShot,
         dataset: Dataset,
-        contract: ModelContract,
+        preprocessing: Preprocessing,
         device: torch.device,
-        rank: int,
-        world: int,
+        worker: Worker,
     ) -> None:
-        self._config, self._dataset, self._contract = config, dataset, contract
-        self._device, self._rank, self._world = device, rank, world
+        self._config, self._device, self._rank = config, device, worker.rank
         self._train, self._dev = dataset.labels("train"), dataset.labels("dev")
         if not len(self._dev):
             raise UserError(
@@ -66,11 +61,18 @@ class FewShotProbe:
             for shots in config.shots
         ]
         self._needed = np.unique(np.concatenate([rows for of_shots in self._draws for rows in of_shots]))
+        support, dev = (Images(dataset, dataset.index(split)) for split in ("train", "dev"))
+        self._evaluators = [
+            Evaluator(images, preprocessing, worker, _BATCH, is_kept=False)
+            for images in (support.take(self._needed), dev)
+        ]
 
     def score(self, model: Network) -> dict[str, float] | None:
         """Return the accuracies, on rank 0; None on the others, which call it, too."""
-        support = self._features(model, "train", self._needed)
-        scored = self._features(model, "dev", np.arange(len(self._dev)))
+        support, scored = (
+            evaluator.gather(lambda images: model.forward_features(images)[1], self._device).numpy()
+            for evaluator in self._evaluators
+        )
         if self._rank:
             return None
         if not (np.isfinite(support).all() and np.isfinite(scored).all()):
@@ -90,21 +92,3 @@ class FewShotProbe:
                 ]
                 accuracies[f"{shots}-shot dev"] = float(np.mean(right))
         return accuracies
-
-    def _features(self, model: Network, split: Split, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the features of these rows of a split, [n, width], on every worker."""
-        share = math.ceil(len(rows) / self._world)
-        # Rows past the end wrap around and are dropped, so that all shares have the same size.
-        own = rows[np.arange(self._rank * share, (self._rank + 1) * share) % len(rows)]
-        parts, preprocessing = [], self._contract.preprocessing
-        with torch.inference_mode():
-            for start in range(0, len(own), _BATCH):
-                images = self._dataset.images(split, preprocessing, own[start : start + _BATCH])
-                batch = torch.from_numpy(images).to(self._device)
-                parts.append(model.forward_features(normalise(batch, preprocessing, torch.float32))[1])
-        features = torch.cat(parts).float()
-        if self._world > 1:
-            shares = [torch.empty_like(features) for _ in range(self._world)]
-            dist.all_gather(shares, features)
-            features = torch.cat(shares)
-        return features[: len(rows)].cpu().numpy()

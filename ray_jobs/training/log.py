@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from ulid import ULID
@@ -31,7 +31,9 @@ from pipelines.store import (
 from ray_jobs.data.loader import Loader
 from ray_jobs.process import devices, progress
 from ray_jobs.training import optim
+from ray_jobs.training.steps import Step
 from ray_jobs.training.task import Evaluation
+from ray_jobs.training.workers import ALONE, Worker
 
 LINE_SECONDS = 10.0  # at most between two lines
 SEGMENT_SECONDS = 5.0  # between two segments
@@ -145,14 +147,23 @@ class LogWriter:
         self._store.remove(names)
 
 
+class Reporting(NamedTuple):
+    """Where the log of a training goes, and how its lines of progress speak."""
+
+    writer: LogWriter | None = None
+    """of the first worker; None: nothing is written to the store"""
+    unit: str = "step"
+    """what a line of progress calls a step"""
+    remaining_steps: int = 0
+    """steps that the stage still does after this training, for the estimated time left"""
+
+
 class Log:
     """What the first worker says about a training; the others have a silent one.
 
     Args:
         flops: of an image in training.
         images: the number of training images.
-        noun: what a line of progress calls a step.
-        after: steps that the stage still does after this training.
         steps: the last step; None: the configuration's.
         is_limit: whether it may end before.
     """
@@ -161,49 +172,49 @@ class Log:
         self,
         config: Pretrain | Finetune,
         flops: int,
-        loader: Loader,
         images: int,
-        device: torch.device,
-        writer: LogWriter | None,
-        *,
-        first: int = 0,
-        world: int = 1,
-        noun: str = "step",
-        after: int = 0,
+        loader: Loader,
+        reporting: Reporting = Reporting(),  # noqa: B008 (never changed)
+        worker: Worker = ALONE,
         steps: int | None = None,
         is_limit: bool = False,
-        is_silent: bool = False,
     ) -> None:
-        self._is_silent, self._writer, self._loader = is_silent, writer, loader
+        self._is_silent, self._writer, self._loader = worker.rank > 0, reporting.writer, loader
         self._batch, self._images = config.batch_size, images
-        self._steps = steps or config.steps
-        self._noun, self._is_limit = noun, is_limit
-        self._progress = progress.Progress(self._steps, after=after)
+        self.last = steps or config.steps
+        """the last step"""
+        self._unit, self._is_limit = reporting.unit, is_limit
+        self._progress = progress.Progress(self.last, after=reporting.remaining_steps)
         # A fit is not the end of its stage.
-        self._last_shown = self._steps if isinstance(config, Pretrain) else self._steps - 1
+        self._last_shown = self.last if isinstance(config, Pretrain) else self.last - 1
+        device = devices.device(worker.local_rank)
         peak = devices.peak_flops(device, devices.torch_dtype(config.dtype, device))
-        self._peak = None if peak is None else world * peak / flops  # images/s
+        self._peak = None if peak is None else worker.world * peak / flops  # images/s
         self._sum, self._summed = torch.zeros((), device=device), 0  # since the last line
-        self._time, self._step, self._waited = time.monotonic(), first, loader.seconds_waited
+        self.first = 0
+        """the step that the training begins with"""
+        self._time, self._step, self._waited = time.monotonic(), self.first, loader.seconds_waited
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of this worker's share of a micro-batch."""
-        if not self._is_silent:
-            self._sum += loss.detach()
-            self._summed += 1
+    def continue_from(self, step: int, unsaved: Sequence[LogLine]) -> None:
+        """Continue from a checkpoint after `step` steps, with the lines that were not yet in the store then."""
+        self.first = self._step = step
+        if self._writer is not None:
+            self._writer.continue_from(step, unsaved)
 
-    def step(
+    def add(
         self,
-        done: int,
-        rate: float,
-        norm: torch.Tensor | float | None,
+        step: Step,
         loss: float | None = None,
         evaluation: Evaluation | None = None,
         few_shot: dict[str, float] | None = None,
     ) -> None:
-        """Tell about a step, the last of `done`, if it is time or if there is a mean loss or an evaluation."""
+        """Tell about a step, if it is time or if there is a mean loss or an evaluation."""
         if self._is_silent:
             return
+        done = step.done
+        for each in step.losses:
+            self._sum += each
+            self._summed += 1
         seconds = time.monotonic() - self._time
         is_shown = self._summed > 0 and done <= self._last_shown and self._progress.due(done)
         is_written = self._writer is not None and (
@@ -221,8 +232,8 @@ class Log:
             step=done,
             epoch=done * self._batch / self._images,
             loss=finite(own if loss is None else loss),
-            learning_rate=rate,
-            gradient_norm=None if norm is None else finite(float(norm)),
+            learning_rate=step.rate,
+            gradient_norm=None if step.norm is None else finite(float(step.norm)),
             images_per_second=speed,
             data_wait=min(1.0, (waited - self._waited) / seconds) if seconds > 0 else None,
             mfu=None if speed is None or self._peak is None else speed / self._peak,
@@ -232,7 +243,7 @@ class Log:
             few_shot=few_shot,
         )
         if is_shown:
-            total, unit = self._steps, self._noun
+            total, unit = self.last, self._unit
             progress.show(
                 ProgressLine(done=done, total=total, unit=unit, line=line, may_end_before=self._is_limit)
             )

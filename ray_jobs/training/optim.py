@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +17,22 @@ from numpy.typing import NDArray
 
 from pipelines.spec import Finetune, Optimizer, Pretrain
 from ray_jobs.training.task import DivergenceError
+from ray_jobs.training.workers import micro_batch_share
 from vit_model import lora
 from vit_model.build import Network
-from vit_model.errors import UserError
 from vit_model.model import ViT
+from vit_model.parts import ParameterGroups
 from vit_model.weights import HEADS
 
 BUCKET = 1 << 24
 """Values that DeepSpeed reduces and gathers at a time, for which it has a buffer (its default is 5e8), and that stage 3
 keeps gathered (1e9, which is all weights of nearly every ViT)."""
+
+
+def warmup_steps(optimizer: Optimizer, steps: int) -> int:
+    """Return the number of warm-up steps of a training with `steps` steps."""
+    given = optimizer.warmup_steps
+    return round(optimizer.warmup_fraction * steps) if given is None else given
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
@@ -38,7 +44,7 @@ def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer
     """
     if not 0 <= step <= total_steps:
         raise ValueError(f"step {step} is not from 0 to total_steps {total_steps}")
-    warmup, cooldown = optimizer.warmup(total_steps), round(optimizer.cooldown_fraction * total_steps)
+    warmup, cooldown = warmup_steps(optimizer, total_steps), round(optimizer.cooldown_fraction * total_steps)
     rising = min(1.0, step / warmup) if warmup else 1.0
     since = max(0, step - warmup)
     progress = since / max(1, total_steps - warmup)
@@ -52,89 +58,96 @@ def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer
     return base * rising * falling * ending
 
 
-def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether weight decay applies: to kernels only, not to biases, norms, tokens or position embeddings."""
-    return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
+class Rule(NamedTuple):
+    """One of torch's optimizers."""
+
+    make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
+    """(groups of weights, settings) -> the optimizer, whose learning rate is set before each step"""
+    averages: tuple[str, ...]
+    """what it keeps for a weight, each float32 and of the weight's shape"""
 
 
-def is_block_matrix(name: str, parameter: torch.Tensor, prefix: str = "") -> bool:
-    """Return whether a parameter is a matrix product's in a block of the ViT, which Muon steps."""
-    return parameter.ndim == 2 and bool(re.fullmatch(re.escape(prefix) + r"blocks\.\d+\..*\.weight", name))
+ADAMW = Rule(
+    lambda groups, settings: torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=1e-8, fused=True),
+    ("exp_avg", "exp_avg_sq"),
+)
+SGD = Rule(
+    lambda groups, settings: torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True),
+    ("momentum_buffer",),
+)
+MUON = Rule(
+    lambda groups, settings: torch.optim.Muon(
+        groups, lr=0.0, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw"
+    ),
+    ("momentum_buffer",),
+)
+OPTIMIZERS: dict[str, tuple[Rule, Rule]] = {"adamw": (ADAMW, ADAMW), "sgd": (SGD, SGD), "muon": (MUON, ADAMW)}
+"""{`Optimizer.name`: what steps the matrices of a ViT's blocks, what steps all other weights}"""
+_RULES: dict[type, Rule] = {torch.optim.AdamW: ADAMW, torch.optim.SGD: SGD, torch.optim.Muon: MUON}
 
 
-def layers_above(name: str, depth: int, prefix: str = "") -> int:
-    """Return how many layers of a ViT with `depth` blocks come after that of a parameter, as BEiT and MAE count them.
+def average_kinds(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of the averages that an optimizer keeps for a weight, of the weight's shape."""
+    if isinstance(optimizer, MuonAndAdamW):
+        optimizer = optimizer.part(weight)
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
+        return ()
+    return _RULES[type(optimizer)].averages
 
-    The embeddings are layer 0, the blocks 1 to depth, and the final norm and the head the last one, depth + 1. So is
-    what an objective adds, whose names do not begin with the ViT's `prefix`.
+
+def bytes_of_averages(optimizer: Optimizer, parameters: int, matrices: int = 0) -> int:
+    """Return the bytes of an optimizer's averages, and of the moving average of the weights (`Optimizer.ema`).
+
+    `matrices` of the parameters are in matrices of a ViT's blocks.
     """
-    if not name.startswith(prefix):
-        return 0
-    name = name.removeprefix(prefix)
-    if block := re.match(r"blocks\.(\d+)\.", name):
-        return depth - int(block[1])
-    # patches, the norm before the blocks, and what is a parameter of the model itself: tokens, positions
-    return depth + 1 if re.fullmatch(r"(patch_embed|norm_pre)\..*|\w+", name) else 0
-
-
-def num_blocks(model: torch.nn.Module, prefix: str = "") -> int:
-    """Return the number of a ViT's blocks; 0 for a ResNet. The names of its weights begin with `prefix`."""
-    names = (name.removeprefix(prefix) for name, _ in model.named_parameters() if name.startswith(prefix))
-    return len({block[1] for name in names if (block := re.match(r"blocks\.(\d+)\.", name))})
+    of_matrix, of_other = (len(rule.averages) for rule in OPTIMIZERS[optimizer.name])
+    averages = of_matrix * matrices + of_other * (parameters - matrices)
+    return 4 * (averages + parameters * (optimizer.ema is not None))
 
 
 def make_optimizer(
-    model: torch.nn.Module,
-    optimizer: Optimizer,
-    base: float,
-    decays_all: bool = False,
-    head_first: int = 0,
-    prefix: str = "",
+    module: ParameterGroups, optimizer: Optimizer, base: float, head_first: int = 0
 ) -> torch.optim.Optimizer:
     """Return AdamW, SGD with momentum, or Muon. Set the learning rate before a step (`set_learning_rate`).
 
     AdamW's decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch,
     timm and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and
-    not to the base rate: decay "times_schedule". Only kernels are decayed (big_vision's mask), or every trained
-    parameter if `decays_all`. SGD adds weight_decay * p to the gradient, as torch's does. Muon steps the matrices of a
-    ViT's blocks and decays them as AdamW would; AdamW steps all other weights.
+    not to the base rate: decay "times_schedule". The module says which parameters are decayed (`ParameterGroups`). SGD
+    adds weight_decay * p to the gradient, as torch's does. Muon steps the matrices of a ViT's blocks and decays them as
+    AdamW would; AdamW steps all other weights.
 
     Args:
         base: the learning rate that the schedule multiplies.
         head_first: steps in which only the head's learning rate is not 0.
-        prefix: what the names of a ViT's weights begin with in a module that wraps it.
     """
     _skip_dynamo()
-    depth = num_blocks(model, prefix)
+    for_matrices, for_others = OPTIMIZERS[optimizer.name]
     groups: dict[tuple[bool, int, bool, bool], list[torch.nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            above = layers_above(name, depth, prefix) if optimizer.layer_decay < 1 else 0
-            is_spared = not (decays_all or is_decayed(name, parameter))
+            is_apart = for_matrices != for_others and module.is_block_matrix(name)
+            above = module.last_layer - module.layer_of(name) if optimizer.layer_decay < 1 else 0
             waits = head_first > 0 and not name.startswith(HEADS)
-            is_muons = optimizer.name == "muon" and is_block_matrix(name, parameter, prefix)
-            groups.setdefault((is_muons, above, is_spared, waits), []).append(parameter)
+            groups.setdefault((is_apart, above, not module.is_decayed(name), waits), []).append(parameter)
     settings: list[dict[str, Any]] = []
     matrices: list[dict[str, Any]] = []
-    for is_muons, above, is_spared, waits in sorted(groups):
+    for is_apart, above, is_spared, waits in sorted(groups):
         scale = optimizer.layer_decay**above
         decay = 0.0 if is_spared else optimizer.weight_decay
         if optimizer.decay == "times_schedule":
             decay /= base * scale
-        (matrices if is_muons else settings).append(
+        (matrices if is_apart else settings).append(
             {
-                "params": groups[is_muons, above, is_spared, waits],
+                "params": groups[is_apart, above, is_spared, waits],
                 "weight_decay": decay,
                 "scale": scale,
                 "first_step": head_first if waits else 0,
                 "ema": optimizer.ema,
             }
         )
-    if optimizer.name == "muon":
-        return MuonAndAdamW(matrices, settings, optimizer.momentum, optimizer.betas)
-    if optimizer.name == "sgd":
-        return torch.optim.SGD(settings, lr=0.0, momentum=optimizer.momentum, fused=True)
-    return torch.optim.AdamW(settings, lr=0.0, betas=optimizer.betas, eps=1e-8, fused=True)
+    if for_matrices == for_others:
+        return for_others.make(settings, optimizer)
+    return MuonAndAdamW(for_matrices.make(matrices, optimizer), for_others.make(settings, optimizer))
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -143,21 +156,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
     Muon (Jordan et al. 2024) has Nesterov momentum and five Newton-Schulz iterations in bfloat16 of each matrix as it
     is stored; queries, keys and values are one. The update is multiplied by 0.2 * sqrt(max(rows, columns)), so that it
     is as large as AdamW's and the same learning rates serve (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-
-    Args:
-        matrices: groups for Muon.
-        others: groups for AdamW.
     """
 
-    def __init__(
-        self,
-        matrices: list[dict[str, Any]],
-        others: list[dict[str, Any]],
-        momentum: float,
-        betas: tuple[float, float],
-    ) -> None:
-        self.muon = torch.optim.Muon(matrices, lr=0.0, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        self.adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, eps=1e-8, fused=True)
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        self.muon, self.adamw = muon, adamw
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
         self.muon.state = self.adamw.state = self.state
         self.found_inf = torch.zeros(())
@@ -192,16 +194,15 @@ def _skip_dynamo() -> None:
             setattr(original, "__dynamo_disable", original)
 
 
-def freeze(model: torch.nn.Module, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
+def freeze(model: Network, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
     """Exclude weights from training: all but the head's, or those of the embeddings and the first `what` blocks.
 
     "all_but_biases" also trains every bias, as BitFit (Ben Zaken et al. 2022) and VPT's bias-only rows (KMnP/vpt,
     src/models/vit_models.py, tinytl-bias); "all_but_lora" the matrices of `vit_model.lora`.
     """
-    depth = num_blocks(model)
     for name, parameter in model.named_parameters():
         if isinstance(what, int):
-            is_trained = depth + 1 - layers_above(name, depth) > what
+            is_trained = model.layer_of(name) > what
         else:
             is_trained = (
                 name.startswith(HEADS)
@@ -238,25 +239,6 @@ def check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
         raise DivergenceError(
             f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up"
         )
-
-
-def micro_batch_share(config: Pretrain, world: int) -> int:
-    """Return the images of one micro-batch on one of `world` workers.
-
-    Raises:
-        UserError: the workers cannot share a micro-batch evenly.
-    """
-    images = config.micro_batch_size
-    if world < 1 or images % world:
-        divisors = [n for n in range(1, images + 1) if images % n == 0]
-        steps = config.gradient_accumulation_steps
-        what = f"batch_size {config.batch_size}"
-        what += f" / gradient_accumulation_steps {steps} = {images}" if steps > 1 else ""
-        raise UserError(
-            f"{what} is not a multiple of the {world} workers;"
-            f" use one of {', '.join(map(str, divisors))} workers"
-        )
-    return images // world
 
 
 def micro_batches(

@@ -24,9 +24,10 @@ from ray_jobs.evaluation.cost import Cost
 from ray_jobs.process.context import Context
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.cost import finetuning_cost
-from ray_jobs.training.fit import Stopping, fit, predict, score
+from ray_jobs.training.evaluators import Evaluator, accuracy_and_loss, predict, score
+from ray_jobs.training.fit import Stopping, Validation, fit
 from ray_jobs.training.gauges import Gauges
-from ray_jobs.training.log import LogWriter
+from ray_jobs.training.log import LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, read_split
 from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
 from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table
@@ -59,16 +60,20 @@ def trial(
     """
     began, name, title = time.monotonic(), task.trial(fold), fit_title(context.config, task, fold, len(folds))
     inside, outside = (pool.take(rows) for rows in folds[fold])
+    preprocessing = task.contract.preprocessing
     stopping = make_stopping(context.config, task.config.steps, report)
+    held_out = Evaluator(outside, preprocessing, worker)
     saver = make_saver(context, str(name), worker)
     writer = None if worker.rank else make_log(context, name)
     try:
         with writer or nullcontext():
-            settings: Any = (f"{title}, step", remaining_steps, saver, writer, outside, stopping, worker)
-            model, *_ = fit(fetched(context, task), inside, task.learning_rate, task.config.seed, *settings)
+            given = fetched(context, task), inside, task.learning_rate, task.config.seed, saver
+            reporting = Reporting(writer, f"{title}, step", remaining_steps)
+            fitted = fit(*given, reporting, Validation(held_out, stopping), worker)
             if writer is None:
                 return None
-            result = score_trial(model, task, outside, stopping, writer)
+            alone = held_out if worker.world == 1 else Evaluator(outside, preprocessing)
+            result = score_trial(fitted.model, task, alone, stopping, writer)
         outcome = result.outcome
         if task.config.early_stopping is not None and stopping is not None:
             outcome += f", best at step {result.step} of {stopping.evaluations[-1].step}"
@@ -102,7 +107,7 @@ def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | No
 
 
 def score_trial(
-    model: Network, task: Task, held_out: Images, stopping: Stopping | None, writer: LogWriter
+    model: Network, task: Task, held_out: Evaluator, stopping: Stopping | None, writer: LogWriter
 ) -> Trial:
     """Return the results of a trial's model; with early stopping, of its best evaluation.
 
@@ -112,12 +117,11 @@ def score_trial(
     if task.config.early_stopping is not None:
         assert stopping is not None
         return Trial(**stopping.best._asdict())
-    logits = predict(model, task.contract, held_out)
-    accuracy, loss, *_ = score(logits, held_out.labels)
-    evaluation = Evaluation(task.config.steps, accuracy, loss)
+    logits, labels = held_out.logits(model), held_out.labels
+    evaluation = Evaluation(task.config.steps, *accuracy_and_loss(logits, labels))
     if stopping is None:
         writer.add_evaluation(evaluation)
-    return Trial(**evaluation._asdict(), temperature=fit_temperature(logits.numpy(), held_out.labels))
+    return Trial(**evaluation._asdict(), temperature=fit_temperature(logits.numpy(), labels.numpy()))
 
 
 def _record(context: Context[Finetune], name: FitName, result: Trial, saver: Saver) -> None:
@@ -143,19 +147,24 @@ def refit(
     name = task.refit(draw)
     saver = make_saver(context, str(name), worker)
     with nullcontext() if worker.rank else make_log(context, name) as writer:
-        settings: Any = (f"draw {draw}, step", remaining_steps, saver, writer, None, None, worker)
-        model, curve, substitutes = fit(
-            fetched(context, task), pool, task.learning_rate, task.config.seed + draw, *settings
+        fitted = fit(
+            fetched(context, task),
+            pool,
+            task.learning_rate,
+            task.config.seed + draw,
+            saver,
+            Reporting(writer, f"draw {draw}, step", remaining_steps),
+            worker=worker,
         )
     if worker.rank:
         return None
     test = read_split(context.dataset(context.config.cache_gib), "test")
-    logits = predict(model, task.contract, test)
+    logits = predict(fitted.model, task.contract, test)
     result = score(logits, test.labels, task.temperature)
     files: tuple[FileEntry, ...] = ()
     if draw == 0:
         with context.staging() as staging:
-            save_model(staging.path, model, task.contract)
+            save_model(staging.path, fitted.model, task.contract)
         files = staging.files
     images = images_table(result)
     record = Refit(
@@ -167,8 +176,8 @@ def refit(
         images=add_images(context, draw, images),
         # a class's probability ranks the images; its logarithm has fewer ties
         mean_ap=multi_label(logits.log_softmax(dim=1).numpy(), test.rows["labels"].combine_chunks()),
-        curve=tuple(CurvePoint.model_validate(point) for point in curve),
-        substitutes=substitutes,
+        curve=tuple(CurvePoint.model_validate(point) for point in fitted.curve),
+        substitutes=fitted.substitutes,
         files=files,
     )
     add_refit(context, draw, record)
@@ -203,8 +212,7 @@ def make_saver(context: Context[Finetune], fit: str, worker: Worker) -> Saver:
     """Return a worker's saver of a fit with this name."""
     # Ray may run a task twice at once, if it has lost sight of a node.
     group = worker.group if worker.world > 1 else secrets.randbits(32)
-    place: Any = {"rank": worker.rank, "world": worker.world, "group": group}
-    return Saver(context.open_store(), context.attempt, context.config, **place, fit=fit)
+    return Saver(context.open_store(), context.attempt, context.config, worker._replace(group=group), fit=fit)
 
 
 def make_log(context: Context[Finetune], name: FitName) -> LogWriter:

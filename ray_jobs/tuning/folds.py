@@ -18,7 +18,9 @@ from ray_jobs.evaluation.label_issues import write_probabilities
 from ray_jobs.evaluation.supports import permutation
 from ray_jobs.process.context import Context
 from ray_jobs.randomness import Purpose
-from ray_jobs.training.fit import fit, predict
+from ray_jobs.training.evaluators import predict
+from ray_jobs.training.fit import fit
+from ray_jobs.training.log import Reporting
 from ray_jobs.training.task import Task
 from ray_jobs.training.workers import ALONE
 from ray_jobs.tuning.fits import fetched, make_saver
@@ -67,15 +69,14 @@ def fit_fold(
     if (finished := Ledger(context, task.attempts).fold(number)) is not None:
         return finished
     saver = make_saver(context, f"fold-{number}", ALONE)
-    model, *_ = fit(
+    model = fit(
         fetched(context, task),
         pool.take(np.flatnonzero(folds != number)),
         task.learning_rate,
         task.config.seed,
-        noun=f"fold {number}, step",
-        after=remaining_steps,
-        saver=saver,
-    )
+        saver,
+        Reporting(unit=f"fold {number}, step", remaining_steps=remaining_steps),
+    ).model
     held_out = pool.take(np.flatnonzero(folds == number))
     probabilities = predict(model, task.contract, held_out).softmax(dim=1).numpy()
     with context.staging() as staging:

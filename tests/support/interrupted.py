@@ -22,21 +22,15 @@ from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import log, loop, optim
 from ray_jobs.training.ancestor import Ancestor
-from ray_jobs.training.checkpoint import Saved, Saver
+from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.log import LogWriter
-from tests.support import datasets
+from tests.support import datasets, objectives
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
 from vit_model.build import build
 from vit_model.weights import save_model
 
-MOCO = {
-    "objective": "contrastive",
-    "augment": "resized_crop_flip",
-    "contrastive": {"hidden_width": 32, "output_width": 8},
-}
-MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}}
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain fp32": {"zero_stage": 0, "dtype": "float32"},
@@ -47,14 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "plain bf16 Muon": {"zero_stage": 0, "optimizer": {"name": "muon", "layer_decay": 0.8, "ema": 0.9}},
     "ZeRO-1 bf16": {"zero_stage": 1},
-    "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
-    "ZeRO-3 bf16": {"zero_stage": 3},
-    "ZeRO-3 bf16 labels and patches": {"zero_stage": 3, "auxiliary": {"masked_patches": 0.5}},
-    "ZeRO-3 bf16 MAE": {"zero_stage": 3, **MAE, "fewshot": {"shots": (1, 3)}},
-    "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
-    "ZeRO-2 bf16 MoCo": {"zero_stage": 2, **MOCO},
+    "ZeRO-2 bf16 MoCo": {"zero_stage": 2, **objectives.MOCO},
     "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},
-    "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32"},
+    "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32", "fewshot": {"shots": (1, 3)}},
     "ZeRO-3 fp32": {
         "zero_stage": 3,
         "dtype": "float32",
@@ -63,13 +52,11 @@ CASES: dict[str, dict[str, Any]] = {
     "alone, bf16": {},
     "alone, fp32": {"dtype": "float32"},
     "alone, fp32 Muon": {"dtype": "float32", "zero_stage": 0, "optimizer": {"name": "muon"}},
-    "ZeRO-3 bf16 distillation": {
-        "zero_stage": 3,
-        "objective": "distillation",
-        "teacher": "first",
-        "model": {**SIZE, "distillation": True},
-    },
     "ZeRO-1 bf16, continued": {"zero_stage": 1, "init_from": "first", "objective": "masked_patches"},
+}
+CASES |= {
+    f"{name}, ZeRO-{case.zero_stage} bf16": {"zero_stage": case.zero_stage, **case.fields}
+    for name, case in objectives.CASES.items()
 }
 _APART = 8  # steps at most between two kills, so that a training has several
 _LAST = 12  # steps, which take longer than a kill may come late
@@ -236,16 +223,15 @@ def _worker(
     start = choose_start(store, attempt, config.keep_steps)
     if kill is not None and kill.rank == rank:
         arm(kill)
-    saver = Saver(store, attempt, config, rank, world, start=start)
-    saved = None if start is None else Saved(store, start)
     place = loop.Worker(rank, world, rank)
+    saver = Saver(store, attempt, config, place, start)
     given: dict[str, Any] = {"teacher" if config.teacher else "ancestor": ancestor}
     log.SEGMENT_SECONDS = 0.02  # a part of the lines is in the store when a worker dies
     if rank:
-        loop.train(config, open_dataset(dataset), None, place, saver, saved, **given)
+        loop.train(config, open_dataset(dataset), None, place, saver, **given)
     else:
         with LogWriter(store, attempt) as writer:
-            loop.train(config, open_dataset(dataset), output, place, saver, saved, writer=writer, **given)
+            loop.train(config, open_dataset(dataset), output, place, saver, writer=writer, **given)
     dist.destroy_process_group()
 
 

@@ -1,47 +1,48 @@
 """Every engine against plain torch: weights after some steps, undisturbed and continued by other engines.
 
 The reference (`expected_weights`) is a loop that uses nothing of `ray_jobs.training`. The model is a small ViT with
-kernels that ZeRO-3 gathers when they are used, vectors that it keeps whole, and a frozen part, as MoCo's; alone, or in
-the module of another objective.
+kernels that ZeRO-3 gathers when they are used, vectors that it keeps whole, and a frozen part, as MoCo's; in the module
+of each objective.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
 import gc
 import itertools
 import json
 import math
 import os
+import shutil
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from pipelines.spec import ModelSize, Pretrain
+from pipelines.spec import ModelSize, Pretrain, objective_properties
 from ray_jobs.training import optim
+from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
+from ray_jobs.training.methods import Method, make_method
+from tests.support.objectives import CASES as OBJECTIVES
+from tests.support.vits import contract_for
 from tests.support.workers import run_workers
-from vit_model.config import MaeOptions, ViTConfig
-from vit_model.contract import Preprocessing
+from vit_model.config import ViTConfig
 from vit_model.model import ViT
-from vit_model.objectives import contrastive
-from vit_model.objectives.contrastive import MoCo
-from vit_model.objectives.distillation import Student, Teacher, imitation
-from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
-from vit_model.objectives.masked_patches import MaskedPatches, PatchesBesideLabels
+from vit_model.objectives import contrastive, workers
+from vit_model.parts import ParameterGroups
+from vit_model.weights import save_model
 
 BATCH, STEPS, SAVED = 16, 6, 3
-KEY_WIDTH = 64  # of MoCo
 SCHEDULE = [0.2, 0.6, 1, 1, 0.6, 0.2]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1},
@@ -98,14 +99,19 @@ CASES += [
     Case(stage, dtype, 1, True, "AdamW, averaged", workers)
     for (stage, workers), dtype in itertools.product(_WHERE, ("float32", "bfloat16"))
 ]
+# In bfloat16, batch normalisation makes rounding differences large: the reference with the images in another order
+# differs from itself by 0.02 of a tensor's norm.
+CASES += [
+    Case(1, "float32", 1, True, "SGD", 2, objective)
+    for objective, case in OBJECTIVES.items()
+    if case.properties.compares_images
+]
 CASES += [
     Case(3, dtype, 4, True, optimizer, 2, objective)
-    for objective in ("mae", "masked patches", "labels and patches", "distillation")
+    for objective, case in OBJECTIVES.items()
+    if objective != "softmax" and not case.properties.compares_images
     for dtype, optimizer in (("float32", "SGD"), ("bfloat16", "AdamW"))
 ]
-# MoCo's images need a whole batch. In bfloat16 its batch normalisation makes rounding differences large: the reference
-# with the images in another order differs from itself by 0.02 of a tensor's norm.
-CASES.append(Case(2, "float32", 1, True, "SGD", 2, "MoCo"))
 # ZeRO is refused with Muon.
 CASES += [
     Case(0, dtype, accumulation, clips, "Muon", workers)
@@ -183,30 +189,31 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
 
 
 def _result(case: Case, expected: Weights, rank: int) -> Result:
-    engine = make(case, make_module(case.objective))
-    train(engine, case, range(SAVED), rank)
+    method, module = make_task(case.objective, case.dtype)
+    engine = make(case, module)
+    train(engine, method, case, range(SAVED), rank)
     state = state_of(engine, case)
-    train(engine, case, range(SAVED, STEPS), rank)
+    train(engine, method, case, range(SAVED, STEPS), rank)
     weights = {name: values.clone() for name, values in engine.full_weights().items()}
-    is_guarded = _is_guarded(engine, case, rank)
+    is_guarded = _is_guarded(engine, method, case, rank)
     again = continued(case, state, rank)
     others = [(1, 1), (case.zero_stage % 3 + 1, 2)] if case.workers == 2 else _WHERE[1:]
     if case.optimizer.startswith("Muon"):
         others = [(0, 3 - case.workers)]
     resumed = {}
-    for stage, workers in others:
-        other = continued(case._replace(zero_stage=stage, workers=workers), state, rank)
-        resumed[where(stage, workers)] = difference(other, weights)
+    for stage, count in others:
+        other = continued(case._replace(zero_stage=stage, workers=count), state, rank)
+        resumed[where(stage, count)] = difference(other, weights)
     is_same = all(torch.equal(values, weights[name]) for name, values in again.items())
     change = of_change(weights, expected, case.objective)
     return Result(case, difference(weights, expected), change, is_same, is_guarded, resumed)
 
 
-def _is_guarded(engine: Engine, case: Case, rank: int) -> bool:
+def _is_guarded(engine: Engine, method: Method, case: Case, rank: int) -> bool:
     before = state_of(engine, case)
     share = [values.chunk(case.workers)[rank % case.workers] for values in batch(STEPS)]
     for number in range(case.accumulation):
-        loss = loss_of(engine, case.objective, case.dtype, *share)
+        loss = loss_of(engine, method, *share)
         engine.backward(loss * math.inf if rank == number == 0 else loss)
     norm = engine.step(_peak(case))
     after = state_of(engine, case)
@@ -220,104 +227,77 @@ def where(stage: int, workers: int) -> str:
     return "one process" if workers == 1 else f"ZeRO-{stage}, {workers} workers"
 
 
-def make_module(objective: str, seed: int = 0) -> torch.nn.Module:
-    """All weights are random: rounding errors count relative to them, and nothing begins with a gradient of zero."""
-    config = ViTConfig(
-        image_size=8, patch_size=4, in_channels=1, width=192, depth=2, num_heads=3, mlp_dim=768, num_classes=3
+def make_task(objective: str, dtype: str, seed: int = 0) -> tuple[Method, ParameterGroups]:
+    """Return the method of an objective and its module.
+
+    All weights are random: rounding errors count relative to them, and nothing begins with a gradient of zero.
+    """
+    case = Case(0, dtype, 1, True, "AdamW", 1, objective)
+    config = configuration(case)
+    labelled = objective_properties(config.objective).classifier is not None
+    architecture = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        in_channels=1,
+        width=192,
+        depth=2,
+        num_heads=3,
+        mlp_dim=768,
+        num_classes=3 * labelled,
     )
-    if objective in ("mae", "masked patches", "MoCo"):
-        config = config.model_copy(update={"num_classes": 0})
-    model, generator = ViT(config), torch.Generator().manual_seed(seed)
-    module: torch.nn.Module
-    match objective:
-        case "mae":
-            module = MaskedAutoencoder(model, MaeOptions(decoder_width=192, decoder_depth=1, decoder_heads=3))
-        case "masked patches":
-            module = MaskedPatches(model, "pixels")
-        case "labels and patches":
-            module = PatchesBesideLabels(model, "pixels")
-        case "distillation":
-            module = Student(model)
-        case "MoCo":
-            module = MoCo(model, hidden_width=192, output_width=KEY_WIDTH)
-        case _:
-            module = model
+    teacher = Ancestor(_teacher(), "teacher") if config.teacher else None
+    method = make_method(config, contract_for(architecture), torch.device("cpu"), teacher)
+    model, generator = ViT(architecture), torch.Generator().manual_seed(seed)
+    module = method.module(model)
     with torch.no_grad():
         for weight in module.parameters():
             weight += 0.05 * torch.randn(weight.shape, generator=generator)
     model.patch_embed.proj.requires_grad_(False)
-    return module
+    return method, module
 
 
 @cache
-def teacher() -> Teacher:
-    """Another ViT, in float32."""
-    network: Any = make_module("softmax", seed=1)
-    pixels = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
-    return Teacher(network, pixels, "soft", range(3))
+def _teacher() -> Path:
+    """Write another ViT, in float32."""
+    folder = Path(tempfile.mkdtemp())
+    _, module = make_task("softmax", "float32", seed=1)
+    save_model(folder, cast(ViT, module), contract_for(cast(ViT, module).config))
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
-def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The images of a step over all workers, their labels, their pixels, and their patches' draws."""
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pixels of a step over all workers, their labels, and their positions."""
     generator = torch.Generator().manual_seed(step)
-    images = torch.randn(BATCH, 1, 8, 8, generator=generator)
     pixels = torch.randint(256, (BATCH, 8, 8, 1), generator=generator, dtype=torch.uint8)
-    draws = torch.rand(BATCH, 4, 2, generator=generator, dtype=torch.float64)
-    return images, torch.arange(BATCH) % 3, pixels, draws
+    return pixels, torch.arange(BATCH) % 3, torch.arange(step * BATCH, (step + 1) * BATCH)
 
 
 def loss_of(
-    network: Callable[..., Any],
-    objective: str,
-    dtype: str,
-    images: Tensor,
-    labels: Tensor,
-    pixels: Tensor,
-    draws: Tensor,
+    network: Callable[..., Any], method: Method, pixels: Tensor, labels: Tensor, positions: Tensor
 ) -> Tensor:
-    """The loss of part of a batch; MoCo's of all images of a worker."""
-    images = images.to(getattr(torch, dtype))
-    match objective:
-        case "mae":
-            return network(images, pixels, draws[..., 0])
-        case "masked patches":
-            return network(images, pixels, draws)
-        case "labels and patches":
-            logits, of_patches = network(images, pixels, draws)
-            return F.cross_entropy(logits.float(), labels) + 0.5 * of_patches
-        case "distillation":
-            logits, answers = network(images)
-            supervised = F.cross_entropy(logits.float(), labels)
-            return 0.5 * supervised + 0.5 * imitation("soft", answers, teacher().answers(pixels), 3.0)
-        case "MoCo":
-            keys = F.normalize(
-                torch.randn(2, BATCH, KEY_WIDTH, generator=torch.Generator().manual_seed(0)), dim=2
-            )
-            if len(images) < BATCH:
-                return network(images, images.flip(3), *keys)
-            # these processes are two, but here each has the whole batch
-            with (
-                patch.object(contrastive, "_world", lambda: 1),
-                patch.object(contrastive, "_rank", lambda: 0),
-            ):
-                return network(images, images.flip(3), *keys)
-        case _:
-            return F.cross_entropy(network(images).float(), labels)
+    """The loss of part of a batch, or of a whole batch in one of the two processes."""
+    views = (pixels, pixels.flip(2))[: objective_properties(method.config.objective).views]
+    if len(pixels) < BATCH:
+        return method.loss(network, views, labels, positions.numpy())
+    with patch.object(workers, "world", lambda: 1), patch.object(contrastive, "rank", lambda: 0):
+        return method.loss(network, views, labels, positions.numpy())
 
 
 def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str) -> Weights:
     """The reference: one process, the whole batch at once, float32 master weights, torch's own clipping."""
-    masters = make_module(objective)
+    method, masters = make_task(objective, dtype)
     working = copy.deepcopy(masters).to(getattr(torch, dtype))
     named = [(name, weight) for name, weight in masters.named_parameters() if weight.requires_grad]
     kernels = {
         f"{name}.weight" for name, module in masters.named_modules() if isinstance(module, torch.nn.Linear)
     }
+    decays_all = objective == "contrastive"  # the authors hand all parameters to torch's AdamW
     settings, peak = OPTIMIZERS[optimizer], PEAK_RATES.get((optimizer, clips), PEAK_RATE)
     groups, momenta = [], {}
     for name, weight in named:
         scale = settings.get("layer_decay", 1.0) ** _LAYERS_ABOVE[".".join(name.split(".")[:2])]
-        decay = settings["weight_decay"] * (name in kernels)
+        decay = settings["weight_decay"] * (name in kernels or decays_all)
         decay /= peak * scale if "decay" in settings else 1.0
         groups.append({"params": [weight], "weight_decay": decay, "times": scale})
         if settings.get("name") == "muon" and name in kernels and name.startswith("blocks."):
@@ -329,7 +309,7 @@ def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str) ->
     for step in range(STEPS):
         working.load_state_dict(masters.state_dict())
         working.zero_grad()
-        loss_of(working, objective, dtype, *batch(step)).backward()
+        loss_of(working, method, *batch(step)).backward()
         for master, rounded in zip(masters.parameters(), working.parameters(), strict=True):
             master.grad = None if rounded.grad is None else rounded.grad.float()
         if clips:
@@ -365,9 +345,9 @@ def muon_step(weight: Tensor, momentum: Tensor, rate: float, decay: float) -> No
         weight -= rate * 0.2 * math.sqrt(max(rows, columns)) * update
 
 
-def make(case: Case, module: torch.nn.Module) -> Engine:
-    """The engine of a case."""
-    config = Pretrain.model_validate(
+def configuration(case: Case) -> Pretrain:
+    """The stage of a case."""
+    return Pretrain.model_validate(
         {
             "job": "pretrain",
             "data": "none",
@@ -380,8 +360,14 @@ def make(case: Case, module: torch.nn.Module) -> Engine:
             "optimizer": OPTIMIZERS[case.optimizer] | {"clip_norm": CLIP_NORM if case.clips else None},
             "dtype": case.dtype,
             "zero_stage": case.zero_stage,
+            **OBJECTIVES[case.objective].fields,
         }
     )
+
+
+def make(case: Case, module: ParameterGroups) -> Engine:
+    """The engine of a case."""
+    config = configuration(case)
     optimizer = optim.make_optimizer(module, config.optimizer, config.learning_rate)
     return make_engine(module, optimizer, config, case.workers)
 
@@ -390,12 +376,12 @@ def _peak(case: Case) -> float:
     return PEAK_RATES.get((case.optimizer, case.clips), PEAK_RATE)
 
 
-def train(engine: Engine, case: Case, steps: Iterable[int], rank: int) -> None:
+def train(engine: Engine, method: Method, case: Case, steps: Iterable[int], rank: int) -> None:
     """Run these steps on this worker's share of the batches; without other workers on all of them."""
     for step in steps:
         share = [values.chunk(case.workers)[rank % case.workers] for values in batch(step)]
         for part in zip(*(values.chunk(case.accumulation) for values in share), strict=True):
-            engine.backward(loss_of(engine, case.objective, case.dtype, *part))
+            engine.backward(loss_of(engine, method, *part))
         engine.step(_peak(case) * SCHEDULE[step])
 
 
@@ -420,13 +406,13 @@ def state_of(engine: Engine, case: Case) -> State:
 
 def continued(case: Case, state: State, rank: int) -> Weights:
     """Continue from a state with a new engine, and return the weights at the end."""
-    module = make_module(case.objective)
+    method, module = make_task(case.objective, case.dtype)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             weight.copy_(state[WEIGHTS, name].view_as(weight))
     engine = make(case, module)
     engine.load_state(lambda kind, name, start, count: state[kind, name][start : start + count], SAVED)
-    train(engine, case, range(SAVED, STEPS), rank)
+    train(engine, method, case, range(SAVED, STEPS), rank)
     return engine.full_weights()
 
 
@@ -438,7 +424,7 @@ def difference(weights: Weights, expected: Weights) -> float:
 
 def of_change(weights: Weights, expected: Weights, objective: str) -> float:
     """The difference of all weights together by norm, relative to how far training has moved them."""
-    start = {name: weight.detach() for name, weight in make_module(objective).named_parameters()}
+    start = {name: weight.detach() for name, weight in make_task(objective, "float32")[1].named_parameters()}
     ours, wanted, first = (
         torch.cat([*map(torch.flatten, _seen(values).values())]) for values in (weights, expected, start)
     )

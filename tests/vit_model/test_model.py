@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from tests.support.vits import SMALL, hugging_face_names, randomised
+from vit_model.blocks import attention
 from vit_model.config import ViTConfig
-from vit_model.model import ViT, along_axis, attention
+from vit_model.model import ViT, along_axis
 from vit_model.objectives.losses import softmax_cross_entropy
 
 

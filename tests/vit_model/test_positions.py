@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import timm_models
-from vit_model.positions import (
+from vit_model.blocks import (
     relative_scores,
     resize_axis,
     resize_position_embedding,

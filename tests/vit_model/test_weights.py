@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tests.support import vits
 from tests.support.vits import randomised
+from vit_model.blocks import resize_position_embedding
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
-from vit_model.positions import resize_position_embedding
 from vit_model.weights import load_model, save_model, transfer_backbone
 
 CONFIG = ViTConfig(

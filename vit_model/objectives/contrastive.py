@@ -16,15 +16,15 @@ Letters in shapes: b a worker's share of the batch, B the whole batch, d width, 
 import copy
 import itertools
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
+from vit_model.objectives.workers import gather, projector, rank
+from vit_model.parts import AroundModel
 
 
 def momentum(step: int, steps: int, base: float = 0.99) -> float:
@@ -39,11 +39,11 @@ def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
     which the authors took from BYOL, makes the best learning rate nearly independent of T.
     """
     cosines = F.normalize(in_full(queries), dim=1) @ F.normalize(in_full(keys), dim=1).T  # [b, B]
-    own = torch.arange(len(queries), device=queries.device) + _rank() * len(queries)
+    own = torch.arange(len(queries), device=queries.device) + rank() * len(queries)
     return 2 * temperature * F.cross_entropy(cosines / temperature, own)
 
 
-class MoCo(nn.Module):
+class MoCo(AroundModel):
     """The trained module: the ViT, followed by a projector and a predictor.
 
     The patch projection keeps its random weights, because training it makes ViTs unstable (section 4.3). The authors'
@@ -71,9 +71,13 @@ class MoCo(nn.Module):
         model.patch_embed.proj.requires_grad_(False)
         generator = torch.Generator().manual_seed(seed)
         self.model = model
-        self.projector = _mlp((config.width, hidden_width, hidden_width, output_width), generator)
-        self.predictor = _mlp((output_width, hidden_width, output_width), generator)
+        self.projector = projector((config.width, hidden_width, hidden_width, output_width), generator)
+        self.predictor = projector((output_width, hidden_width, output_width), generator)
         self.temperature = temperature
+
+    def is_decayed(self, name: str) -> bool:
+        """Return true: the authors hand all parameters to torch's AdamW."""
+        return True
 
     def forward(
         self,
@@ -138,88 +142,3 @@ class MomentumEncoder(nn.Module):
         trained_weights = itertools.chain(task.model.parameters(), task.projector.parameters())
         for weight, trained in zip(self.encoder.parameters(), trained_weights, strict=True):
             weight.lerp_(trained.to(weight.dtype), 1 - kept)
-
-
-class BatchNorm(nn.Module):
-    """Batch normalisation of [b, d] by mean and variance over all workers' batches.
-
-    torch's SyncBatchNorm does this on GPUs only. There are no running averages, because the projector and predictor are
-    discarded after pretraining.
-    """
-
-    def __init__(self, width: int, affine: bool, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(width)) if affine else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, d] -> [b, d], in the dtype of x, computed in float32."""
-        numbers = in_full(x)
-        centred = numbers - mean_over_workers(numbers.mean(dim=0))
-        variance = mean_over_workers(centred.square().mean(dim=0))
-        out = centred * (variance + self.eps).rsqrt()
-        if self.weight is not None and self.bias is not None:
-            out = out * self.weight + self.bias
-        return out.to(x.dtype)
-
-
-def _mlp(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
-    """Build linear layers without bias, each followed by BatchNorm, and by ReLU except the last.
-
-    The last BatchNorm has no weights (SimCLR's design, without its gamma).
-    """
-    layers: list[nn.Module] = []
-    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
-        with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            linear = nn.Linear(inputs, outputs, bias=False)
-        linear.to_empty(device=torch.get_default_device())
-        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
-        last = number == len(widths) - 1
-        layers += [linear, BatchNorm(outputs, affine=not last)]
-        layers += [] if last else [nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-# ---------------------------------------------------------------------------------------------- several workers
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def gather(keys: Tensor) -> Tensor:
-    """Concatenate each worker's [b, d] to [B, d] in the order of their ranks, without a gradient."""
-    if _world() == 1:
-        return keys
-    parts = [torch.empty_like(keys) for _ in range(_world())]
-    dist.all_gather(parts, keys.contiguous())
-    return torch.cat(parts)
-
-
-def mean_over_workers(values: Tensor) -> Tensor:
-    """Return the mean of a tensor over all workers; gradients flow back to each worker's values."""
-    if _world() == 1:
-        return values
-    mean: Tensor = _Mean.apply(values)  # type: ignore[no-untyped-call]
-    return mean
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over workers. Its backward pass is the same mean: each value is 1 / world of every worker's mean."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total / _world()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total / _world()

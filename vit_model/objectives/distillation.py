@@ -26,7 +26,7 @@ from vit_model.build import Network
 from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
-from vit_model.parts import lecun_normal_
+from vit_model.parts import AroundModel, lecun_normal_
 from vit_model.preprocessing import normalise
 
 Kind = Literal["soft", "hard", "features"]
@@ -50,7 +50,7 @@ def imitation(kind: Kind, answers: Tensor, taught: Tensor, temperature: float = 
     return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
 
-class Student(nn.Module):
+class Student(AroundModel):
     """The trained module: a classifier, and with `teacher_width` a linear map of its representation to the teacher's.
 
     The map (FitNets' regressor) is drawn from a LeCun normal distribution with `seed`, and thrown away after training.

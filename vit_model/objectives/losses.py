@@ -46,6 +46,9 @@ def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float
     return total / len(logits)
 
 
+CROSS_ENTROPIES = {"softmax": softmax_cross_entropy, "sigmoid": sigmoid_cross_entropy}
+
+
 def in_full(numbers: Tensor) -> Tensor:
     """Convert to float32 unless the precision is already float32 or higher."""
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vit_model.blocks import Block, sincos2d_moco
 from vit_model.config import MaeOptions, ViTConfig
-from vit_model.model import Block, ViT
+from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
 from vit_model.objectives.masked_patches import check_batch, targets
-from vit_model.positions import sincos2d_moco
+from vit_model.parts import AroundModel
 
 
 def normalised(patches: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class Decoder(nn.Module):
             parameter.copy_(drawn)
 
 
-class MaskedAutoencoder(nn.Module):
+class MaskedAutoencoder(AroundModel):
     """A ViT, its encoder, and the decoder; `options` are the authors' by default.
 
     Raises ValueError for a ViT that cannot be trained in this way (`MaeOptions.check`).

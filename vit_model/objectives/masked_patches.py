@@ -16,12 +16,20 @@ from torch import Tensor, nn
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
+from vit_model.parts import AroundModel
 
 Target = Literal["mean_colour", "4x4", "pixels"]
 """The target for a corrupted patch: its mean colour at 3 bits per channel, which the paper uses; the colours of a 4x4
 downsized version; or all its pixels, by regression."""
 LEVELS = 8  # levels per channel: 3 bits
 DRAWS = 2  # random numbers per patch
+
+
+def outputs(config: ViTConfig, target: Target) -> int:
+    """Return how many numbers are predicted for a patch."""
+    classes: int = LEVELS**config.in_channels
+    sizes = {"mean_colour": classes, "4x4": 16 * classes, "pixels": config.patch_size**2 * config.in_channels}
+    return sizes[target]
 
 
 class Counts(NamedTuple):
@@ -134,7 +142,7 @@ def check_batch(
             )
 
 
-class MaskedPatches(nn.Module):
+class MaskedPatches(AroundModel):
     """A ViT with the task's own parts: the mask vector and one linear layer on the tokens of corrupted patches.
 
     Both start from zero, as the class token and a classifier do, so the first cross-entropy is log(8^c).
@@ -158,13 +166,8 @@ class MaskedPatches(nn.Module):
         like = model.patch_embed.proj.weight
         self.mask_token = nn.Parameter(like.new_zeros(1, 1, config.width))
         self.classes = LEVELS**config.in_channels
-        outputs = {
-            "mean_colour": self.classes,
-            "4x4": 16 * self.classes,
-            "pixels": config.patch_size**2 * config.in_channels,
-        }[target]
         with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            self.head = nn.Linear(config.width, outputs, dtype=like.dtype)
+            self.head = nn.Linear(config.width, outputs(config, target), dtype=like.dtype)
         self.head.to_empty(device=like.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -205,12 +208,14 @@ class MaskedPatches(nn.Module):
         return tokens[:, self.model.config.num_prefix_tokens :]
 
 
-class PatchesBesideLabels(nn.Module):
+class PatchesBesideLabels(AroundModel):
     """A classifier that also predicts masked patches, as an auxiliary task. `patches.model` is the ViT.
 
     The two tasks see the image in two passes: the classifier whole, the auxiliary task with corrupted patches. One pass
     for both would train the classifier on corrupted images only.
     """
+
+    model_prefix = "patches.model."
 
     def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
         super().__init__()

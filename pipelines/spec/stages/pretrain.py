@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, assert_never, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
@@ -24,8 +24,42 @@ from vit_model.fields import Frozen, execution, later, takes
 from vit_model.sizes import Model, ModelSize, ResNetSize, different_encoders, size_of
 
 Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
-WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
+
+
+class ObjectiveProperties(NamedTuple):
+    """What an objective means outside of training, which has the rest (`ray_jobs.training.methods`)."""
+
+    classifier: Literal["softmax", "sigmoid"] | None
+    """the cross-entropy that trains the classifier; None: the objective uses no labels, the model has no classifier"""
+    views: int = 1
+    """differently augmented views of each image that a step compares"""
+    compares_images: bool = False
+    """whether the loss compares the images of a batch, which then cannot be divided into micro-batches"""
+    settings: str | None = None
+    """the stage's field with settings that only this objective uses"""
+
+
+def objective_properties(objective: Objective) -> ObjectiveProperties:
+    """Return the properties of an objective."""
+    match objective:
+        case "softmax":
+            return ObjectiveProperties("softmax")
+        case "sigmoid":
+            return ObjectiveProperties("sigmoid")
+        case "masked_patches":
+            return ObjectiveProperties(None)
+        case "contrastive":
+            return ObjectiveProperties(None, views=2, compares_images=True, settings="contrastive")
+        case "mae":
+            return ObjectiveProperties(None, settings="mae")
+        case "distillation":
+            return ObjectiveProperties("softmax", settings="distillation")
+        case _:
+            assert_never(objective)
+
+
+WITHOUT_LABELS = tuple(name for name in get_args(Objective) if objective_properties(name).classifier is None)
 
 
 class Contrastive(Frozen):
@@ -266,21 +300,6 @@ class Pretrain(TrainingStage):
             )
         return self
 
-    @property
-    def micro_batch_size(self) -> int:
-        """Images per micro-batch, over all workers: the number of workers must divide it."""
-        return self.batch_size // self.gradient_accumulation_steps
-
-    @property
-    def passes(self) -> int:
-        """How often a step computes each image: whole and corrupted, or two views of it."""
-        return 1 if self.auxiliary is None and self.objective != "contrastive" else 2
-
-    @property
-    def autoencoder(self) -> MaeOptions | None:
-        """The settings of a masked autoencoder, if that is the objective."""
-        return self.mae if self.objective == "mae" else None
-
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
         smoothing = self.label_smoothing
@@ -291,12 +310,14 @@ class Pretrain(TrainingStage):
             )
         if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
-        for name in ("contrastive", "mae", "distillation"):
-            if self.objective != name and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has settings that only objective {name} uses; remove it")
+        for objective in get_args(Objective):
+            field = objective_properties(objective).settings
+            if field and objective != self.objective and getattr(self, field) != type(getattr(self, field))():
+                raise ValueError(f"{field} has settings that only objective {objective} uses; remove it")
         self._check_distillation()
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
+        self._check_compared_images()
         if self.auxiliary is not None:
             self._check_auxiliary()
         return self
@@ -363,42 +384,40 @@ class Pretrain(TrainingStage):
                 "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias need labels and a"
                 f" classifier, which objective {self.objective} does not use; remove them"
             )
-        if self.objective == "contrastive":
-            self._check_contrastive()
-            return
         if model is None:
             return
         if self.objective == "mae":
             self.mae.check(model.architecture(self.resolution, channels=3, num_classes=0))
-            return
-        if model.pooling == "map":
-            raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")
-        if self.resolution == model.patch_size:
-            raise ValueError(
-                f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
-            )
+        if self.objective == "masked_patches":
+            if model.pooling == "map":
+                raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")
+            if self.resolution == model.patch_size:
+                raise ValueError(
+                    f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
+                )
 
-    def _check_contrastive(self) -> None:
-        """Raise ValueError for fields that do not apply to MoCo v3."""
-        if self.augment == "none":
+    def _check_compared_images(self) -> None:
+        """Raise ValueError for fields that do not apply to an objective that compares views or images."""
+        properties = objective_properties(self.objective)
+        if properties.views > 1 and self.augment == "none":
             raise ValueError(
-                "augment none: the two views of objective contrastive would show the same part of an image;"
+                f"augment none: the views of objective {self.objective} would show the same part of an image;"
                 " resized_crop_flip is the authors'"
             )
-        if self.randaugment is not None:
+        if properties.views > 1 and self.randaugment is not None:
             raise ValueError(
-                "randaugment cannot be combined with objective contrastive, which has its own augmentation"
+                f"randaugment cannot be combined with objective {self.objective}, which has its own augmentation"
             )
-        if self.zero_stage == 3:
+        if properties.compares_images and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"
-            )
-        if self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                f"gradient_accumulation_steps {self.gradient_accumulation_steps}: objective contrastive distinguishes"
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps}: objective {self.objective} compares"
                 " the images of a whole batch; use 1"
             )
-        if self.batch_size < 2:
+        if properties.compares_images and self.batch_size < 2:
             raise ValueError(
-                "batch_size 1: objective contrastive distinguishes the images of a batch; use 2 or more"
+                f"batch_size 1: objective {self.objective} compares the images of a batch; use 2 or more"
+            )
+        if self.objective == "contrastive" and self.zero_stage == 3:
+            raise ValueError(
+                "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"
             )

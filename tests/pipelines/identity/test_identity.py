@@ -383,21 +383,6 @@ def test_columns_that_a_source_may_name_since_later_are_not_in_its_key() -> None
     assert identity.identity_fields(parquet).keys() == {"kind", "name", "image", "label", "salt"}
 
 
-def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
-    given = {
-        "job": "pretrain",
-        "data": "d",
-        "resolution": 8,
-        "steps": 1,
-        "batch_size": 2,
-        "learning_rate": 0.1,
-        "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1},
-    }
-    plain, sigmoid = (Pretrain.model_validate(given | more) for more in ({}, {"objective": "sigmoid"}))
-    assert plain.objective == "softmax"
-    assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
-
-
 def test_only_stages_with_stochastic_depth_got_new_keys_when_it_was_drawn_per_sample() -> None:
     shape = {"model": ModelSize.model_validate("Ti/16"), "backbone": None, "resolution": 32}
     for stage, version in (

@@ -3,11 +3,13 @@
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 
 from pipelines.recipe.load import load_pipeline, recipe_path
 from pipelines.results.published import published, repetition
 from pipelines.spec import Finetune, ModelSize, Pretrain
+from ray_jobs.training.optim import warmup_steps
 
 IMAGENET = 1_281_167 * 0.99  # the first 99% of train (big_vision's train[:99%])
 IMAGENET_21K = 3_467 * 4_096  # images per epoch, from the authors' steps per epoch
@@ -90,7 +92,7 @@ def test_derived_numbers_are_the_sources(recipe: str, stage: str) -> None:
     assert config.steps * config.batch_size == pytest.approx(images, rel=1e-3)
     epoch = published.images / published.batch  # in steps
     warmup = 10_000 if published.warmup_epochs is None else published.warmup_epochs * epoch
-    assert config.optimizer.warmup(config.steps) == pytest.approx(warmup, rel=1e-3)
+    assert warmup_steps(config.optimizer, config.steps) == pytest.approx(warmup, rel=1e-3)
     assert config.learning_rate == pytest.approx(published.rate)
     peak = 1.0 if config.optimizer.decay == "times_schedule" else config.learning_rate
     assert config.optimizer.weight_decay * peak == pytest.approx(published.decay)
@@ -99,7 +101,8 @@ def test_derived_numbers_are_the_sources(recipe: str, stage: str) -> None:
 @pytest.mark.parametrize(("recipe", "stage"), [key for key, each in PUBLISHED.items() if each.passes])
 def test_operations_are_those_of_the_published_model(recipe: str, stage: str) -> None:
     """Counted by hand: six operations per multiplication of the patches, the blocks and the head."""
-    from ray_jobs.training.estimates import train_flops
+    from ray_jobs.training.methods import make_method
+    from tests.support.vits import contract_for
 
     config, published = load(recipe).stages[stage], PUBLISHED[recipe, stage]
     assert isinstance(config, Pretrain) and isinstance(config.model, ModelSize)
@@ -110,7 +113,12 @@ def test_operations_are_those_of_the_published_model(recipe: str, stage: str) ->
     products = (
         patches * 3 * patch**2 * d + depth * (tokens * (4 * d * d + 2 * d * 4 * d) + 2 * tokens**2 * d) + head
     )
-    ours = train_flops(config, config.model.architecture(224, 3, classes))
+    contract = contract_for(config.model.architecture(224, 3, classes))
+    if config.objective == "distillation":
+        config = config.model_copy(
+            update={"objective": "softmax"}
+        )  # the teacher's operations are not the model's
+    ours = make_method(config, contract, torch.device("cpu")).train_flops
     assert ours == pytest.approx(6 * products * published.passes, rel=0.01)
 
 
@@ -137,7 +145,7 @@ def test_scaled_down_trainings_differ_in_their_sizes_alone(small: str, recipe: s
         exclude=SIZES_OF_A_MODEL
     )
     assert ours.optimizer.model_dump(exclude=WARMUP) == published.optimizer.model_dump(exclude=WARMUP)
-    warmups = [config.optimizer.warmup(config.steps) / config.steps for config in (ours, published)]
+    warmups = [warmup_steps(config.optimizer, config.steps) / config.steps for config in (ours, published)]
     assert warmups[0] == pytest.approx(warmups[1], abs=1 / ours.steps)  # a step is not divided
 
 
@@ -151,7 +159,7 @@ def test_a_repetition_does_what_the_numbers_source_does(name: str) -> None:
     for field in ("resolution", "augment", "eval_crop", "steps", "batch_size"):
         assert getattr(stage, field) == getattr(row, field), field
     assert stage.learning_rates == (row.learning_rate,)
-    assert stage.optimizer.warmup(stage.steps) == row.warmup_steps
+    assert warmup_steps(stage.optimizer, stage.steps) == row.warmup_steps
     source = pipeline.stages[stage.data].source  # type: ignore[union-attr]
     assert 1 - source.dev_fraction == pytest.approx(row.train_fraction) and not stage.labels.use_dev
     transfer = load_pipeline("paper_transfer", ("backbone.path=/weights.npz",)).stages[row.stage]

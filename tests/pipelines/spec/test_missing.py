@@ -15,6 +15,7 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune, RecipeError
 from pipelines.spec.vtab import TASKS
 from pipelines.store import open_store
+from ray_jobs.training.optim import warmup_steps
 from ray_jobs.tuning.points import points
 from tests.conftest import Vitflow
 from tests.support.records import make_manifest
@@ -156,7 +157,10 @@ def test_the_petl_recipe_has_other_methods_by_settings_and_trials_for_each_task(
     stages = load_pipeline("vtab_petl", given).stages
     lora, selected = (stages[f"{stage}@task=dtd"] for stage in ("finetune", "selected"))
     assert isinstance(lora, Finetune) and isinstance(selected, Finetune)
-    assert lora.lora is not None and lora.optimizer.warmup(lora.steps) == 10 * (1000 // 64) == lora.steps / 10
+    assert (
+        lora.lora is not None
+        and warmup_steps(lora.optimizer, lora.steps) == 10 * (1000 // 64) == lora.steps / 10
+    )
     assert len(points(lora)) == 1 and len(points(selected)) == 9
     assert selected.at(points(selected)[0]) == lora.at({"learning_rate": 0.0005}).model_copy(
         update={"lora": lora.lora.model_copy(update={"scale": 0.1})}

@@ -297,7 +297,7 @@ BESIDE = {"auxiliary": {"masked_patches": 1}}
         (MAE | {"mae": {"decoder_heads": 5}}, "decoder_width 512 is not a multiple of decoder"),
         (MAE | {"model": {"position": "relative"}}, "position is 'relative'"),
         (MAE | {"resnet": "R50x1"}, "it uses patches; model is a resnet"),
-        ({"objective": "contrastive"}, "augment none: the two views of objective contrastive would show"),
+        ({"objective": "contrastive"}, "augment none: the views of objective contrastive would show"),
         (MOCO | {"cutmix": 1}, "which objective contrastive does not use"),
         (MOCO | {"randaugment": {"magnitude": 10}}, "randaugment cannot be combined with objective contra"),
         (MOCO | {"zero_stage": 3}, "use 1 or 2"),

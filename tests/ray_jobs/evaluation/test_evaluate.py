@@ -251,7 +251,7 @@ def test_features_at_another_resolution_have_the_trained_weights_and_resized_pos
 ) -> None:
     import torch
 
-    from vit_model.positions import resize_position_embedding
+    from vit_model.blocks import resize_position_embedding
     from vit_model.weights import load_model
 
     config = Evaluate(

@@ -16,7 +16,7 @@ from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Context
-from ray_jobs.training.fit import score
+from ray_jobs.training.evaluators import score
 from ray_jobs.tuning import runner as sweep_module
 from ray_jobs.tuning.ledger import add_trial
 from ray_jobs.tuning.trial import Refitted

@@ -26,7 +26,7 @@ from ray_jobs.import_model import import_model
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.fit import score
+from ray_jobs.training.evaluators import score
 from ray_jobs.training.task import make_task
 from tests.support import datasets
 from tests.support.finetuning import refitted

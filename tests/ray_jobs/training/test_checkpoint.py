@@ -9,9 +9,11 @@ from pipelines.spec import Pretrain
 from pipelines.store import Checkpoint, Store, StoreDamaged, checkpoints, open_store
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop
-from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
-from ray_jobs.training.contract import model_contract
+from ray_jobs.training.ancestor import make_contract
+from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.engine import Engine
+from ray_jobs.training.methods import make_method
+from ray_jobs.training.state import Saved, WorkerState
 from tests.support.interrupted import SIZE, configuration, write_noise
 from tests.support.records import make_attempt
 
@@ -24,8 +26,8 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def start(config: Pretrain, dataset: Path, saved: Saved | None = None) -> Engine:
-    contract = model_contract(config.model, config.resolution, open_dataset(dataset).info)
-    return loop.start(config, contract, CPU, loop.ALONE, saved)[0]
+    method = make_method(config, make_contract(config, open_dataset(dataset).info), CPU)
+    return loop.start(method, loop.ALONE, saved)
 
 
 def save(config: Pretrain, dataset: Path, store: Store) -> Checkpoint:
@@ -33,7 +35,7 @@ def save(config: Pretrain, dataset: Path, store: Store) -> Checkpoint:
     engine = start(config, dataset)
     engine.backward(engine(torch.ones(2, 1, 8, 8)).square().sum())
     engine.step(1e-3)
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config, rank=0, world=1)
+    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config)
     saver.save(1, None, engine.pieces(), WorkerState(loader={}, points=(), loss_sum=0.0, summed=0))
     saver.wait()
     return checkpoints(store, "pretrain", "k")[0]

@@ -12,17 +12,19 @@ from pipelines import store as st
 from pipelines.spec import ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
 from ray_jobs.data import shards
-from ray_jobs.training import loop, objective
-from ray_jobs.training.ancestor import Ancestor, contract_from, find_ancestor, same_classes, take_over
+from ray_jobs.training import loop
+from ray_jobs.training.ancestor import Ancestor, find_ancestor, make_contract, same_classes, take_over
 from ray_jobs.training.contract import model_contract
+from ray_jobs.training.methods import make_method
 from tests.support import datasets
-from tests.support.interrupted import MOCO, SIZE, configuration, run_attempt
+from tests.support.interrupted import SIZE, configuration, run_attempt
+from tests.support.objectives import MOCO
 from tests.support.records import make_context, make_manifest
+from vit_model.blocks import resize_position_embedding
 from vit_model.build import build
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo
-from vit_model.positions import resize_position_embedding
 from vit_model.weights import HEADS, load_model, save_model
 
 CLASSES = ("a", "b", "c")
@@ -138,10 +140,10 @@ def test_another_objective_at_another_resolution_starts_from_the_encoder(
 def test_the_momentum_encoder_starts_as_the_trained_one(dataset: Path, tmp_path: Path) -> None:
     ancestor = make_ancestor(tmp_path / "first", dataset)
     config = configuration(**STILL | MOCO)
-    contract = contract_from(ancestor, config, shards.open_dataset(dataset).info)
-    engine, momentum = loop.start(config, contract, CPU, loop.ALONE, None, ancestor)
-    assert momentum is not None and isinstance(engine.module, MoCo)
-    averaged, _ = momentum.encoder
+    contract = make_contract(config, shards.open_dataset(dataset).info, ancestor)
+    method = make_method(config, contract, CPU)
+    assert isinstance(loop.start(method, loop.ALONE, None, ancestor).module, MoCo)
+    averaged, _ = method.beside["momentum_encoder"].encoder
     assert_equal(encoder(averaged), encoder(load_model(tmp_path / "first")[0]))
 
 
@@ -202,7 +204,7 @@ def test_the_classifier_is_kept_for_the_same_classes_and_objective(
     ancestor = make_ancestor(tmp_path / "first", dataset, objective=started)
     info = shards.open_dataset(write(tmp_path / "other", classes)).info
     config = configuration(**STILL | fields)
-    contract = contract_from(ancestor, config, info)
+    contract = make_contract(config, info, ancestor)
     network = build(contract.architecture)
     network.initialise(0)
     assert take_over(network, contract, ancestor, config.objective)[-1] == line
@@ -228,14 +230,14 @@ def test_classes_with_one_name_are_told_apart_by_their_order_alone(dataset: Path
 def test_without_a_model_the_ancestors_is_taken(dataset: Path, tmp_path: Path) -> None:
     options = {"stochastic_depth": 0.1, "representation_head": True, "registers": 2, "gelu": "exact"}
     ancestor, info = make_ancestor(tmp_path / "first", dataset, **options), shards.open_dataset(dataset).info
-    labelled = contract_from(
-        ancestor, configuration(init_from="first", model=None, resolution=16), info
+    labelled = make_contract(
+        configuration(init_from="first", model=None, resolution=16), info, ancestor
     ).architecture
     first = load_model(tmp_path / "first")[1].architecture
     assert labelled == first.model_copy(update={"image_size": 16})
     config = configuration(**MOCO, init_from="first", model=None)
     changed = {"num_classes": 0, "representation_head": False}
-    assert contract_from(ancestor, config, info).architecture == first.model_copy(update=changed)
+    assert make_contract(config, info, ancestor).architecture == first.model_copy(update=changed)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +287,9 @@ def test_the_stage_finds_its_ancestor_and_what_its_classifier_was_trained_with(
 def test_an_objective_adds_its_parts_anew(dataset: Path, tmp_path: Path) -> None:
     ancestor = make_ancestor(tmp_path / "first", dataset, classifier=False)
     config = configuration(**STILL, objective="masked_patches")
-    contract = contract_from(ancestor, config, shards.open_dataset(dataset).info)
-    engine, _ = loop.start(config, contract, CPU, loop.ALONE, None, ancestor)
-    fresh, _ = objective.make_task(config, build(contract.architecture))
+    contract = make_contract(config, shards.open_dataset(dataset).info, ancestor)
+    method = make_method(config, contract, CPU)
+    engine = loop.start(method, loop.ALONE, None, ancestor)
+    fresh = method.module(build(contract.architecture))
     for name in ("mask_token", "head.weight", "head.bias"):
         assert torch.equal(engine.full_weights()[name], fresh.state_dict()[name])

@@ -7,10 +7,11 @@ from pipelines.spec import Finetune, Pretrain
 from ray_jobs.training import estimates
 from ray_jobs.training.engine import EngineBytes
 from ray_jobs.training.estimates import Memory
+from ray_jobs.training.methods import make_method
 from ray_jobs.training.task import Task
+from tests.support.vits import contract_of
 from vit_model.build import build
 from vit_model.compute import ModelStates
-from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 
 GIB = 2**30
@@ -21,7 +22,8 @@ def huge(**fields: object) -> tuple[Pretrain, Memory]:
     """Return ViT-H/14 with a batch of 65,536 on two workers."""
     base = {"job": "pretrain", "data": "d", "resolution": 224, "steps": 1, "learning_rate": 0.1}
     config = Pretrain.model_validate(base | {"model": "H/14", "batch_size": 2**16} | fields)
-    return config, estimates.memory(config, config.model.architecture(224, 3, 10), 2, CPU)
+    contract = contract_of(config.model.architecture(224, 3, 10))
+    return config, estimates.memory(make_method(config, contract, CPU), 2)
 
 
 def test_what_cannot_fit_is_refused_with_numbers_and_advice() -> None:
@@ -83,14 +85,7 @@ def fit(batch_size: int, **fields: object) -> Task:
         "steps": 1,
     }
     config = Finetune.model_validate(base | {"batch_size": batch_size} | fields)
-    assert config.model is not None
-    names = tuple(map(str, range(10)))
-    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=384, channels=3)
-    architecture = config.model.architecture(384, 3, 10)
-    contract = ModelContract(
-        architecture=architecture, class_names=names, preprocessing=pixels, training_data="d", license=None
-    )
-    return Task(config, contract, None)
+    return Task(config, contract_of(config.model.architecture(384, 3, 10)), None)
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_advice_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +115,9 @@ def test_a_fit_needs_what_a_pretraining_by_one_process_does() -> None:
         }
     )
     task = fit(8, optimizer={"name": "sgd"}, dtype=pretraining.dtype)
-    architecture = task.contract.architecture
-    assert estimates.fit_memory(task, CPU) == estimates.memory(pretraining, architecture, 1, CPU)
+    assert estimates.fit_memory(task, CPU) == estimates.memory(
+        make_method(pretraining, task.contract, CPU), 1
+    )
 
 
 @pytest.mark.parametrize("fields", [{"lora": {"rank": 8}}, {"freeze": "all_but_biases"}], ids=str)

@@ -15,8 +15,9 @@ from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop
 from ray_jobs.training.log import LogWriter
 from tests.support import datasets
-from tests.support.interrupted import MAE, configuration, files_below, write_noise
+from tests.support.interrupted import configuration, files_below, write_noise
 from tests.support.memory_store import MemoryStore
+from tests.support.objectives import MAE
 from tests.support.records import make_attempt
 from vit_model.errors import UserError
 from vit_model.weights import load_model

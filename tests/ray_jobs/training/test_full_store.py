@@ -12,8 +12,9 @@ from pipelines.store import Store, StoreError, checkpoints, choose_start, open_s
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import checkpoint as module
 from ray_jobs.training import loop
-from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
+from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.engine import WEIGHTS, Piece
+from ray_jobs.training.state import Saved, WorkerState
 from tests.support.interrupted import configuration, write_noise
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
@@ -122,7 +123,7 @@ def _train(rank: int, meeting: Path, uri: str, dataset: Path, failing: int) -> N
             save_file(copies, path, metadata)
 
         module.save_file = fail_once  # type: ignore[assignment]
-    saver = Saver(store, make_attempt("pretrain", store_uri=uri), config, rank, 2)
+    saver = Saver(store, make_attempt("pretrain", store_uri=uri), config, loop.Worker(rank, 2, rank))
     loop.train(config, open_dataset(dataset), None, loop.Worker(rank, 2, rank), saver)
     if rank == 0:
         (meeting / "steps").write_text(str([each.step for each in checkpoints(store, "pretrain", "k")]))

@@ -19,8 +19,10 @@ from pipelines.store import (
 )
 from ray_jobs.process import devices
 from ray_jobs.training import log as module
-from ray_jobs.training.log import Log, LogWriter
+from ray_jobs.training.log import Log, LogWriter, Reporting
+from ray_jobs.training.steps import Step
 from ray_jobs.training.task import Evaluation
+from ray_jobs.training.workers import Worker
 from tests.support.clusters import wait_for
 from tests.support.interrupted import configuration
 from tests.support.memory_store import MemoryStore
@@ -65,12 +67,15 @@ def steps_in(store: MemoryStore) -> list[int]:
     return [each.step for each in read_log(store, "pretrain", "k")]
 
 
-def make_log(writer: Any, **fields: Any) -> tuple[Log, SimpleNamespace]:
+def make_log(writer: Any, unit: str = "step", **fields: Any) -> tuple[Log, SimpleNamespace]:
     """The log of a training of 40 steps of 12 on 48 images, and its loader."""
     loader: Any = SimpleNamespace(seconds_waited=0.0)
-    return Log(
-        configuration(), compute.train_flops(ARCHITECTURE), loader, 48, torch.device("cpu"), writer, **fields
-    ), loader
+    flops = compute.train_flops(ARCHITECTURE)
+    return Log(configuration(), flops, 48, loader, Reporting(writer, unit), **fields), loader
+
+
+def made(done: int, loss: float, rate: float = 0.1, norm: torch.Tensor | float | None = 1.0) -> Step:
+    return Step(done, rate, norm, [torch.tensor(loss)])
 
 
 def test_lines_come_with_the_points_and_at_least_every_ten_seconds(clock: Clock, store: MemoryStore) -> None:
@@ -79,10 +84,10 @@ def test_lines_come_with_the_points_and_at_least_every_ten_seconds(clock: Clock,
     for done in range(1, 41):
         clock.now += 1.0
         loader.seconds_waited += 0.25
-        log.add(torch.tensor(float(done)))
         is_point = done in (4, 30)
         evaluation = Evaluation(30, 0.75, 0.5) if done == 30 else None
-        log.step(done, 0.1 * done, torch.tensor(2.0 * done), 7.0 if is_point else None, evaluation)
+        step = made(done, float(done), 0.1 * done, torch.tensor(2.0 * done))
+        log.add(step, 7.0 if is_point else None, evaluation)
     lines = writer.unsaved()
     assert [each.step for each in lines] == [4, 14, 24, 30, 40]
     assert [each.loss for each in lines] == [7.0, (5 + 14) / 2, (15 + 24) / 2, 7.0, (31 + 40) / 2]
@@ -102,12 +107,11 @@ def test_progress_says_what_the_log_says(
     monkeypatch.setattr(module.progress, "time", clock)
     monkeypatch.setattr(module.devices, "peak_flops", lambda *_: 1e9)
     writer = LogWriter(store, ATTEMPT)
-    log, loader = make_log(writer, noun="draw 0, step", is_limit=True)
+    log, loader = make_log(writer, unit="draw 0, step", is_limit=True)
     for done in (1, 2, 3):
         clock.now += 1.0
         loader.seconds_waited += 0.25
-        log.add(torch.tensor(float(done)))
-        log.step(done, 0.5, 2.0, loss=7.0 if done == 2 else None)
+        log.add(made(done, float(done), 0.5, 2.0), loss=7.0 if done == 2 else None)
     said = capsys.readouterr().out.splitlines()
     (at_a_point,) = writer.unsaved()
     shown = [line.words() for text in said if (line := read_progress(text))]
@@ -122,8 +126,7 @@ def test_progress_says_what_the_log_says(
 def test_what_is_not_finite_is_not_written(store: MemoryStore) -> None:
     writer = LogWriter(store, ATTEMPT)
     log, _ = make_log(writer)
-    log.add(torch.tensor(float("nan")))
-    log.step(1, 0.1, -1.0, evaluation=Evaluation(1, 0.5, float("inf")))
+    log.add(made(1, float("nan"), norm=-1.0), evaluation=Evaluation(1, 0.5, float("inf")))
     (only,) = writer.unsaved()
     assert only.loss is None and only.gradient_norm is None and only.dev_loss is None
 
@@ -133,9 +136,9 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(
 ) -> None:
     monkeypatch.setattr(module.devices, "peak_flops", lambda *_: 1e9)
     writer = LogWriter(store, ATTEMPT)
-    log, _ = make_log(writer, world=2)
+    log, _ = make_log(writer, worker=Worker(world=2))
     clock.now = 3.0
-    log.step(1, 0.1, None, loss=1.0)
+    log.add(made(1, 1.0, norm=None), loss=1.0)
     assert writer.unsaved()[0].mfu == pytest.approx(compute.train_flops(ARCHITECTURE) * 12 / 3.0 / 2e9)
 
 
@@ -157,9 +160,8 @@ def test_peaks_are_known_by_the_gpus_name(name: str, bfloat16: float | None, flo
 
 def test_the_first_worker_alone_writes(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     writer = LogWriter(store, ATTEMPT)
-    log, _ = make_log(writer, is_silent=True)
-    log.add(torch.tensor(1.0))
-    log.step(40, 0.1, None, loss=1.0)
+    log, _ = make_log(writer, worker=Worker(rank=1, world=2))
+    log.add(made(40, 1.0), loss=1.0)
     assert writer.unsaved() == () and capsys.readouterr().out == ""
 
 
@@ -229,8 +231,7 @@ def test_a_store_that_hangs_delays_no_step(store: MemoryStore, monkeypatch: pyte
         log, _ = make_log(writer)
         began = time.monotonic()
         for done in range(1, 41):
-            log.add(torch.tensor(1.0))
-            log.step(done, 0.1, 1.0, loss=1.0)
+            log.add(made(done, 1.0), loss=1.0)
             if done == 1:
                 assert asked.wait(10)
         assert time.monotonic() - began < 5

@@ -1,13 +1,11 @@
 """What a pretraining minimises: mixed labels, patch targets and MoCo v3, each against a loop without DeepSpeed."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
 from pipelines.spec import Finetune, Labels, Pretrain
@@ -18,10 +16,10 @@ from ray_jobs.augment.views import two_views
 from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
 from ray_jobs.training.ancestor import Ancestor
-from ray_jobs.training.fit import fit, predict, score
+from ray_jobs.training.evaluators import predict, score
+from ray_jobs.training.fit import fit
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
-from tests.support.workers import run_workers
 from vit_model import compute
 from vit_model.config import MaeOptions, ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
@@ -176,7 +174,7 @@ def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["4x4", "pixels"])
+@pytest.mark.parametrize("target", ["mean_colour", "4x4", "pixels"])
 def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
     config = configuration(objective="masked_patches", patch_target=target)
     loop.train(config, shards.open_dataset(dataset), tmp_path)
@@ -385,33 +383,3 @@ def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the
     assert found(backbone="b", eval_crop={"crop": "squash"}) == ("squash", 1.0)
     assert found(model=SIZE, resolution=8) == ("squash", 1.0), "these images are square"
     assert found(model=SIZE, resolution=8, eval_crop=center) == ("center", 0.875)
-
-
-def _worker(rank: int, folder: Path, configs: list[Pretrain], dataset: Path) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    for config in configs:
-        output = None if rank else folder / "two" / config.objective
-        loop.train(config, shards.open_dataset(dataset), output, loop.Worker(rank, 2, rank))
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_workers_agree_with_one(dataset, tmp_path):
-    """Mixed batches, keys of both workers' images, and the blocks that are left out for each image."""
-    depth = {"stochastic_depth": 0.5}
-    configs = [
-        configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, model=SIZE | depth),
-        configuration(**CONTRASTIVE | {"model": CONTRASTIVE["model"] | depth}),
-        configuration(**MAE, model=SIZE | depth),
-        configuration(objective="sigmoid", auxiliary={"masked_patches": 0.5}, model=SIZE | depth),
-    ]
-    run_workers(2, _worker, tmp_path, configs, dataset)
-    for config in configs:
-        loop.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
-        curves = [
-            json.loads((tmp_path / workers / config.objective / "curve.json").read_text())
-            for workers in ("one", "two")
-        ]
-        one, two = ([point["loss"] for point in curve] for curve in curves)
-        assert two == pytest.approx(one, rel=1e-4)

@@ -17,6 +17,7 @@ from tests.support import timm_models
 from tests.support.zero_matrix import muon_step
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
+from vit_model.parts import AroundModel, ParameterGroups
 
 
 def tiny_vit(**fields: object) -> ViT:
@@ -33,6 +34,10 @@ def tiny_vit(**fields: object) -> ViT:
             **fields,
         )
     )
+
+
+class Linear(nn.Linear, ParameterGroups):
+    """One layer."""
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -156,7 +161,7 @@ def test_the_head_first_moves_alone_and_then_with_the_others():
 
 
 def test_a_step_is_adamw_with_decay_times_the_learning_rate():
-    model = nn.Linear(3, 2).double()
+    model = Linear(3, 2).double()
     before, rate = model.weight.detach().clone(), 0.01
     optimizer = optim.make_optimizer(model, Optimizer(weight_decay=0.1, betas=(0.9, 0.95)), base=1.0)
     optim.set_learning_rate(optimizer, rate)
@@ -190,7 +195,7 @@ def test_big_visions_recipe_is_ours_with_its_decay_times_the_schedule_or_divided
     kernel, gradients = rng.normal(size=(2, 3)), rng.normal(size=(20, 2, 3))
     expected = big_visions_steps(kernel, gradients, lr=lr, wd=wd, clip=1.0, warmup=5)
     copied = Optimizer(betas=(0.9, 0.999), warmup_fraction=0.25, clip_norm=1.0, **settings)
-    model = nn.Linear(3, 2, bias=False).double()
+    model = Linear(3, 2, bias=False).double()
     model.weight.data = torch.from_numpy(kernel.copy())
     engine = Plain(model, optim.make_optimizer(model, copied, lr), torch.float32, copied.clip_norm)
     for step, gradient in enumerate(gradients):
@@ -222,8 +227,9 @@ MATRICES = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.we
 
 
 def test_muon_steps_the_matrices_of_the_blocks_of_the_model():
-    model = nn.ModuleDict({"model": tiny_vit(pooling="map"), "blocks": nn.ModuleList([nn.Linear(4, 4)])})
-    optimizer = optim.make_optimizer(model, Optimizer(name="muon"), base=1.0, prefix="model.")
+    model = AroundModel()
+    model.model, model.blocks = tiny_vit(pooling="map"), nn.ModuleList([nn.Linear(4, 4)])
+    optimizer = optim.make_optimizer(model, Optimizer(name="muon"), base=1.0)
     names = {weight: name for name, weight in model.named_parameters()}
     stepped = {names[weight] for group in optimizer.muon.param_groups for weight in group["params"]}
     assert stepped == {f"model.blocks.{block}.{name}" for block in (0, 1) for name in MATRICES}
@@ -291,7 +297,7 @@ def test_steps_of_muon_are_a_plain_loops(decay):
 
 
 def test_steps_too_small_for_bfloat16_are_not_lost():
-    model = nn.Linear(1, 1, bias=False)
+    model = Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     engine = Plain(
         model,
@@ -328,16 +334,17 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
 def test_a_training_step_does_not_import_torchs_compiler():
     """It takes longer than importing torch."""
     code = """
-import collections, sys, torch
+import sys, torch
 from pipelines.spec import Optimizer
 from ray_jobs.training import engine, optim
+from vit_model.config import ViTConfig
+from vit_model.model import ViT
 for name in ("adamw", "muon"):
-    blocks = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    model = torch.nn.Sequential(collections.OrderedDict(blocks=blocks))
+    model = ViT(ViTConfig(image_size=4, patch_size=4, width=4, depth=1, num_heads=1, mlp_dim=4, num_classes=2))
     plain = engine.Plain(
         model, optim.make_optimizer(model, Optimizer(name=name, ema=0.9), base=1.0), torch.bfloat16, 1.0
     )
-    plain.backward(plain(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+    plain.backward(plain(torch.ones(1, 3, 4, 4, dtype=torch.bfloat16)).sum())
     plain.step(1.0)
 sys.exit("torch._dynamo" in sys.modules)
 """

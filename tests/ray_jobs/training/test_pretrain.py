@@ -21,13 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import Attempt, Store, checkpoints, now, open_store
 from ray_jobs import pretrain
-from ray_jobs.augment import uniform
-from ray_jobs.augment.batch import shift
 from ray_jobs.data import shards
 from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop, optim
-from ray_jobs.training.fit import fit, predict, start_model
+from ray_jobs.training.evaluators import predict
+from ray_jobs.training.fit import fit, start_model
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from tests.support.local_runs import with_words
@@ -36,7 +35,6 @@ from tests.support.s3 import used
 from tests.support.stores import repeated
 from tests.support.workers import run_workers
 from vit_model.model import ViT
-from vit_model.objectives.masked_patches import MaskedPatches
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model
 
@@ -285,51 +283,6 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     start = start_model(task, seed=0)
     assert not start.config.representation_head
     assert not start.head.weight.any() and not start.head.bias.any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
-    """The paper's self-supervision leaves a model without a classifier, which fine-tuning starts from."""
-    size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
-    config = configuration(
-        model=size,
-        objective="masked_patches",
-        dtype="float32",
-        zero_stage=zero_stage,
-        steps=6,
-        augment="shift",
-    )
-    metrics = train(config, dataset, tmp_path)
-    trained, contract = load_model(tmp_path)
-    assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
-    assert "dev_accuracy" not in metrics
-
-    images = torch.from_numpy(shards.open_dataset(dataset).images("train", contract.preprocessing))
-    task = MaskedPatches(ViT(contract.architecture))
-    reference = optim.make_optimizer(task, config.optimizer, config.learning_rate)
-    losses = []
-    order = GlobalOrder(48, shards.open_dataset(dataset).info.content_digest, config.seed)
-    for step, chosen in enumerate(order.rows(np.arange(6 * 16)).reshape(6, 16)):
-        optim.set_learning_rate(reference, optim.learning_rate(step, 6, 3e-3, config.optimizer))
-        positions = np.arange(16 * step, 16 * step + 16)
-        pixels = shift(images[chosen], uniform(config.seed, positions))
-        draws = torch.from_numpy(uniform(config.seed, positions, 32, "masked patches")).view(16, 16, 2)
-        loss = task(normalise(pixels, contract.preprocessing, torch.float32), pixels, draws)
-        reference.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-        reference.step()
-        losses.append(loss.item())
-    assert_same_model(trained, task.model)
-    curve = json.loads((tmp_path / "curve.json").read_text())
-    assert [point["loss"] for point in curve] == pytest.approx(losses, rel=1e-4)
-    assert {point["dev_accuracy"] for point in curve} == {None}
-
-    tuned = Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8)
-    model = start_model(make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
-    assert model.config.num_classes == 3
-    assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
 
 
 @pytest.mark.slow

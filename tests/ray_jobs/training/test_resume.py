@@ -12,7 +12,8 @@ from pipelines.spec import ModelSize
 from pipelines.store import StoreDamaged, StoreUnreachable, checkpoints, choose_start, open_store
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop
-from ray_jobs.training.checkpoint import Saved, Saver
+from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.state import Saved
 from tests.support.interrupted import (
     CASES,
     SIZE,
@@ -37,7 +38,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
-ALWAYS = ("plain bf16, dropout", "ZeRO-1 bf16 MoCo", "ZeRO-3 fp32", "ZeRO-1 bf16, continued")
+ALWAYS = ("plain bf16, dropout", "contrastive, ZeRO-1 bf16", "ZeRO-3 fp32", "ZeRO-1 bf16, continued")
 KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES]
 
 
@@ -105,9 +106,9 @@ def test_all_workers_save_when_the_clock_of_the_first_says_so(dataset, tmp_path)
         ("ZeRO-1 fp32", 3, "float32", 1e-4),
         ("ZeRO-3 fp32", 1, "float32", 1e-4),
         pytest.param("ZeRO-3 fp32", 3, "float32", 1e-4, marks=pytest.mark.full),
-        pytest.param("ZeRO-2 bf16 masked patches", 1, "bfloat16", 5e-3, marks=pytest.mark.full),
+        pytest.param("masked_patches, ZeRO-2 bf16", 1, "bfloat16", 5e-3, marks=pytest.mark.full),
         # its batch normalisation scales up differences
-        pytest.param("ZeRO-1 bf16 MoCo", 3, "float32", 1e-3, marks=pytest.mark.full),
+        pytest.param("contrastive, ZeRO-1 bf16", 3, "float32", 1e-3, marks=pytest.mark.full),
     ],
 )
 def test_another_number_of_workers_continues_to_nearly_the_same_weights(
@@ -157,7 +158,7 @@ def test_an_outage_of_the_store_only_delays_a_checkpoint(dataset, tmp_path, monk
         return create(name, data)
 
     monkeypatch.setattr(store, "create", unreliable)
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config, rank=0, world=1)
+    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config)
     loop.train(config, open_dataset(dataset), tmp_path / "a", loop.ALONE, saver)
     assert not outages
     assert checkpoints(store, "pretrain", "k")

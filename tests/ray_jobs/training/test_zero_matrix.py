@@ -20,7 +20,7 @@ FEW = [
     Case(3, "float32", 1, True, "AdamW, averaged", 2),
     Case(3, "bfloat16", 4, True, "AdamW", 2, "mae"),
     Case(3, "float32", 4, True, "SGD", 2, "distillation"),
-    Case(2, "float32", 1, True, "SGD", 2, "MoCo"),
+    Case(1, "float32", 1, True, "SGD", 2, "contrastive"),
     Case(0, "float32", 1, True, "Muon", 2),
     Case(0, "bfloat16", 4, False, "Muon", 2),
     Case(0, "float32", 1, True, "Muon, averaged", 1),

@@ -22,8 +22,10 @@ from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Result
 from ray_jobs.training import estimates
 from ray_jobs.training import fit as fit_module
-from ray_jobs.training.fit import fit, predict, score, start_model
-from ray_jobs.training.log import LogWriter
+from ray_jobs.training import steps as steps_module
+from ray_jobs.training.evaluators import Evaluator, predict, score
+from ray_jobs.training.fit import Validation, fit, start_model
+from ray_jobs.training.log import LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, Evaluation, Images, Task, make_task
 from ray_jobs.tuning.fits import refit
 from ray_jobs.tuning.runner import _show_unraisable, choose, last_step, steps_after
@@ -169,8 +171,11 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     ((inside, outside),) = supports.folds
     writer = LogWriter(MemoryStore(), make_attempt("finetune"), "trial-0-0")  # which changes nothing
     first, curve, _ = fit(task, pool.take(inside), 1e-2, seed=3)
-    second, *_ = fit(task, pool.take(inside), 1e-2, seed=3, writer=writer, validation=pool.take(outside))
     held_out = pool.take(outside)
+    validation = Validation(Evaluator(held_out, task.contract.preprocessing))
+    second, *_ = fit(
+        task, pool.take(inside), 1e-2, seed=3, reporting=Reporting(writer), validation=validation
+    )
     assert score(predict(first, task.contract, held_out), held_out.labels).accuracy > 0.9
     assert curve[-1]["loss"] < curve[0]["loss"]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
@@ -230,7 +235,8 @@ def test_a_refit_repeats_the_steps_of_its_trial_until_it_was_best(dataset):
     ((inside, outside),) = supports.folds
     data, held_out = pool.take(inside), pool.take(outside)
     stopping = fit_module.Stopping(40, 10, patience=2)
-    fit(task, data, 3e-2, seed=0, validation=held_out, stopping=stopping)
+    images = Evaluator(held_out, task.contract.preprocessing)
+    fit(task, data, 3e-2, seed=0, validation=Validation(images, stopping))
     accuracies = {step: accuracy for step, accuracy, _ in stopping.evaluations}
     best, last = stopping.best, max(accuracies)
     assert best.accuracy == max(accuracies.values()) > 0.5
@@ -279,7 +285,7 @@ def test_refits_end_at_the_median_of_the_folds_best_steps():
 def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):
     weights = []
     for rate, seed_of_step in ((0.5, 0), (0.5, 1), (0.0, 1)):
-        monkeypatch.setattr(fit_module, "dropout_seed", lambda *_, seed=seed_of_step: seed)
+        monkeypatch.setattr(steps_module, "dropout_seed", lambda *_, seed=seed_of_step: seed)
         size = SIZE.model_copy(update={"depth": 2, "stochastic_depth": rate})
         task, pools, _ = prepared(dataset, configuration(model=size, steps=3))
         model, *_ = fit(task, pools[0], 1e-2, seed=0)

@@ -1,4 +1,5 @@
-"""Groups of Ray Train workers: of a pretraining, or of one trial or refit of a fine-tuning. Free of torch.
+"""Groups of Ray Train workers, of a pretraining or of one trial or refit of a fine-tuning, and their shares of a batch.
+Free of torch.
 
 In: a function that can be sent to other processes, and its settings. Out: what the first worker returns.
 """
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipelines.scratch import scratch_folder
+from pipelines.spec import Pretrain
 from ray_jobs.process import cluster
+from vit_model.errors import UserError
 
 
 class Worker(NamedTuple):
@@ -22,7 +25,7 @@ class Worker(NamedTuple):
     local_world: int = 1
     """the number of workers on this machine"""
     group: int = 0
-    """of a fit: a number that no other group of workers has"""
+    """a number that no other group of workers of the same training has"""
 
 
 ALONE = Worker()
@@ -36,6 +39,30 @@ def this_worker(group: int = 0) -> Worker:
     return Worker(
         own.get_world_rank(), own.get_world_size(), own.get_local_rank(), own.get_local_world_size(), group
     )
+
+
+def micro_batch_size(config: Pretrain) -> int:
+    """Return the images per micro-batch, over all workers: the number of workers must divide it."""
+    return config.batch_size // config.gradient_accumulation_steps
+
+
+def micro_batch_share(config: Pretrain, world: int) -> int:
+    """Return the images of one micro-batch on one of `world` workers.
+
+    Raises:
+        UserError: the workers cannot share a micro-batch evenly.
+    """
+    images = micro_batch_size(config)
+    if world < 1 or images % world:
+        divisors = [n for n in range(1, images + 1) if images % n == 0]
+        steps = config.gradient_accumulation_steps
+        what = f"batch_size {config.batch_size}"
+        what += f" / gradient_accumulation_steps {steps} = {images}" if steps > 1 else ""
+        raise UserError(
+            f"{what} is not a multiple of the {world} workers;"
+            f" use one of {', '.join(map(str, divisors))} workers"
+        )
+    return images // world
 
 
 def run_group(
@@ -66,7 +93,7 @@ def run_group(
     from ray.train import FailureConfig, LoggingConfig, RunConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    from ray_jobs.training.process_group import LocalTorchConfig
+    from ray_jobs.training.workers.process_group import LocalTorchConfig
 
     with scratch_folder() as scratch:
         trainer = DataParallelTrainer(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
 from ray_jobs.process.heartbeat import Steps
-from ray_jobs.training.hangs import describe, limit_collectives, named_hangs
+from ray_jobs.training.workers.hangs import describe, limit_collectives, named_hangs
 from tests.support.workers import run_workers
 
 SECONDS = 3.0
@@ -47,7 +47,7 @@ def work(rank: int, meeting: Path, hang: str) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("hang", "where"), [("spin", r"at training/test_hangs.py:\d+ in spin"), ("stop", "not answer")]
+    ("hang", "where"), [("spin", r"at workers/test_hangs.py:\d+ in spin"), ("stop", "not answer")]
 )
 def test_the_error_of_the_others_names_the_worker_that_hangs(tmp_path, hang, where):
     with pytest.raises(ProcessRaisedException) as ended:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ray_jobs.training.throughput import _random_dataset
+from ray_jobs.training.cost import _random_dataset
 from vit_model.contract import Preprocessing
 
 

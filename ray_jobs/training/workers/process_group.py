@@ -138,7 +138,7 @@ def _join(meeting: str | tuple[str, int], rank: int, world: int) -> str | None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore, TCPStore
 
-    from ray_jobs.training.hangs import limit_collectives
+    from ray_jobs.training.workers.hangs import limit_collectives
 
     limit_collectives(COLLECTIVE_SECONDS)
     backend = devices.backend()

@@ -11,7 +11,7 @@ import ray
 
 from pipelines.store import Store, checkpoint_requested, checkpoints, open_store
 from ray_jobs.process.context import Context
-from ray_jobs.training import notices
+from ray_jobs.training.workers import preemption
 from tests.support.checkpoints import put_state
 from tests.support.interrupted import configuration
 from tests.support.records import make_context
@@ -31,7 +31,7 @@ def context(store: Store) -> Context:
 def draining(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """The machines that Ray would call draining, until when."""
     nodes: dict[str, int] = {}
-    monkeypatch.setattr(notices, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(preemption, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(ray._private.state.state, "get_draining_nodes", lambda: dict(nodes))
     yield nodes
 
@@ -51,7 +51,7 @@ def test_sigterm_ends_the_process_after_a_checkpoint(store, context, draining):
     try:
         worker = threading.Thread(target=answer_a_request, args=(store, context))
         worker.start()
-        with notices.save_on_notice(context):
+        with preemption.save_on_notice(context):
             signal.raise_signal(signal.SIGTERM)
         worker.join()
     finally:
@@ -60,11 +60,11 @@ def test_sigterm_ends_the_process_after_a_checkpoint(store, context, draining):
 
 
 def test_without_an_answer_the_process_ends_all_the_same(context, draining, monkeypatch, capsys):
-    monkeypatch.setattr(notices, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(preemption, "GRACE_SECONDS", 0.1)
     ended = []
     before = signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
     try:
-        with notices.save_on_notice(context):
+        with preemption.save_on_notice(context):
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -73,7 +73,7 @@ def test_without_an_answer_the_process_ends_all_the_same(context, draining, monk
 
 
 def test_each_draining_machine_is_one_request(store, context, draining):
-    with notices.save_on_notice(context):
+    with preemption.save_on_notice(context):
         for number, node in enumerate(("a", "b"), start=1):
             draining[node] = 0
             while checkpoint_requested(store, context.attempt) < number:

@@ -1,0 +1,146 @@
+"""The training step, which pretraining and fine-tuning share, and the training curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.spec import Finetune, Pretrain
+from pipelines.store import LogLine
+from ray_jobs.augment import TrainTransform, dropout_seed
+from ray_jobs.data.loader import Loader
+from ray_jobs.training import optim
+from ray_jobs.training.engine import Engine
+from ray_jobs.training.guard import Guard
+from ray_jobs.training.state import WorkerState
+from ray_jobs.training.workers import Worker
+
+Loss = Callable[[tuple[Tensor, ...], Tensor, NDArray[np.int64]], Tensor]
+"""(views, targets, positions) of a worker's share of a micro-batch -> its loss, a scalar"""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What the steps of a training share."""
+
+    config: Pretrain | Finetune
+    learning_rate: float
+    seed: int
+    engine: Engine
+    transform: TrainTransform
+    loss: Loss
+    guard: Guard
+    device: torch.device
+    worker: Worker
+
+
+class Step(NamedTuple):
+    """A step that was made."""
+
+    done: int
+    """how many steps are done, this one included"""
+    rate: float
+    norm: Tensor | float | None
+    """of the gradients before clipping, see `Engine.step`"""
+    losses: list[Tensor]
+    """of this worker's share of each micro-batch"""
+
+
+def steps(course: Course, batches: Loader, first: int, last: int) -> Iterator[Step]:
+    """Make the steps from number `first` up to `last`, and yield each when it is made.
+
+    Every step uses the same images at any world size that divides the batch.
+
+    Raises:
+        DivergenceError: a gradient is not finite.
+    """
+    config, device = course.config, course.device
+    for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
+        torch.manual_seed(dropout_seed(course.seed, step, course.worker.rank))
+        views, targets = course.transform(images.to(device), labels.to(device), positions, step)
+        rate, losses = optim.learning_rate(step, config.steps, course.learning_rate, config.optimizer), []
+        for part in optim.micro_batches(config.gradient_accumulation_steps, views, targets, positions):
+            loss = course.loss(*part)
+            course.engine.backward(loss)
+            losses.append(loss.detach())
+        norm = course.engine.step(rate)
+        course.guard.watch(step, norm)
+        yield Step(step + 1, rate, norm, losses)
+
+
+def evenly(steps: int, count: int) -> set[int]:
+    """Return `count` steps at equal distances, of which the last is `steps`; fewer if there are not so many."""
+    return {math.ceil(steps * part / count) for part in range(1, count + 1)}
+
+
+class Curve:
+    """The training curve: points {step, learning_rate, loss} of which a pretraining's also have dev_accuracy.
+
+    `loss` is the mean over all images since the previous point; `dev_accuracy` is None if it was not measured there.
+
+    Args:
+        divides_first: whether the mean is taken in float32 before workers add up theirs, as curves of pretrainings
+            always had it, or in float64 after that, as those of fits.
+    """
+
+    def __init__(self, device: torch.device, worker: Worker, divides_first: bool) -> None:
+        self.points: list[dict[str, Any]] = []
+        self._worker, self._divides_first = worker, divides_first
+        self._sum, self._summed = torch.zeros((), device=device), 0
+
+    def add(self, losses: list[Tensor]) -> None:
+        """Add a step's losses of this worker's shares."""
+        for loss in losses:
+            self._sum += loss
+            self._summed += 1
+
+    def add_point(self, step: Step, **more: float | None) -> float:
+        """Add a point after a step, and return its loss; all workers call this together.
+
+        Raises:
+            DivergenceError: the loss is not finite.
+        """
+        loss = self._mean()
+        # Not at every step, because reading a number waits for the device.
+        optim.check_finite("loss", loss, step.done - 1)
+        self.points.append({"step": step.done, "learning_rate": step.rate, "loss": loss, **more})
+        return loss
+
+    def _mean(self) -> float:
+        total = self._sum / self._summed if self._divides_first else self._sum.clone()
+        if self._worker.world > 1:
+            dist.all_reduce(total)
+        count = self._worker.world * (1 if self._divides_first else self._summed)
+        self._sum.zero_()
+        self._summed = 0
+        return total.item() / count
+
+    @property
+    def best(self) -> int | None:
+        """The first step with the highest dev accuracy; None if it was never measured."""
+        measured = [point for point in self.points if point["dev_accuracy"] is not None]
+        return max(measured, key=lambda point: point["dev_accuracy"])["step"] if measured else None
+
+    def state(self, loader: Loader, log: tuple[LogLine, ...], **more: Any) -> WorkerState:
+        """Return this worker's state for a checkpoint, with the loader's and the unsaved lines of the log."""
+        return WorkerState(
+            loader=loader.state_dict(),
+            points=tuple(self.points),
+            loss_sum=self._sum.item(),
+            summed=self._summed,
+            log=log,
+            **more,
+        )
+
+    def load(self, state: WorkerState) -> None:
+        """Continue from the state of a checkpoint (`own_state`)."""
+        self.points, self._summed = list(state.points), state.summed
+        self._sum.fill_(state.loss_sum)

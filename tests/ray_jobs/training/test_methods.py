@@ -1,0 +1,153 @@
+"""What every objective must do. The cases of `tests.support.objectives` are also killed and continued (test_resume.py),
+and compared with plain torch in every engine (test_zero_matrix.py)."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipelines.identity import identity_fields
+from pipelines.spec import ModelSize, Objective, Pretrain, objective_properties
+from ray_jobs.data.shards import open_dataset
+from ray_jobs.training import estimates, loop
+from ray_jobs.training.ancestor import Ancestor
+from ray_jobs.training.methods import Method, make_method
+from tests.support.interrupted import SIZE, configuration, write_ancestor, write_noise
+from tests.support.kept import kept_bytes
+from tests.support.objectives import CASES
+from tests.support.paths import ROOT
+from tests.support.vits import contract_of
+from tests.support.workers import run_workers
+from vit_model.build import Network, build
+from vit_model.weights import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_noise(tmp_path_factory.mktemp("dataset"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ancestor:
+    return write_ancestor(tmp_path_factory.mktemp("teacher"), dataset, resolution=8)
+
+
+def method_of(config: Pretrain, teacher: Ancestor) -> tuple[Method, Network]:
+    assert isinstance(config.model, ModelSize)
+    classes = 3 if objective_properties(config.objective).classifier else 0
+    contract = contract_of(config.model.architecture(8, 1, classes))
+    names = tuple("abc"[:classes])
+    method = make_method(config, contract.model_copy(update={"class_names": names}), CPU, teacher)
+    return method, build(contract.architecture)
+
+
+def test_every_objective_has_a_case_and_a_row_in_the_docs() -> None:
+    covered = {configuration(**case.fields).objective for case in CASES.values()}
+    assert covered == {*get_args(Objective)}
+    table = (ROOT / "docs/models.md").read_text().partition("| `objective` of a pretraining |")[2]
+    assert {*re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)} >= covered
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_differs_from_labels_enters_the_key(case: str) -> None:
+    plain, fields = configuration(), CASES[case].fields
+    ours, theirs = identity_fields(configuration(**fields)), identity_fields(plain)
+    assert {name for name in ours if ours[name] != theirs.get(name)} == fields.keys() - {"teacher"}
+    assert {name for name in theirs if ours[name] != theirs[name]} <= {"augment"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].loss is not None])
+def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: Ancestor) -> None:
+    method, model = method_of(configuration(**CASES[case].fields, dtype="float32"), teacher)
+    module, by_hand = method.module(model), CASES[case].loss
+    assert by_hand is not None
+    views = tuple(torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8))
+    positions = torch.arange(12)
+    ours = method.loss(module, views, positions % 3, positions.numpy())
+    torch.testing.assert_close(ours, by_hand(module, tuple(map(method.inputs, views))), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimated_memory_is_what_the_module_and_its_activations_take(
+    case: str, teacher: Ancestor
+) -> None:
+    """The loss itself is not estimated; wide tokens make it small."""
+    size = SIZE | {"width": 96, "depth": 4, "pooling": "gap"}
+    config = configuration(**CASES[case].fields, model=size, dtype="float32")
+    method, model = method_of(config, teacher)
+    module = method.module(model)
+    needed = estimates.memory(method, 1)
+    parameters = sum(weight.numel() for weight in module.parameters())
+    assert parameters == method.contract.architecture.num_parameters + method.added_parameters
+    assert needed.engine.states.weights == 4 * parameters
+    frozen = sum(weight.numel() for beside in method.beside.values() for weight in beside.parameters())
+    if config.teacher is not None:
+        frozen = load_model(teacher.folder)[1].architecture.num_parameters
+    assert needed.frozen == 4 * frozen and bool(method.frozen) == bool(frozen)
+    views = torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8)
+    positions = torch.arange(12)
+    kept = kept_bytes(module, lambda: method.loss(module, tuple(views), positions % 3, positions.numpy()))
+    assert needed.activations == pytest.approx(kept, rel=0.15)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_starts_from_another_model(
+    case: str, dataset: Path, tmp_path: Path, teacher: Ancestor
+) -> None:
+    """With a rate that no weight notices, what comes out is what it started from; parts of an objective are left."""
+    fields = {"learning_rate": 1e-30, "optimizer": {"weight_decay": 0.0}, "steps": 2, "keep_steps": ()}
+    config = configuration(**CASES[case].fields | fields, init_from="first", dtype="float32")
+    loop.train(
+        config,
+        open_dataset(dataset),
+        tmp_path,
+        ancestor=teacher,
+        teacher=teacher if config.teacher else None,
+    )
+    started, ended = (load_model(folder)[0].state_dict() for folder in (teacher.folder, tmp_path))
+    is_labelled = objective_properties(config.objective).classifier is not None
+    assert ended.keys() == {name for name in started if is_labelled or not name.startswith("head.")}
+    for name in ended:
+        if not name.startswith("head."):
+            assert torch.equal(ended[name], started[name]), name
+
+
+def _worker(rank: int, folder: Path, configs: dict[str, Pretrain], dataset: Path, teacher: Ancestor) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    for case, config in configs.items():
+        output = None if rank else folder / "two" / case
+        imitated = teacher if config.teacher else None
+        loop.train(config, open_dataset(dataset), output, loop.Worker(rank, 2, rank), teacher=imitated)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_workers_agree_with_one(dataset: Path, tmp_path: Path, teacher: Ancestor) -> None:
+    """Mixed labels, keys of both workers' images, and the blocks that are left out for each image."""
+    configs = {
+        case: configuration(
+            **fields
+            | {"model": SIZE | {"stochastic_depth": 0.5}, "dtype": "float32", "steps": 6, "keep_steps": ()}
+        )
+        for case, (fields, *_) in CASES.items()
+    }
+    configs["mixed"] = configuration(
+        mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, dtype="float32", steps=6, keep_steps=()
+    )
+    run_workers(2, _worker, tmp_path, configs, dataset, teacher)
+    for case, config in configs.items():
+        imitated = teacher if config.teacher else None
+        loop.train(config, open_dataset(dataset), tmp_path / "one" / case, teacher=imitated)
+        curves = [
+            json.loads((tmp_path / workers / case / "curve.json").read_text()) for workers in ("one", "two")
+        ]
+        one, two = ([point["loss"] for point in curve] for curve in curves)
+        assert two == pytest.approx(one, rel=1e-4), case
