@@ -167,7 +167,7 @@ def moto() -> Iterator[str]:
     }
     try:
         wait_for(port)
-        from pipelines.files.s3 import client
+        from pipelines.files.s3_client import client
 
         client().create_bucket(Bucket="benchmark")
         yield "s3://benchmark/store"

@@ -20,9 +20,10 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Audit, quantity
 from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
+from ray_jobs.evaluation.leakage import check_labels_unseen
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.cluster import fit_resources
 from ray_jobs.process.context import Context, Result
-from ray_jobs.process.devices import fit_resources
 from ray_jobs.process.stage import run_stage
 
 NAMED = 10  # classes in a line of the log
@@ -44,16 +45,7 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
     Raises:
         UserError: the backbone was trained on these labels, or features or probabilities are not finite.
     """
-    from ray_jobs.evaluation.label_issues import (
-        FILE,
-        find_issues,
-        headline,
-        issues_table,
-        measure_list,
-        read_probabilities,
-        write_issues,
-    )
-    from ray_jobs.evaluation.leakage import check_labels_unseen
+    from ray_jobs.evaluation import label_issues
 
     config = context.config
     dataset = context.dataset(config.cache_gib)
@@ -68,22 +60,23 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
         settings = {}
     attempt = context.attempt
     folder = context.open_store().local(Layout.files(attempt.job, attempt.key, attempt.number), files)
-    probabilities = read_probabilities([folder / file.path for file in files], pool.rows)
+    probabilities = label_issues.read_probabilities([folder / file.path for file in files], pool.rows)
     judged = np.flatnonzero(judgeable(dataset, pool.labels, parts))
     images, labels, probabilities = pool.take(judged).rows, pool.labels[judged], probabilities[judged]
-    table = issues_table(images, dataset.info.class_names, probabilities, find_issues(labels, probabilities))
+    issues = label_issues.find_issues(labels, probabilities)
+    table = label_issues.issues_table(images, dataset.info.class_names, probabilities, issues)
     agreement = float(np.mean(probabilities.argmax(axis=1) == labels)) if len(judged) else 0.0
     with context.staging() as staging:
-        write_issues(staging.path / FILE, table)
+        label_issues.write_issues(staging.path / label_issues.FILE, table)
     metrics: dict[str, float | int | str] = {
         "label_issues": len(table),
         "audited": len(judged),
         "not_audited": len(pool.rows) - len(judged),
         "agreement": agreement,
-        **measure_list(labels, probabilities, len(table), config.seed),
+        **label_issues.measure_list(labels, probabilities, len(table), config.seed),
         **settings,
     }
-    print(headline(metrics), flush=True)
+    print(label_issues.headline(metrics), flush=True)
     if unknown:
         metrics["unknown_training"] = ", ".join(unknown)
     digest = sha256(canonical_json({"data": dataset.info.content_digest, "issues": table.to_pylist()}))
@@ -94,23 +87,24 @@ def leave_one_out(
     context: Context[Audit], pool: Images, run: Run
 ) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
     """Write the probabilities of each image under a linear classifier of all others; return the file and settings."""
-    from ray_jobs.evaluation.features import DECODED, embed_rows
-    from ray_jobs.evaluation.label_issues import left_out_probabilities, write_probabilities
+    from ray_jobs.evaluation import features, label_issues
     from vit_model.weights import read_contract
 
     dataset = pool.dataset
     preprocessing = read_contract(context.input("backbone")).preprocessing
     tasks = [
-        (context, (None,), preprocessing, split, np.arange(start, min(start + DECODED, total)))
+        (context, (None,), preprocessing, split, np.arange(start, min(start + features.DECODED, total)))
         for split in AUDITED
         for total in (dataset.info.splits[split],)
-        for start in range(0, total, DECODED)
+        for start in range(0, total, features.DECODED)
     ]
-    features = np.concatenate([features for (features,) in run(embed_rows, tasks)])
-    probabilities, settings = left_out_probabilities(features, pool.labels, len(dataset.info.class_names))
+    embedded = np.concatenate([part for (part,) in run(features.embed_rows, tasks)])
+    probabilities, settings = label_issues.left_out_probabilities(
+        embedded, pool.labels, len(dataset.info.class_names)
+    )
     with context.staging() as staging:
         path = staging.path / "probabilities/0.parquet"
-        write_probabilities(path, pool.rows["sample_id"], probabilities)
+        label_issues.write_probabilities(path, pool.rows["sample_id"], probabilities)
     return staging.files, settings
 
 
@@ -119,22 +113,20 @@ def cross_validate(
 ) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
     """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
     from ray_jobs.training.task import make_task
-    from ray_jobs.tuning.folds import assign_folds, fit_fold
-    from ray_jobs.tuning.ledger import open_ledger
-    from ray_jobs.tuning.runner import steps_after
+    from ray_jobs.tuning import folds, ledger, runner
 
     config = context.config
     assert config.cross_validation is not None
     number = config.cross_validation.folds
     own = Context(context.attempt, config.fine_tuning(), context.inputs)
     task = make_task(own.config, pool.dataset, own.input("backbone") if config.backbone else None)
-    task = task._replace(attempts=open_ledger(own).attempts)
-    parts = assign_folds(pool.rows, number, config.seed)
+    task = task._replace(attempts=ledger.open_ledger(own).attempts)
+    parts = folds.assign_folds(pool.rows, number, config.seed)
     tasks = [
-        (own, task, pool, parts, fold, steps_after(own.config.steps, concurrent, fold, 0, number))
+        (own, task, pool, parts, fold, runner.steps_after(own.config.steps, concurrent, fold, 0, number))
         for fold in range(number)
     ]
-    return parts, tuple(file for files in run(fit_fold, tasks) for file in files)
+    return parts, tuple(file for files in run(folds.fit_fold, tasks) for file in files)
 
 
 def judgeable(dataset: Dataset, labels: NDArray[np.integer], parts: NDArray[np.integer]) -> NDArray[np.bool_]:

@@ -14,13 +14,16 @@ was trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.spec import Evaluate, quantity
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
+from ray_jobs.evaluation.average_precision import retrieval
 from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
@@ -44,22 +47,15 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     Raises:
         UserError: the backbone was trained on test images, see `check_leakage`.
     """
-    from ray_jobs.evaluation import average_precision, frozen
-    from ray_jobs.evaluation.features import (
-        PIXELS_STANDARDISED,
-        cost_of_features,
-        features_of,
-        labelled_rows,
-        support_of,
-    )
+    from ray_jobs.evaluation import features, frozen
 
     config = context.config
     dataset = context.dataset()
     dataset.require("train", "test")
     if config.protocol == "dev":
         dataset.require("dev")
-    support = support_of(dataset, config)
-    overlap = check_leakage(context, dataset, labelled_rows(dataset, support))
+    support = features.support_of(dataset, config)
+    overlap = check_leakage(context, dataset, features.labelled_rows(dataset, support))
     # A backbone that was trained on these labels is not a few-shot learner.
     backbone = SEEN if overlap.labels_seen else PRETRAINED
     truth, backbone_truth = tables.truth_of(dataset), tables.truth_of(dataset, overlap.seen)
@@ -74,32 +70,19 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     fixed = image_settings | _label_settings(config, len(unlabelled))
     dev = np.flatnonzero(support.splits == "dev")
     rows: list[tables.Row] = []
-    predictions = []
+    predictions: list[Any] = []
 
     def add(method: str, own_truth: tables.Truth, result: frozen.Result, settings: dict[str, Any]) -> None:
         if result.shots is None:
             settings = settings | {"labelled_images": len(support.labels)}
-        fitted = result.fitted
-        common = {
-            "protocol": result.protocol,
-            "method": method + (tables.CHOSEN_ON_TEST if fitted.selected_on == "test" else ""),
-            "labels_per_class": result.shots,
-            "draw": result.draw,
-        }
-        scored = tables.scored(
-            common,
-            own_truth,
-            fitted.predictions,
-            fitted.selected_on,
-            settings | fitted.settings,
-            fitted.probabilities,
-        )
-        for row, images in scored:
+        for row, images in _scored(method, own_truth, result, settings):
             rows.append(row)
             predictions.append(images)
 
     with context.staging() as staging:
-        for method, pairs, standardise in features_of(context, dataset, support, backbone, run, staging.path):
+        for method, pairs, standardise in features.features_of(
+            context, dataset, support, backbone, run, staging.path
+        ):
             first_row = len(rows)
             own_truth = backbone_truth if method.endswith(f", {backbone}") else truth
             settings = fixed | {"standardised": standardise, "width": int(pairs[0][0].shape[1])}
@@ -107,20 +90,47 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
                 seed = {"initialisation": config.seed + result.draw % len(pairs)} if len(pairs) > 1 else {}
                 add(method, own_truth, result, settings | seed)
             # a cosine similarity takes features as they are
-            for draw, (_, test) in enumerate(
-                pairs if config.retrieval and method != PIXELS_STANDARDISED else ()
-            ):
-                common = {"protocol": RETRIEVAL, "method": method, "labels_per_class": None, "draw": draw}
-                values = average_precision.retrieval(test, truth.labels)
-                own_settings = {"width": int(test.shape[1])} | image_settings
-                rows.extend(tables.mean_of_images(common, own_truth, tables.MEAN_AP, values, own_settings))
+            if config.retrieval and method != features.PIXELS_STANDARDISED:
+                for draw, (_, test) in enumerate(pairs):
+                    rows += _retrieval(method, draw, test, own_truth, truth.labels, image_settings)
             for name, mean in mean_values(rows[first_row:]).items():
                 print(f"{name}: {mean:.3f}", flush=True)
         for result in frozen.most_frequent(config, support.labels, truth.labels):
             add(tables.MOST_FREQUENT, truth, result, fixed)
-        [cost] = run(cost_of_features, [(context,)])
+        [cost] = run(features.cost_of_features, [(context,)])
         write_cost(staging.path, cost)
     return save_evaluation(context, rows, predictions, overlap, staging.files)
+
+
+def _scored(
+    method: str, truth: tables.Truth, result: frozen.Result, settings: dict[str, Any]
+) -> Iterator[tuple[tables.Row, Any]]:
+    """Yield the rows of a classifier, each with its predictions."""
+    fitted = result.fitted
+    common = {
+        "protocol": result.protocol,
+        "method": method + (tables.CHOSEN_ON_TEST if fitted.selected_on == "test" else ""),
+        "labels_per_class": result.shots,
+        "draw": result.draw,
+    }
+    settings = settings | fitted.settings
+    yield from tables.scored(
+        common, truth, fitted.predictions, fitted.selected_on, settings, fitted.probabilities
+    )
+
+
+def _retrieval(
+    method: str,
+    draw: int,
+    test: NDArray[np.float32],
+    truth: tables.Truth,
+    labels: NDArray[np.int64],
+    settings: dict[str, Any],
+) -> Iterable[tables.Row]:
+    """Return the rows of retrieval by the features [n, d] of the test images."""
+    common = {"protocol": RETRIEVAL, "method": method, "labels_per_class": None, "draw": draw}
+    settings = {"width": int(test.shape[1])} | settings
+    return tables.mean_of_images(common, truth, tables.MEAN_AP, retrieval(test, labels), settings)
 
 
 def _image_settings(config: Evaluate) -> dict[str, Any]:

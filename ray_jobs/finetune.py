@@ -38,7 +38,7 @@ from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.stage import run_stage
 from ray_jobs.training.task import Task, at_point, describe, make_task
@@ -148,7 +148,7 @@ def run_refits(
     """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
     import ray
 
-    _, concurrent = devices.fit_resources(task.config.threads, task.config.workers)
+    _, concurrent = cluster.fit_resources(task.config.threads, task.config.workers)
     arguments = [
         (context, task, pools[draw], draw, steps_after(task.steps, concurrent, number, 0, len(draws)))
         for number, draw in enumerate(draws)

@@ -43,9 +43,7 @@ def import_model(context: Context[Import]) -> Result:
     """Read the weights, check them and write the model (in a Ray task)."""
     import torch
 
-    from vit_model import formats
-    from vit_model.build import build
-    from vit_model.weights import save_model
+    from vit_model import build, formats, weights
 
     config = context.config
     context.check_source("before it was read")
@@ -58,10 +56,10 @@ def import_model(context: Context[Import]) -> Result:
     for line in describe(contract, imported.preprocessing):
         print(line, flush=True)
     with torch.device("meta"):
-        model = build(contract.architecture)
+        model = build.build(contract.architecture)
     model.load_state_dict(imported.weights, assign=True)
     with context.staging() as staging:
-        save_model(staging.path, model, contract)
+        weights.save_model(staging.path, model, contract)
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "classes": len(contract.class_names),

@@ -36,12 +36,8 @@ from pipelines.files.sources import source_files
 from pipelines.spec import Ingest, quantity
 from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
 from ray_jobs.data.images import STORED_QUALITY
-from ray_jobs.data.shards import (
-    SPLITS,
-    DatasetInfo,
-    open_dataset,
-    write_dataset,
-)
+from ray_jobs.data.shards import SPLITS, DatasetInfo, open_dataset
+from ray_jobs.data.writing import Description, write_dataset
 from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
 from ray_jobs.ingesting.copies import CONFLICT, OtherSet, find_copies
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
@@ -164,14 +160,9 @@ def _write_index(
     masks = {sample: digest for part in written for sample, digest in part.masks.items()}
     return write_dataset(
         folder,
-        name,
-        trainable.class_names,
-        listing.image,
+        Description(name, trainable.class_names, listing.image, notes, config.short_side, mask_classes),
         [part.shard for part in written if part.shard],
         trainable.index,
-        notes,
-        config.short_side,
-        mask_classes,
         masks if mask_classes else None,
         dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
     )

@@ -26,9 +26,9 @@ from pipelines.store import (
     read_attempt,
     write_log,
 )
-from ray_jobs.process import devices
-from ray_jobs.process.alive import Steps, count_steps
+from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.heartbeat import Steps, count_steps
 from ray_jobs.process.stage import causes, run_stage
 from ray_jobs.training.workers import micro_batch_size, run_group, this_worker
 from vit_model.errors import UserError
@@ -65,9 +65,9 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
             print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
-    wanted = workers = context.config.workers or devices.default_workers(micro_batch_size(context.config))
-    devices.room_for(workers, context.config.threads)
-    units, group, deaths = devices.units_in_cluster(), 0, 0
+    wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
+    cluster.room_for(workers, context.config.threads)
+    units, group, deaths = cluster.units_in_cluster(), 0, 0
     while True:
         group += 1
         try:
@@ -157,7 +157,7 @@ def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
 
     `units_before` are the GPUs, or CPUs, that the cluster had when it had room for `wanted` workers.
     """
-    units = devices.units_in_cluster()
+    units = cluster.units_in_cluster()
     if units >= units_before:
         return wanted
     possible = [

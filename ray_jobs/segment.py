@@ -13,13 +13,15 @@ refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Segment
+from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, check_leakage
@@ -29,7 +31,6 @@ from ray_jobs.process.stage import run_stage
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    from ray_jobs.data.shards import Split
     from ray_jobs.evaluation.segmentation import Moments
 
 PROTOCOL, MAJORITY = "linear segmentation", "majority"
@@ -67,7 +68,6 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
 
     dataset = context.dataset()
     dataset.require("train", "dev", "test")
-    classes = dataset.info.mask_classes
     next(dataset.masks("train", [0]))  # raises if there are none
     labelled = pa.concat_tables([dataset.index(split).select(COMPARED) for split in ("train", "dev")])
     overlap = check_leakage(context, dataset, labelled)
@@ -95,38 +95,62 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
     weights = [(a + b).fit([variant]) for a, b, variant in zip(train, dev, chosen, strict=True)]
     tested = [counts[:, 0] for counts in confusions("test", weights)]
 
-    named = [(kind.method, kind.draw) for kind in kinds] + [(MAJORITY, 0)]
-    settings: list[dict[str, Any]] = [
-        {"balance": balance, "l2": l2, "width": own.inputs.shape[1], "patches": kind.grid}
-        for kind, own, (balance, l2) in zip(kinds, train, chosen, strict=True)
+    checkpoint = context.config.checkpoints().get("backbone")
+    shared = {"checkpoint": checkpoint} if checkpoint else {}
+    results = [
+        _Tested(
+            kind.method,
+            kind.draw,
+            counts,
+            "dev",
+            {"balance": balance, "l2": l2, "width": own.inputs.shape[1], "patches": kind.grid} | shared,
+            overlap.seen if kind.method == kinds[0].method else None,
+        )
+        for kind, counts, own, (balance, l2) in zip(kinds, tested, train, chosen, strict=True)
     ]
-    settings.append({})
-    tested.append(_always(tested[0], int((train[0] + dev[0]).areas.argmax())))
-    selected_on = ["dev"] * len(kinds) + ["nothing"]
-    if checkpoint := context.config.checkpoints().get("backbone"):
-        settings = [own | {"checkpoint": checkpoint} for own in settings]
-    ids, own_seen = pa.array(dataset.sample_ids("test")), overlap.seen
-    rows, pixels = [], []
-    for (name, draw), counts, own_settings, chosen_on in zip(
-        named, tested, settings, selected_on, strict=True
-    ):
-        shared = {"protocol": PROTOCOL, "labels_per_class": None, "draw": draw}
-        learned = name == kinds[0].method
-        scoring = [(dataset.info.name, np.arange(len(counts)), counts)]
-        for task, method, places, part in tables.split_by_seen(scoring, name, own_seen if learned else None):
-            common = {"task": task, "method": method} | shared
-            total = part.sum(axis=0)
-            measured = own_settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
-            row = tables.measurement(
-                common, tables.MEAN_IOU, mean_iou(total), len(places), chosen_on, measured
-            )
-            rows.append(row)
-            pixels.append(_table(common, ids.take(pa.array(places)), part, classes))
+    majority = _always(tested[0], int((train[0] + dev[0]).areas.argmax()))
+    results.append(_Tested(MAJORITY, 0, majority, "nothing", shared, None))
+    scored = [pair for result in results for pair in _score(dataset, result)]
+    rows, pixels = [row for row, _ in scored], [table for _, table in scored]
     for row_name, mean in mean_values(rows).items():
         print(f"{row_name}: {mean:.3f}", flush=True)
     with context.staging() as staging:
         tables.write_parquet(staging.path / "confusion.parquet", pa.concat_tables(pixels))
     return save_evaluation(context, rows, [], overlap, staging.files)
+
+
+class _Tested(NamedTuple):
+    """The confusions [images, classes, classes] of a method on test, and how it was made."""
+
+    method: str
+    draw: int
+    counts: NDArray[np.int64]
+    selected_on: str
+    settings: dict[str, Any]
+    seen: NDArray[np.bool_] | None
+    """Which test images the backbone was trained on; None: it does not matter for this method."""
+
+
+def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.Table]]:
+    """Yield the rows of a method, each with its table of CONFUSION."""
+    from ray_jobs.evaluation.segmentation import mean_iou
+
+    ids = pa.array(dataset.sample_ids("test"))
+    scoring = [(dataset.info.name, np.arange(len(tested.counts)), tested.counts)]
+    for task, method, places, part in tables.split_by_seen(scoring, tested.method, tested.seen):
+        common = {
+            "task": task,
+            "method": method,
+            "protocol": PROTOCOL,
+            "labels_per_class": None,
+            "draw": tested.draw,
+        }
+        total = part.sum(axis=0)
+        settings = tested.settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
+        row = tables.measurement(
+            common, tables.MEAN_IOU, mean_iou(total), len(places), tested.selected_on, settings
+        )
+        yield row, _table(common, ids.take(pa.array(places)), part, dataset.info.mask_classes)
 
 
 def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:

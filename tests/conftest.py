@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import in_process
 from tests.support.paths import TINY
 from tests.support.s3 import ceph, moto  # noqa: F401 (fixtures)
 
@@ -88,19 +90,23 @@ def tiny_store(vitflow: Vitflow, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return store
 
 
-@pytest.fixture
-def vitflow_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitflow:
-    """Run the command line in this process, half a second faster; not `report query`, which limits its memory."""
+@pytest.fixture(scope="session")
+def vitflow_here() -> Vitflow:
+    """Run the command line in this process, half a second faster."""
+    return in_process.vitflow
 
-    def run(*arguments: str | Path, check: int = 0) -> subprocess.CompletedProcess[str]:
-        from pipelines.cli import main
 
-        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        said = capsys.readouterr()
-        code = exit_.value.code or 0
-        assert code == check, f"exit code {code}\n{said.out}\n{said.err}"
-        return subprocess.CompletedProcess(sys.argv, check, said.out, said.err)
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A Ray in this process, for stages that are called and not submitted: two cores, whatever the machine has."""
+    import ray
 
-    return run
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def vitflow_local(local_ray: None) -> Vitflow:
+    """Run the command line and its jobs in this process."""
+    return partial(in_process.vitflow, jobs=in_process.Jobs())

@@ -82,8 +82,9 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image
 
 def write_forms(folder: Path, name: str, encoded: Sequence[bytes]) -> None:
     """Write the same bytes in every form. An image's label is its number, so a batch says which images it has."""
+    from ray_jobs.data.columns import Sample
     from ray_jobs.data.samples import write_samples
-    from ray_jobs.data.shards import ImageSize, Sample
+    from ray_jobs.data.shards import ImageSize
 
     if is_raw(folder):
         form, width, height = "raw", RAW_SIDE, RAW_SIDE

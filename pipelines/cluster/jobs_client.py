@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
@@ -21,14 +22,11 @@ from urllib.parse import quote, urlsplit
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    import aiohttp
     import requests
 
 DEADLINE_SECONDS = 10.0  # timeout of a request
 SUBMIT_SECONDS = 30.0  # timeout of a submission: a cluster's first job waits for the cluster's agent
 RECONNECT_SECONDS = 1.0
-ASK_SECONDS = 1.0  # between checks whether the job has ended, while its log is silent
-STOP_SECONDS = 0.2  # between checks whether to stop following a log
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -166,12 +164,13 @@ class Cluster:
         Run it in its own thread. It fetches the rest of the log when the job ends or `stop` is set; so when the job has
         ended, set `stop` and join the thread. It also returns if the cluster is gone.
         """
-        import asyncio
+        from pipelines.cluster import job_logs  # with aiohttp, which takes as long as planning
 
-        lines = _Lines(write)
+        lines, ended = job_logs.Lines(write), partial(self._ended, submission_id)
+        url = f"{self.address}/api/jobs/{quote(submission_id, safe='')}/logs/tail"
         while not stop.is_set():
-            asyncio.run(self._tail(submission_id, lines, stop))
-            if self._ended(submission_id):
+            job_logs.stream(url, self._headers(), not self._on_loopback, lines, stop, ended)
+            if ended():
                 break
             stop.wait(RECONNECT_SECONDS)
         try:
@@ -188,22 +187,6 @@ class Cluster:
         except ClusterUnreachable as error:
             return error.refused_on_loopback
         return job is None or job.ended
-
-    async def _tail(self, submission_id: str, lines: _Lines, stop: threading.Event) -> None:
-        """Stream a log from its beginning; return when the stream ends or breaks, or `stop` is set."""
-        import aiohttp
-
-        url = f"{self.address}/api/jobs/{quote(submission_id, safe='')}/logs/tail"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=DEADLINE_SECONDS)
-        lines.position = 0
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=not self._on_loopback) as session,
-                session.ws_connect(url, headers=self._headers(), max_msg_size=0, heartbeat=30.0) as socket,
-            ):
-                await _receive(socket, lines, stop, lambda: self._ended(submission_id))
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return
 
     @property
     def _on_loopback(self) -> bool:
@@ -265,57 +248,6 @@ class Cluster:
                 f"{self.address} answers {response.status_code}: {_last_line(response.text)}"
             )
         return False
-
-
-class _Lines:
-    """A writer of a stream's lines that writes each once, although every connection streams from the beginning."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
-        self.position = 0  # characters received from the current connection
-        self.taken = 0  # characters received from any connection
-        self.rest = ""
-
-    def add(self, text: str) -> None:
-        """Add the next part of the stream."""
-        new = text[max(0, self.taken - self.position) :]
-        self.position += len(text)
-        self.taken = max(self.taken, self.position)
-        *whole, self.rest = (self.rest + new).split("\n")
-        for line in whole:
-            self.write(line)
-
-    def end(self) -> None:
-        """Write a last line that has no newline."""
-        if self.rest:
-            self.write(self.rest)
-
-
-async def _receive(
-    socket: aiohttp.ClientWebSocketResponse, lines: _Lines, stop: threading.Event, ended: Callable[[], bool]
-) -> None:
-    """Receive until the stream ends or `stop` is set. Ray ends a job's stream 5 s late, so `ended` is asked, too."""
-    import asyncio
-
-    import aiohttp
-
-    receiving = asyncio.ensure_future(socket.receive())
-    asked = time.monotonic()
-    while not stop.is_set():
-        # not wait_for: cancelling a receive loses data that has just arrived
-        done, _ = await asyncio.wait({receiving}, timeout=STOP_SECONDS)
-        if done:
-            message = receiving.result()
-            if message.type is not aiohttp.WSMsgType.TEXT:
-                return
-            lines.add(message.data)
-            receiving = asyncio.ensure_future(socket.receive())
-        elif time.monotonic() - asked > ASK_SECONDS:
-            if ended():
-                break
-            asked = time.monotonic()
-    receiving.cancel()
-    await asyncio.wait({receiving})
 
 
 def connect(address: str | None = None, token_path: Path | None = None) -> Cluster:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.cells import cell_len
@@ -25,6 +26,7 @@ errors = terminal.console(stderr=True)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Record = TypeVar("Record")
 
 
 class _FlagsWithoutType:
@@ -54,6 +56,25 @@ class Commands(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
         return super().command(name, cls=_Command, **settings)
+
+
+def with_options(record: Callable[..., Record]) -> Callable[[Callable[[Record], None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as its arguments and options."""
+    hints = get_type_hints(record, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=hints[name]) for name, parameter in signature(record).parameters.items()
+    ]
+
+    def decorate(command: Callable[[Record], None]) -> Callable[..., None]:
+        def call(**values: Any) -> None:
+            command(record(**values))
+
+        call.__doc__, call.__name__ = command.__doc__, command.__name__
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {}
+        return call
+
+    return decorate
 
 
 StoreOption = Annotated[

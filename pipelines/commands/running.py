@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,15 +35,17 @@ from pipelines.commands.common import (
     print_table,
     say,
     width,
+    with_options,
 )
 from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
-from pipelines.engine.plan import PlannedStage, pin
+from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run, is_over, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
 from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.pinning import pin
 from pipelines.recipe.pipeline import Pipeline, members
 from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
@@ -75,22 +78,29 @@ CORES = os.cpu_count() or 1
 app = Commands()
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """What `run` and `submit` take."""
+
+    pipeline: PipelineArgument
+    store: StoreOption = DEFAULT_STORE
+    address: AddressOption = None
+    token_file: TokenOption = None
+    only: OnlyOption = None
+    force: ForceOption = None
+    changes: SetOption = None
+    parallel: ParallelOption = None
+    strict_code: StrictCodeOption = False
+
+
 @app.command("run")
-def run(
-    pipeline: PipelineArgument,
-    store: StoreOption = DEFAULT_STORE,
-    address: AddressOption = None,
-    token_file: TokenOption = None,
-    only: OnlyOption = None,
-    force: ForceOption = None,
-    changes: SetOption = None,
-    parallel: ParallelOption = None,
-    strict_code: StrictCodeOption = False,
-) -> None:
+@with_options(RunOptions)
+def run(options: RunOptions) -> None:
     """Run a pipeline and wait for it; finished stages are reused."""
-    loaded, _, forced = _requested(pipeline, only, force, changes)
-    targets = tuple(only or ()) or tuple(loaded.stages)
-    carry_out(loaded, targets, store, address, token_file, forced, parallel, strict_code)
+    loaded, _, forced = _requested(options.pipeline, options.only, options.force, options.changes)
+    targets = tuple(options.only or ()) or tuple(loaded.stages)
+    at = (options.store, options.address, options.token_file)
+    carry_out(loaded, targets, *at, forced, options.parallel, options.strict_code)
 
 
 def carry_out(
@@ -153,36 +163,28 @@ def _says_what_goes_on(store: Store, run: Run, address: str | None, again: str) 
 
 
 @app.command("submit")
-def submit(
-    pipeline: PipelineArgument,
-    store: StoreOption = DEFAULT_STORE,
-    address: AddressOption = None,
-    token_file: TokenOption = None,
-    only: OnlyOption = None,
-    force: ForceOption = None,
-    changes: SetOption = None,
-    parallel: ParallelOption = None,
-    strict_code: StrictCodeOption = False,
-) -> None:
+@with_options(RunOptions)
+def submit(options: RunOptions) -> None:
     """Submit a pipeline to a Ray cluster, or to the local Ray, and return immediately."""
-    loaded, names, forced = _requested(pipeline, only, force, changes)
-    targets = tuple(only or ()) or tuple(loaded.stages)
-    with _planning_store(store, address) as current:
+    loaded, names, forced = _requested(options.pipeline, options.only, options.force, options.changes)
+    targets = tuple(options.only or ()) or tuple(loaded.stages)
+    address, token_file, strict_code = options.address, options.token_file, options.strict_code
+    with _planning_store(options.store, address) as current:
         latest = runs.latest_models(current, loaded, targets, forced, strict_code)
         planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
         if _is_complete(current, planned, forced):
             return
     if address is not None:
         submission.reach(address, token_file)  # fail before anything is written if the cluster refuses us
-    opened = open_(store)
+    opened = open_(options.store)
     with translate_errors(), submission.target(address, token_file) as (cluster, ray_folder):
         started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
-        submission.submit_driver(opened, started, cluster, parallel, ray_folder)
+        submission.submit_driver(opened, started, cluster, options.parallel, ray_folder)
     console.print(f"submitted [bold]{started.id}[/]", highlight=False)
-    options = ["--store", opened.uri, *(["--address", address] if address else [])]
-    options += ["--token-file", str(token_file)] if address and token_file else []
+    again = ["--store", opened.uri, *(["--address", address] if address else [])]
+    again += ["--token-file", str(token_file)] if address and token_file else []
     for command in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
-        console.print(f"  vitflow {command} {shlex.join(options)}", highlight=False, soft_wrap=True)
+        console.print(f"  vitflow {command} {shlex.join(again)}", highlight=False, soft_wrap=True)
 
 
 @app.command("drive", hidden=True)

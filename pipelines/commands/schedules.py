@@ -28,9 +28,9 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
-from pipelines.engine.plan import pin
 from pipelines.engine.submission import check_address, check_store
 from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.pinning import pin
 from pipelines.schedules import render
 from pipelines.schedules.cron import check_cron, check_timezone, ticks
 from pipelines.schedules.schedule import (

@@ -58,16 +58,16 @@ class InFlight:
 class Observation:
     """The store's and the cluster's answers about a stage.
 
-    If the job is alive, the fields from `session` to `stop_wished` are not read; otherwise `alive` is not.
+    If the job is alive, the fields from `session` to `stop_requested` are not read; otherwise `heartbeat` is not.
     """
 
     attempt: Attempt | None = None  # the newest
     job: JobState | None = None  # its job; None if the cluster does not know it
     session: str = ""  # the cluster's
     log: str = ""
-    stop_wished: bool = False
+    stop_requested: bool = False
     manifest: Manifest | None = None  # may exist whatever the job's status
-    alive: bytes | None = None  # the attempt's sign of life
+    heartbeat: bytes | None = None
     lost: str = "its cluster is gone"  # why there is no job of an attempt of another session
 
 
@@ -134,7 +134,7 @@ def no_answer(flight: InFlight, reason: str, now: float) -> Decision:
 
 
 def _start(flight: InFlight, observed: Observation, now: float) -> Decision:
-    if observed.stop_wished:
+    if observed.stop_requested:
         return flight, (End(Status.STOPPED, "stopped"),)
     if observed.attempt is None:
         return _next_attempt(flight, now), (Do.WRITE,)
@@ -150,7 +150,7 @@ def _watch(flight: InFlight, observed: Observation, job: JobState, now: float) -
     only the time that it has watched itself: clocks of other machines may be wrong, and nobody can show a sign of life
     while the store does not answer.
     """
-    sign = job.status, observed.alive
+    sign = job.status, observed.heartbeat
     watched = 0.0 if flight.watched_at is None else min(now - flight.watched_at, GLANCE_SECONDS)
     flight = replace(
         flight,
@@ -162,7 +162,7 @@ def _watch(flight: InFlight, observed: Observation, job: JobState, now: float) -
     )
     if job.status == Status.PENDING:
         return _wait_for_start(flight, observed, job, now)
-    limit = FIRST_SIGN_SECONDS if observed.alive is None else ALIVE_SECONDS
+    limit = FIRST_SIGN_SECONDS if observed.heartbeat is None else ALIVE_SECONDS
     if flight.silent > limit:
         return _give_up(flight, observed, now, Status.LOST, f"no sign of life for {limit:.0f} s")
     if job.status == Status.RUNNING and flight.phase is not Phase.RUNNING:
@@ -196,7 +196,7 @@ def _wait_for_manifest(flight: InFlight, observed: Observation, now: float) -> D
 def _retry(flight: InFlight, observed: Observation, now: float, status: Status, detail: str) -> Decision:
     """Make the next attempt, unless a stop was requested or this command has used all its attempts."""
     ended = EndAttempt(status, detail)
-    if observed.stop_wished:
+    if observed.stop_requested:
         return flight, (ended, End(Status.STOPPED, "stopped"))
     if flight.attempts >= ATTEMPTS:
         return flight, (ended, End(Status.FAILED, detail))
@@ -210,7 +210,7 @@ def _retry(flight: InFlight, observed: Observation, now: float, status: Status, 
 def _plan_anew(flight: InFlight, observed: Observation, detail: str) -> Decision:
     """Plan the stage anew; its attempts at all its keys together are those of this command."""
     ended = EndAttempt(Status.FAILED, detail)
-    if observed.stop_wished:
+    if observed.stop_requested:
         return flight, (ended, End(Status.STOPPED, "stopped"))
     if flight.attempts >= ATTEMPTS:
         return flight, (ended, End(Status.FAILED, detail))

@@ -55,9 +55,9 @@ from pipelines.store import (
     now,
     read_manifest,
     remove_progress,
-    stop_wished,
+    request_stop,
+    stop_requested,
     wait_for_store,
-    wish_stop,
 )
 
 POLL_SECONDS = 0.1  # between the driver's steps
@@ -150,7 +150,7 @@ class Driver:
         self.connection.keep()
         if self.clock.monotonic() >= self.look_for_stop_at:
             self.look_for_stop_at = self.clock.monotonic() + ASK_SECONDS
-            if stop_wished(self.store, self.run.id):
+            if stop_requested(self.store, self.run.id):
                 self.stop()
                 return False
         for name in self.begin_order:
@@ -163,7 +163,7 @@ class Driver:
 
     def stop(self) -> None:
         """Stop the run: first record the request, so that other drivers stop too, then stop the jobs of this run."""
-        wish_stop(self.store, self.run.id)
+        request_stop(self.store, self.run.id)
         attempts = [self.attempts[name] for name in self.flights if name in self.attempts]
         # do not stop a job that another run submitted, or this run in a store that this one is a copy of
         own = [each for each in attempts if each.run == self.run.id and is_at(self.store, each.store_uri)]
@@ -264,18 +264,18 @@ class Driver:
         cluster = self.connection.cluster()
         attempt = self.attempts.get(name) or last_attempt(self.store, job_type, key)
         if attempt is None:
-            return Observation(stop_wished=stop_wished(self.store, self.run.id))
+            return Observation(stop_requested=stop_requested(self.store, self.run.id))
         self.attempts[name] = attempt
         if not is_at(self.store, attempt.store_uri):
-            wished = stop_wished(self.store, self.run.id)
-            return Observation(attempt, stop_wished=wished, lost=f"it was made in {attempt.store_uri}")
+            wished = stop_requested(self.store, self.run.id)
+            return Observation(attempt, stop_requested=wished, lost=f"it was made in {attempt.store_uri}")
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
-            alive = self.store.read(Layout.alive(job_type, key, attempt.number), LARGEST_RECORD)
-            return Observation(attempt, job, alive=alive)
+            heartbeat = self.store.read(Layout.heartbeat(job_type, key, attempt.number), LARGEST_RECORD)
+            return Observation(attempt, job, heartbeat=heartbeat)
         log = "" if job is None else cluster.logs(attempt.submission_id)
         session = cluster.session_name
-        wished = stop_wished(self.store, self.run.id)
+        wished = stop_requested(self.store, self.run.id)
         # read the manifest again: it may have been written before the job ended
         return Observation(attempt, job, session, log, wished, read_manifest(self.store, job_type, key))
 

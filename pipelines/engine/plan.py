@@ -73,25 +73,6 @@ class PlannedStage:
         return "pending" if self.key is None else "run" if self.manifest is None else "cached"
 
 
-def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
-    """Return the pipeline with each of these stages' paths on the Hugging Face hub pinned to a commit.
-
-    Raises:
-        RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
-    """
-    hub = {
-        name: stage
-        for name in names
-        if isinstance(stage := pipeline.stages[name], Import) and stage.path.startswith("hf:")
-    }
-    if not hub:
-        return pipeline
-    from pipelines.files.hub import pinned
-
-    stages = {name: stage.model_copy(update={"path": pinned(stage.path)}) for name, stage in hub.items()}
-    return pipeline.model_copy(update={"stages": pipeline.stages | stages})
-
-
 def plan_pipeline(
     store: Store,
     pipeline: Pipeline,

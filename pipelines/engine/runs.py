@@ -28,9 +28,9 @@ from pipelines.store import (
     now,
     read_events,
     read_plan,
-    stop_wished,
+    request_stop,
+    stop_requested,
     warn,
-    wish_stop,
 )
 
 if TYPE_CHECKING:
@@ -162,7 +162,9 @@ def _has_plan(store: Store, run: str) -> bool:
 
 def is_over(store: Store, run: str) -> bool:
     """Whether a run has ended or was told to stop."""
-    return stop_wished(store, run) or any(event["event"] == "finished" for event in read_events(store, run))
+    return stop_requested(store, run) or any(
+        event["event"] == "finished" for event in read_events(store, run)
+    )
 
 
 def driver_process() -> dict[str, Any]:
@@ -233,7 +235,7 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     finished = [event for event in events if event["event"] == "finished"]
     if finished:
         status = finished[-1]["status"]
-    elif stop_wished(store, run):
+    elif stop_requested(store, run):
         status = Status.STOPPED
     else:
         gone = clusters is not None and driver_alive(events, clusters) is False
@@ -266,7 +268,7 @@ def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[st
 
 def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
     """Request a run to stop, then stop its jobs, the driver's first; yield a line about each job."""
-    wish_stop(store, run)
+    request_stop(store, run)
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipelines.files import hub
+from pipelines.files import s3
 from pipelines.files.hashing import local_digests
 
 
@@ -28,13 +28,13 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
         for name, location in others
     ]
     if objects:
-        from pipelines.files.s3 import facts
-
-        versions = facts(uri for _, uri in objects)
+        versions = s3.facts(uri for _, uri in objects)
         lines += [(name, *versions[uri]) for name, uri in objects]
     return lines
 
 
 def _hub_digest(location: str) -> str:
+    from pipelines.files import hub
+
     path, _, name = location.rpartition("/")
     return hub.digests(path)[name]

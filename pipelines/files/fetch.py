@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.files import hub
+from pipelines.files import s3
 from pipelines.scratch import scratch_folder
 
 
@@ -24,8 +24,8 @@ def fetched(path: str) -> Iterator[Path]:
         return
     with scratch_folder() as folder:
         if path.startswith("hf:"):
+            from pipelines.files import hub
+
             yield hub.fetch(hub.pinned(path), folder)
         else:
-            from pipelines.files.s3 import fetch
-
-            yield fetch(path, folder)
+            yield s3.fetch(path, folder)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipelines.file_names import left_by_a_system, parts_of
+from pipelines.files import s3
 from pipelines.spec import ONE_FILE, AnyStage, Import, Ingest, RecipeError
 from pipelines.spec.files import At, Below, Files, FileSource, InPackage, Location, Named
 
@@ -60,9 +61,7 @@ def import_files(path: str) -> Files:
     Raises as `stage_files`.
     """
     if path.startswith("s3://"):
-        from pipelines.files.s3 import listing
-
-        if not (objects := listing(path)):
+        if not (objects := s3.listing(path)):
             raise RecipeError(f"path: there is nothing at {path}")
         bucket = path.split("/")[2]
         return {file.name: f"s3://{bucket}/{file.key}" for file in objects}
@@ -142,9 +141,7 @@ def _at(root: str) -> Iterator[tuple[str, Location]]:
 def _names_in(folder: str) -> Iterator[str]:
     """Yield the names in a folder; lazily, because `parts_of` rarely needs them."""
     if folder.startswith("s3://"):
-        from pipelines.files.s3 import listing
-
-        yield from (file.name for file in listing(folder))
+        yield from (file.name for file in s3.listing(folder))
     else:
         yield from (path.name for path in Path(folder).iterdir())
 
@@ -158,9 +155,7 @@ def _named(root: str, names: Sequence[str]) -> dict[str, Location]:
 
 def _objects_at(root: str) -> Iterator[tuple[str, str]]:
     """Yield (name, s3://bucket/key) of the object at an address, or of all below it, as in a folder."""
-    from pipelines.files.s3 import tree
-
-    if not (objects := tree(root)):
+    if not (objects := s3.tree(root)):
         raise RecipeError(f"source.root: there is nothing at {root}")
     bucket = root.split("/")[2]
     for file in objects:

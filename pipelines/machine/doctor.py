@@ -27,6 +27,7 @@ from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable,
 from pipelines.cluster.local import state_folder
 from pipelines.engine.submission import check_address, check_store
 from pipelines.files.hashing import cache_folder
+from pipelines.files.s3 import parse
 from pipelines.machine.findings import Finding, machine_findings, nearest_folder
 from pipelines.results.verify import sample
 from pipelines.spec import RecipeError
@@ -152,15 +153,14 @@ def _s3_probes(uri: str) -> Iterator[Finding]:
 
 def _remove_objects(uri: str) -> str | None:
     """Remove a probe (a versioned bucket keeps old versions); return the error if that fails."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    from pipelines.files.s3 import client, parse
+    from pipelines.files import s3_client
 
     bucket, prefix = parse(uri)
     try:
-        for name in (Layout.STORE, "probe"):
-            client().delete_object(Bucket=bucket, Key=f"{prefix[1:]}/{name}")
-    except (BotoCoreError, ClientError) as error:
+        with s3_client.translate_errors(uri, "remove it"):
+            for name in (Layout.STORE, "probe"):
+                s3_client.client().delete_object(Bucket=bucket, Key=f"{prefix[1:]}/{name}")
+    except StoreError as error:
         return str(error)
     return None
 

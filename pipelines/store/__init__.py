@@ -25,8 +25,7 @@ from pipelines.store.artifacts import (
     successors,
 )
 from pipelines.store.checkpoints import (
-    ask_for_checkpoint,
-    asked_for,
+    checkpoint_requested,
     checkpoints,
     choose_start,
     commit_checkpoint,
@@ -34,6 +33,7 @@ from pipelines.store.checkpoints import (
     intact,
     remove_checkpoints,
     remove_progress,
+    request_checkpoint,
 )
 from pipelines.store.fits import FitName
 from pipelines.store.named_checkpoints import (
@@ -59,11 +59,11 @@ from pipelines.store.protocol import (
 from pipelines.store.records import (
     CHECKSUMMED,
     LAYOUT_VERSION,
-    Alive,
     Attempt,
     Checkpoint,
     Event,
     FileEntry,
+    Heartbeat,
     InputRef,
     Layout,
     Manifest,
@@ -72,7 +72,14 @@ from pipelines.store.records import (
     now,
     who,
 )
-from pipelines.store.run_records import add_event, create_run, read_events, read_plan, stop_wished, wish_stop
+from pipelines.store.run_records import (
+    add_event,
+    create_run,
+    read_events,
+    read_plan,
+    request_stop,
+    stop_requested,
+)
 from pipelines.store.training_log import (
     LOG,
     LogLine,
@@ -96,12 +103,12 @@ __all__ = [
     "MODEL_FILES",
     "SETTINGS",
     "UNREACHABLE_SECONDS",
-    "Alive",
     "Attempt",
     "Checkpoint",
     "Event",
     "FileEntry",
     "FitName",
+    "Heartbeat",
     "InputRef",
     "Layout",
     "LogLine",
@@ -119,10 +126,9 @@ __all__ = [
     "add_event",
     "all_keys",
     "all_manifests",
-    "ask_for_checkpoint",
-    "asked_for",
     "check_name",
     "check_newest",
+    "checkpoint_requested",
     "checkpoints",
     "choose_start",
     "commit",
@@ -162,15 +168,16 @@ __all__ = [
     "remove_checkpoints",
     "remove_progress",
     "replace_artifact",
+    "request_checkpoint",
+    "request_stop",
     "running_log",
     "segment_name",
-    "stop_wished",
+    "stop_requested",
     "successor",
     "successors",
     "wait_for_store",
     "warn",
     "weights_file",
     "who",
-    "wish_stop",
     "write_log",
 ]

@@ -181,15 +181,15 @@ def _remove_checkpoint(store: Store, folder: str) -> None:
     store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
 
 
-def ask_for_checkpoint(store: Store, attempt: Attempt) -> int:
+def request_checkpoint(store: Store, attempt: Attempt) -> int:
     """Ask the workers of an attempt to save their state soon; return the number of this request."""
     folder = Layout.requests(attempt.job, attempt.key, attempt.number)
-    number = asked_for(store, attempt) + 1
+    number = checkpoint_requested(store, attempt) + 1
     store.create(f"{folder}/{number}.json", encode({"time": now()}))
     return number
 
 
-def asked_for(store: Store, attempt: Attempt) -> int:
+def checkpoint_requested(store: Store, attempt: Attempt) -> int:
     """Return the number of the last request for a checkpoint, 0 if there was none."""
     return max(numbers(store, Layout.requests(attempt.job, attempt.key, attempt.number)), default=0)
 

@@ -68,7 +68,7 @@ class Store(Protocol):
     def replace(self, name: str, data: bytes) -> None:
         """Write an object, atomically over the one that has this name; readers see the old bytes or the new.
 
-        Only for `Layout.alive`: everything else is created once. A power cut may bring the old bytes back.
+        Only for `Layout.heartbeat`: everything else is created once. A power cut may bring the old bytes back.
         """
 
     def remove(self, names: Sequence[str]) -> None:

@@ -73,7 +73,7 @@ class Layout:
         return f"{cls.attempt(job, key, number)}/files"
 
     @classmethod
-    def alive(cls, job: str, key: str, number: int) -> str:
+    def heartbeat(cls, job: str, key: str, number: int) -> str:
         return f"{cls.attempt(job, key, number)}/alive.json"
 
     @classmethod
@@ -155,7 +155,7 @@ class Attempt(Frozen):
     created: str
 
 
-class Alive(Frozen):
+class Heartbeat(Frozen):
     """An attempt's sign of life, in which each `beat` is new; `step` is the training's, if the stage has steps."""
 
     nonce: str

@@ -49,11 +49,11 @@ def read_events(store: Store, run: str) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time"])  # ULIDs within a millisecond are not ordered
 
 
-def wish_stop(store: Store, run: str) -> None:
+def request_stop(store: Store, run: str) -> None:
     """Request a run to stop; its drivers see the request and submit no more jobs."""
     store.create(f"{Layout.run(run)}/stop.json", encode({"who": who(), "time": now()}))
 
 
-def stop_wished(store: Store, run: str) -> bool:
+def stop_requested(store: Store, run: str) -> bool:
     """Whether the run was requested to stop."""
     return store.read(f"{Layout.run(run)}/stop.json") is not None

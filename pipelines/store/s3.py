@@ -16,8 +16,9 @@ from boto3.s3.transfer import create_transfer_manager
 from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
 from pipelines.errors import StoreDamaged
-from pipelines.files import s3
+from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
+from pipelines.files.s3 import parse
 from pipelines.scratch import named_if_full, scratch_folder
 from pipelines.store import protocol
 from pipelines.store.file_checks import digest_fault, fault, remember
@@ -37,7 +38,7 @@ class S3Store:
     """
 
     def __init__(self, uri: str, *, create: bool = True) -> None:
-        self.bucket, prefix = s3.parse(uri)
+        self.bucket, prefix = parse(uri)
         self.uri = f"s3://{self.bucket}{prefix}"
         self.prefix = f"{prefix[1:]}/" if prefix else ""
         self.settings = protocol.job_settings()
@@ -48,12 +49,12 @@ class S3Store:
             try:
                 return self._get(name, limit)
             except ClientError as error:
-                if s3.error_code(error) not in _ABSENT:
+                if s3_client.error_code(error) not in _ABSENT:
                     raise
         return None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
-        with ThreadPoolExecutor(s3.THREADS) as threads:
+        with ThreadPoolExecutor(s3_client.THREADS) as threads:
             return list(threads.map(lambda name: protocol.read_or_damage(self, name, limit), names))
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
@@ -66,32 +67,32 @@ class S3Store:
         while True:
             with self._translate_errors(f"write {name}"):
                 try:
-                    s3.client().put_object(
+                    s3_client.client().put_object(
                         Bucket=self.bucket, Key=self.prefix + name, Body=data, IfNoneMatch="*"
                     )
                     return True
                 except ClientError as error:
-                    if s3.error_status(error) == 412:
+                    if s3_client.error_status(error) == 412:
                         # it exists; we wrote it ourselves if the answer to an earlier try was lost
                         return self.read(name) == data
-                    if s3.error_status(error) != 409 or time.monotonic() > deadline:
+                    if s3_client.error_status(error) != 409 or time.monotonic() > deadline:
                         raise
             _pause()
 
     def replace(self, name: str, data: bytes) -> None:
         with self._translate_errors(f"write {name}"):
-            s3.client().put_object(Bucket=self.bucket, Key=self.prefix + name, Body=data)
+            s3_client.client().put_object(Bucket=self.bucket, Key=self.prefix + name, Body=data)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:  # one request for many objects would not keep their order
             with self._translate_errors(f"remove {name}"):
-                s3.client().delete_object(Bucket=self.bucket, Key=self.prefix + name)
+                s3_client.client().delete_object(Bucket=self.bucket, Key=self.prefix + name)
 
     def names(self, folder: str) -> list[str]:
         prefix = f"{self.prefix}{folder}/" if folder else self.prefix
         keys = []
         with self._translate_errors(f"list {folder}"):
-            lister = s3.client().get_paginator("list_objects_v2")
+            lister = s3_client.client().get_paginator("list_objects_v2")
             for page in lister.paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/"):
                 keys += [entry["Key"] for entry in page.get("Contents", ())]
                 keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
@@ -101,13 +102,15 @@ class S3Store:
         size, digest = 0, hashlib.sha256()
         with self._translate_errors(f"read {name}"):
             try:
-                total = s3.client().head_object(Bucket=self.bucket, Key=self.prefix + name)["ContentLength"]
+                total = s3_client.client().head_object(Bucket=self.bucket, Key=self.prefix + name)[
+                    "ContentLength"
+                ]
             except ClientError as error:
-                if s3.error_code(error) in _ABSENT:
+                if s3_client.error_code(error) in _ABSENT:
                     return None
                 raise
-            for start in range(0, total, s3.PART_BYTES):
-                data = self._get(name, Range=f"bytes={start}-{start + s3.PART_BYTES - 1}")
+            for start in range(0, total, s3_client.PART_BYTES):
+                data = self._get(name, Range=f"bytes={start}-{start + s3_client.PART_BYTES - 1}")
                 digest.update(data)
                 size += len(data)
         return size, digest.hexdigest()
@@ -127,17 +130,19 @@ class S3Store:
         """Fetch files into the cache; each appears there when it is complete and its sha256 is checked."""
         with (
             scratch_folder(root.parent) as temporary,
-            ThreadPoolExecutor(s3.THREADS) as threads,
+            ThreadPoolExecutor(s3_client.THREADS) as threads,
         ):
             parts = [
                 (entry, temporary / str(number), start)
                 for number, entry in enumerate(files)
-                for start in range(0, max(entry.size, 1), s3.PART_BYTES)
+                for start in range(0, max(entry.size, 1), s3_client.PART_BYTES)
             ]
             done = threads.map(lambda part: self._fetch_part(folder, *part), parts)
             try:
                 for (entry, path, start), _ in zip(parts, done, strict=True):
-                    if start + s3.PART_BYTES >= entry.size:  # the last part, because results come in order
+                    if (
+                        start + s3_client.PART_BYTES >= entry.size
+                    ):  # the last part, because results come in order
                         self._check(f"{folder}/{entry.path}", path, entry)
                         protocol.inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
                         path.replace(protocol.inside(root, entry.path))
@@ -148,7 +153,9 @@ class S3Store:
     def _fetch_part(self, folder: str, entry: FileEntry, path: Path, start: int) -> None:
         name = f"{folder}/{entry.path}"
         part: dict[str, Any] = (
-            {"Range": f"bytes={start}-{start + s3.PART_BYTES - 1}"} if entry.size > s3.PART_BYTES else {}
+            {"Range": f"bytes={start}-{start + s3_client.PART_BYTES - 1}"}
+            if entry.size > s3_client.PART_BYTES
+            else {}
         )
         with self._translate_errors(f"read {name}"):
             data = self._get(name, **part)
@@ -164,8 +171,8 @@ class S3Store:
 
     def _get(self, name: str, limit: int | None = None, **parameters: Any) -> bytes:
         """Return an object's bytes; retry if the response is cut off, because botocore does not."""
-        for retries in reversed(range(s3.TRIES)):
-            response = s3.client().get_object(Bucket=self.bucket, Key=self.prefix + name, **parameters)
+        for retries in reversed(range(s3_client.TRIES)):
+            response = s3_client.client().get_object(Bucket=self.bucket, Key=self.prefix + name, **parameters)
             if limit is not None and response["ContentLength"] > limit:
                 response["Body"].close()
                 raise protocol.too_large(f"{self.uri}/{name}", response["ContentLength"], limit)
@@ -187,7 +194,7 @@ class S3Store:
             staging.files = self._put(folder, staging.path, paths)
 
     def _put(self, folder: str, root: Path, paths: list[Path]) -> tuple[FileEntry, ...]:
-        with create_transfer_manager(s3.client(), s3.transfer()) as manager:
+        with create_transfer_manager(s3_client.client(), s3_client.transfer()) as manager:
             uploads = []
             for path in paths:
                 with path.open("rb") as file:
@@ -205,11 +212,11 @@ class S3Store:
         """Return the server's time in HTTP's format; empty if the server does not send it."""
         response: dict[str, Any] = {}
         with self._translate_errors("ask for the time"):
-            response = s3.client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
+            response = s3_client.client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
         return str(response["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
 
     def _translate_errors(self, operation: str) -> AbstractContextManager[None]:
-        return s3.translate_errors(self.uri, operation)
+        return s3_client.translate_errors(self.uri, operation)
 
 
 def _is_cached(path: Path, entry: FileEntry) -> bool:

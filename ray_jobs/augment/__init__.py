@@ -9,13 +9,12 @@ needs.
 """
 
 from ray_jobs.augment.batch import augment
-from ray_jobs.augment.crops import CROPPING, Crops, RandomCrop, crop_boxes, crops
+from ray_jobs.augment.crops import CROPPING, RandomCrop, crop_boxes, crops
 from ray_jobs.augment.random import depth_draws, dropout_seed, uniform
 from ray_jobs.augment.transform import TrainTransform
 
 __all__ = [
     "CROPPING",
-    "Crops",
     "RandomCrop",
     "TrainTransform",
     "augment",

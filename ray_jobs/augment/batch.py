@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from pipelines.spec import Augmentation
-from ray_jobs.augment.crops import CROPPING, Crops, crops
+from ray_jobs.augment.crops import CROPPING, crops
 from ray_jobs.augment.random import uniform
+from ray_jobs.data.crops import crop
 
 POLICIES = get_args(Augmentation)
 
@@ -58,23 +59,3 @@ def shift(images: torch.Tensor, draws: NDArray[np.float64]) -> torch.Tensor:
     columns = offsets[:, 1:] + torch.arange(width, device=images.device)
     samples = torch.arange(n, device=images.device)[:, None, None]
     return padded[samples, rows[:, :, None], columns[:, None, :]]
-
-
-def crop(images: torch.Tensor, boxes: Crops) -> torch.Tensor:
-    """Crop images [n, h, w, c], resize to [h, w] and mirror as `boxes` says.
-
-    Bilinear without antialiasing, as TensorFlow's resize.
-    """
-    n, height, width, channels = images.shape
-    top, left, crop_height, crop_width, flipped = boxes
-    # Maps the output square [-1, 1] to the crop's place in the input square; a flip reverses x.
-    scale_x = crop_width / width * np.where(flipped, -1.0, 1.0)
-    matrix = np.zeros((n, 2, 3), np.float32)
-    matrix[:, 0, 0], matrix[:, 0, 2] = scale_x, (2 * left + crop_width) / width - 1
-    matrix[:, 1, 1], matrix[:, 1, 2] = (crop_height / height, (2 * top + crop_height) / height - 1)
-    grid = functional.affine_grid(
-        torch.from_numpy(matrix).to(images.device), [n, channels, height, width], align_corners=False
-    )
-    pixels = images.permute(0, 3, 1, 2).float()
-    cropped = functional.grid_sample(pixels, grid, "bilinear", "border", align_corners=False)
-    return cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)

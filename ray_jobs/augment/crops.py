@@ -1,22 +1,22 @@
 """Random crops and flips as numbers, so that a decoder knows them before it decodes.
 
 In: a policy, image sizes and random numbers. Out: boxes in whole pixels. No pixels are touched here.
-Use, before decoding: `RandomCrop("crop_flip", seed).boxes(positions, heights, widths)`, for one image or a batch; the
+Use, before decoding: `RandomCrop("crop_flip", seed)(positions, heights, widths)`, for one image or a batch; the
 crop is then resized to the model's square, and mirrored if `flipped`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_jobs.augment.random import uniform
+from ray_jobs.data.crops import Crops, Pixels
 
 Numbers = NDArray[np.float64]
-Pixels = NDArray[np.int64]
 Size = int | Pixels  # of all images, or of each
 
 CROP_AREA = (0.05, 1.0)
@@ -31,16 +31,6 @@ _FLIP = {"resized_crop_flip": 2 * RESIZED_CROP_TRIES + 2}
 CROPPING = frozenset(_DRAWS)
 """The policies that crop or flip the original image. The others ("none", "shift", "shift_flip") change an image
 that is already at the model's resolution."""
-
-
-class Crops(NamedTuple):
-    """Boxes in whole pixels, int64 [n] each, inside their images; `flipped`, bool [n], marks mirrored crops."""
-
-    top: Pixels
-    left: Pixels
-    height: Pixels
-    width: Pixels
-    flipped: NDArray[np.bool_]
 
 
 def crops(
@@ -69,13 +59,14 @@ def crops(
     return Crops(*box, np.zeros_like(flipped) if policy == "squash_crop" else flipped)
 
 
-class RandomCrop(NamedTuple):
+@dataclass(frozen=True)
+class RandomCrop:
     """The random crop of a training, which the loader applies to each original image while decoding it."""
 
     policy: str
     seed: int
 
-    def boxes(self, positions: Pixels, height: Size, width: Size) -> Crops:
+    def __call__(self, positions: Pixels, height: Size, width: Size) -> Crops:
         """Draw the crops of images of these sizes (an int, or [n]) at these positions [n] of the training."""
         return crops(self.policy, self.seed, positions, height, width)
 

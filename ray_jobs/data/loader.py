@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ray_jobs.augment import RandomCrop
-from ray_jobs.data.decoder import Decoder
+from ray_jobs.data.crops import Draw, decode_crops
+from ray_jobs.data.decode_pool import DecodePool
 from ray_jobs.data.reading import PIECE_BYTES
 from ray_jobs.data.sampler import STREAMS, WINDOW, Sampler, describe
 from ray_jobs.data.shards import Images
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 class Loader:
     """An endless iterator of batches of images, in a sampler's order.
 
-    `crop` is the random crop to take while an image is decoded (`TrainTransform.crop`); None: whole images. An image
+    `crop` draws the crop to take while an image is decoded (`TrainTransform.crop`); None: whole images. An image
     that was damaged in storage is replaced by the next row's, counted and reported.
 
     Raises:
@@ -62,21 +62,28 @@ class Loader:
         sampler: Sampler,
         preprocessing: Preprocessing,
         *,
-        crop: RandomCrop | None = None,
+        crop: Draw | None = None,
         threads: int = 1,
     ) -> None:
         self._name, self._labels, self._sampler = images.dataset.info.name, images.labels, sampler
         self._share = sampler.batch_size // sampler.world
         self._shape = (preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
-        self._decoder = Decoder(images, preprocessing, crop, threads)
-        self._reader = self._decoder.reader
+        self._reader = images.dataset.reader(images.rows)
+        self._pool = DecodePool(
+            self._reader,
+            preprocessing,
+            threads,
+            is_raw=images.dataset.is_raw(preprocessing),
+            crops=crop and decode_crops(crop, preprocessing),
+            dataset=self._name,
+        )
         if sampler.stream["order"] == "global":
             self._reader.check_room(None, "order: window needs less at a time")
         else:
             self._reader.check_room(STREAMS * (WINDOW + 1) * PIECE_BYTES, "that is one window")
         fits = len(self._labels) * math.prod(self._shape) <= MEMORY_BYTES
         # Copying stored pixels is cheap, and crops differ in every epoch.
-        self._is_kept = fits and crop is None and not self._decoder.is_raw
+        self._is_kept = fits and crop is None and not self._pool.is_raw
         self.samples = self.substitutes = self.bytes_read = self._delivered = 0
         self.seconds_waited = 0.0
         self._iterator = self._batches()
@@ -86,7 +93,7 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self._iterator.close()
-        self._decoder.close()
+        self._pool.close()
 
     def __iter__(self) -> Self:
         return self
@@ -144,11 +151,12 @@ class Loader:
         )  # in storage order, to read each piece once
         images = np.empty((len(every), *self._shape), np.uint8)
         self._reader.fetch(every)
-        taken = self._decoder.submit(every, every, images)()  # without a crop, positions do not matter
-        place = np.empty_like(every)
-        place[every] = np.arange(len(every))
+        used = np.empty_like(every)
+        used[every] = self._pool.submit(
+            every, every, images, every
+        )()  # without a crop, positions do not matter
         for positions, rows in self._sampler.batches(self.samples):
-            yield self._batch_of(positions, images[place[rows]], rows, taken[place[rows]])
+            yield self._batch_of(positions, images[rows], rows, used[rows])
 
     def _decoded(self) -> Generator[Batch]:
         """Yield batches that are decoded ahead into a ring of batches."""
@@ -159,10 +167,10 @@ class Loader:
         waiting: deque[tuple[Indices, Indices, NDArray[np.uint8], Callable[[], Indices]]] = deque()
         for number, (positions, rows) in enumerate(self._fetched()):
             slot = ring[number % depth]
-            waiting.append((positions, rows, slot, self._decoder.submit(rows, positions, slot)))
+            waiting.append((positions, rows, slot, self._pool.submit(rows, positions, slot)))
             if len(waiting) == depth - 1:
-                positions, rows, images, taken = waiting.popleft()
-                yield self._batch_of(positions, images, rows, taken())
+                positions, rows, images, used = waiting.popleft()
+                yield self._batch_of(positions, images, rows, used())
 
     def _fetched(self) -> Iterator[tuple[Indices, Indices]]:
         """Yield (positions, rows) of each batch, `_AHEAD` batches after its bytes were requested."""
@@ -173,10 +181,8 @@ class Loader:
             if len(ahead) > _AHEAD:
                 yield ahead.popleft()
 
-    def _batch_of(
-        self, positions: Indices, images: NDArray[np.uint8], rows: Indices, taken: Indices
-    ) -> Batch:
-        """Return a batch and count it. `taken` are the rows that were used in place of `rows`."""
-        self.bytes_read += int(self._reader.length[taken].sum())
-        self.substitutes += int((rows != taken).sum())
-        return Batch(positions, torch.from_numpy(images), torch.from_numpy(self._labels[taken]))
+    def _batch_of(self, positions: Indices, images: NDArray[np.uint8], rows: Indices, used: Indices) -> Batch:
+        """Return a batch and count it. `used` are the rows that were used in place of `rows`."""
+        self.bytes_read += int(self._reader.length[used].sum())
+        self.substitutes += int((rows != used).sum())
+        return Batch(positions, torch.from_numpy(images), torch.from_numpy(self._labels[used]))

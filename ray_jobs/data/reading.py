@@ -109,7 +109,7 @@ class Reader:
     def __init__(self, shards: Shards, rows: pa.Table) -> None:
         self._shards = shards
         self._key, self._format = (rows[name].combine_chunks() for name in ("key", "format"))
-        self._size = np.stack([rows[name].to_numpy() for name in ("width", "height", "channels")], axis=1)
+        self.size = np.stack([rows[name].to_numpy() for name in ("width", "height", "channels")], axis=1)
         self.shard, self.offset, self.length = (
             rows[name].to_numpy().astype(np.int64) for name in ("shard", "offset", "length")
         )
@@ -189,7 +189,7 @@ class Reader:
     def stored(self, row: int) -> Stored:
         """Return an image with its columns of the index. Raises as `read`."""
         key, form = self._key[row].as_py(), self._format[row].as_py()
-        return Stored(key, self.read(row), form, *self._size[row].tolist())
+        return Stored(key, self.read(row), form, *self.size[row].tolist())
 
     def gather(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[tuple[int, DamagedError]]:
         """Copy the bytes of rows of equal length into `out` [n, length]; return (slot, error) of damaged ones."""

@@ -10,15 +10,8 @@ import xxhash
 
 from ray_jobs.data.columns import INDEX, Sample
 from ray_jobs.data.images import Hashes
-from ray_jobs.data.shards import (
-    ROW_GROUP_BYTES,
-    DatasetInfo,
-    ImageSize,
-    Shard,
-    shard_file,
-    write_dataset,
-    write_shard,
-)
+from ray_jobs.data.shards import DatasetInfo, ImageSize, Shard
+from ray_jobs.data.writing import ROW_GROUP_BYTES, Description, shard_file, write_dataset, write_shard
 
 
 def write_samples(
@@ -56,4 +49,4 @@ def write_samples(
         shards.append(Shard(file=file, rows=len(part), bytes=(folder / file).stat().st_size))
     folder.mkdir(parents=True, exist_ok=True)
     index = pa.Table.from_pylist(rows, schema=INDEX)
-    return write_dataset(folder, name, class_names, image, shards, index, notes)
+    return write_dataset(folder, Description(name, class_names, image, notes), shards, index)

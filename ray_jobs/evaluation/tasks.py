@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ray_jobs.process.cluster import fit_resources
 from ray_jobs.process.context import Context, Result
-from ray_jobs.process.devices import fit_resources
 
 Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
 """Call a function with each of these arguments, here or on the cluster; return the results in order."""

@@ -24,7 +24,8 @@ from pipelines.store import FileEntry
 from ray_jobs.data.columns import FACTS, LISTED, Sample
 from ray_jobs.data.images import Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
-from ray_jobs.data.shards import Shard, shard_file, shuffle_key, write_shard
+from ray_jobs.data.shards import Shard
+from ray_jobs.data.writing import shard_file, shuffle_key, write_shard
 from ray_jobs.ingesting.reuse import EarlierShards, Finished, Reusable, find_reusable, write_facts
 from ray_jobs.process.context import AT_REST, Context, SourceChangedError
 from ray_jobs.process.progress import Progress

@@ -1,4 +1,4 @@
-"""The hardware, as it is detected at run time: the cluster's GPUs and CPUs, a worker's device and its threads."""
+"""The hardware of a worker, as it is detected at run time: its device, memory, network interface and threads."""
 
 from __future__ import annotations
 
@@ -7,118 +7,17 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
+import torch
 
 from pipelines.control_groups import cgroup_limits
 from vit_model.errors import UserError
 
-if TYPE_CHECKING:
-    import torch
-
-_WORKERS_PER_CPU = 4  # that may share it: more take memory, and mostly wait for each other
-
-
-def gpus_in_cluster() -> int:
-    """Return the number of GPUs of the Ray cluster that this process has joined, including busy ones."""
-    import ray
-
-    return int(ray.cluster_resources().get("GPU", 0))
-
-
-def cpus_in_cluster() -> int:
-    """Return the number of CPUs of the Ray cluster that this process has joined, including busy ones."""
-    import ray
-
-    return int(ray.cluster_resources().get("CPU", 1))
-
-
-def units_in_cluster() -> int:
-    """Return the number of GPUs that the cluster has now, or of CPUs if it has none."""
-    return gpus_in_cluster() or cpus_in_cluster()
-
-
-def scaling(workers: int, threads: int) -> Any:
-    """Return the resources of each Ray Train worker: one GPU if the cluster has any, and one CPU per thread.
-
-    If the cluster has fewer CPUs, the workers share them. That is slower but gives the same numbers.
-
-    Raises:
-        UserError: the cluster has GPUs, but fewer than workers.
-    """
-    from ray.train import ScalingConfig
-
-    gpus = gpus_in_cluster()
-    if 0 < gpus < workers:
-        raise UserError(f"workers is {workers}, but the cluster has {gpus} GPUs; use workers: {gpus}")
-    cpus = min(float(threads), cpus_in_cluster() / workers)
-    resources = {"CPU": cpus, "GPU": 1.0} if gpus else {"CPU": cpus}
-    return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
-
-
-def default_workers(batch_size: int) -> int:
-    """Return the default number of workers: the most GPUs that divide the batch evenly; on CPUs 2, or 1."""
-    most = gpus_in_cluster() or 2
-    return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
-
-
-def room_for(workers: int, threads: int) -> int:
-    """Return how many such workers the cluster's machines can hold together.
-
-    Raises:
-        UserError: they are fewer than `workers`, or these would have less than a quarter of a CPU each.
-    """
-    resources = scaling(workers, threads).resources_per_worker
-    if "GPU" not in resources and workers > _WORKERS_PER_CPU * (cpus := cpus_in_cluster()):
-        raise UserError(
-            f"workers is {workers}, but the cluster has {cpus} CPU{'s' * (cpus > 1)}; use workers: {cpus}, or at most"
-            f" {_WORKERS_PER_CPU * cpus}, which share them"
-        )
-    room = _room(resources)
-    if room < workers:
-        raise UserError(
-            f"workers is {workers} with threads {threads}, but the machines of the cluster have room for only {room};"
-            " use fewer workers or threads"
-        )
-    return room
-
-
-def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int]:
-    """Return (the Ray resources of a fit's own process, how many fits the cluster can run in parallel).
-
-    With several workers that process holds one byte of memory: the workers' placement group gets all of its resources
-    at once or waits without any, so that no fits can wait for each other.
-
-    Raises:
-        UserError: the machines of the cluster do not have room for so many workers with so many threads.
-    """
-    if workers > 1:
-        room = room_for(workers, threads)
-        # Tune cannot place a trial without resources, and part of a core would be missing for the workers.
-        return {"CPU": 0.0, "memory": 1.0}, room // workers
-    cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
-    share = float(min(threads, cpus))
-    if gpus:
-        return {"CPU": share, "GPU": 1.0}, gpus
-    return {"CPU": share}, max(1, int(cpus / share))
-
-
-def _room(resources: dict[str, float]) -> int:
-    """Return how many workers with these resources the cluster's machines can hold together."""
-    import ray
-
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(
-        int(min(there.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
-        for there in machines
-    )
-
 
 def device(local_rank: int = 0) -> torch.device:
     """Return the device of this process; each worker on a machine gets its own GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -126,8 +25,6 @@ def device(local_rank: int = 0) -> torch.device:
 
 def memory(on: torch.device) -> int:
     """Return the bytes of memory of a GPU; for the CPU those of this machine, or fewer that a container may use."""
-    import torch
-
     if on.type == "cuda":
         return torch.cuda.get_device_properties(on).total_memory
     total = psutil.virtual_memory().total
@@ -155,8 +52,6 @@ def peak_flops(on: torch.device, dtype: torch.dtype) -> float | None:
 
     It is not known of CPUs, whose peak depends on their clock, nor of parts of a GPU (MIG).
     """
-    import torch
-
     if on.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
         return None
     return known_peak(torch.cuda.get_device_name(on), is_float32=dtype == torch.float32)
@@ -173,8 +68,6 @@ def known_peak(name: str, is_float32: bool) -> float | None:
 
 def backend() -> str:
     """Return the communication backend for this kind of device: NCCL for GPUs, else gloo."""
-    import torch
-
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -224,8 +117,6 @@ def let_gloo_yield() -> None:
 
 def set_threads(threads: int) -> None:
     """Set the number of CPU threads of torch's operators. Results are reproducible for the same number only."""
-    import torch
-
     torch.set_num_threads(threads)
 
 
@@ -235,8 +126,6 @@ def torch_dtype(name: str, on: torch.device) -> torch.dtype:
     Raises:
         UserError: the GPU does not support bfloat16.
     """
-    import torch
-
     if (
         name == "bfloat16"
         and on.type == "cuda"
@@ -250,8 +139,6 @@ def torch_dtype(name: str, on: torch.device) -> torch.dtype:
 
 def import_deepspeed() -> Any:
     """Import deepspeed, set up for the CPU if there is no GPU: it chooses its accelerator during the import."""
-    import torch
-
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")

@@ -6,7 +6,7 @@ A job's module defines `main(context) -> Result`: open the inputs, compute in Ra
 `context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
 Exit codes: 0 committed, 2 user error (never retried), 3 source files changed (planned anew), 1 anything else. While it
 runs, the process shows signs of life, and it ends without a commit if a later attempt has taken over
-(`ray_jobs.process.alive`).
+(`ray_jobs.process.heartbeat`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from pipelines.store import (
     remove_progress,
     who,
 )
-from ray_jobs.process.alive import show_alive
+from ray_jobs.process.cluster import cluster_resources
 from ray_jobs.process.context import Context, Result, SourceChangedError, read_context
+from ray_jobs.process.heartbeat import show_heartbeat
 from vit_model.errors import UserError
 
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
@@ -53,7 +54,7 @@ def run_stage(module: str) -> None:
     try:
         context = read_context(spec)
         started = now()
-        with show_alive(context):
+        with show_heartbeat(context):
             join_ray()
             result = main(context)
             _commit(context, result, started)
@@ -149,8 +150,6 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    import ray
-
     versions = {}
     for package in PACKAGES:
         try:
@@ -161,9 +160,7 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "processor": processor(),
-        "cluster": {
-            name: amount for name, amount in ray.cluster_resources().items() if name in {"CPU", "GPU"}
-        },
+        "cluster": {name: amount for name, amount in cluster_resources().items() if name in {"CPU", "GPU"}},
         "packages": versions,
     }
 

@@ -33,7 +33,7 @@ from pipelines.store import (
     StoreDamaged,
     StoreError,
     StoreUnreachable,
-    asked_for,
+    checkpoint_requested,
     checkpoints,
     commit_checkpoint,
     encode,
@@ -44,7 +44,7 @@ from pipelines.store import (
     wait_for_store,
     warn,
 )
-from ray_jobs.process.alive import Steps
+from ray_jobs.process.heartbeat import Steps
 from ray_jobs.training.engine import Piece
 from ray_jobs.training.state import STATE, Saved, WorkerState
 from ray_jobs.training.workers import ALONE, Worker
@@ -108,7 +108,7 @@ class Saver:
         """the step of the last checkpoint that is written; None if there is none"""
         if isinstance(config, Pretrain):
             self._kept_latest, self._kept_steps = config.keep_checkpoints, config.keep_steps
-            self._asked = self._answered = asked_for(store, attempt)
+            self._asked = self._answered = checkpoint_requested(store, attempt)
             if self._rank == 0:
                 threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
 
@@ -143,7 +143,7 @@ class Saver:
         while True:
             time.sleep(_LISTEN_SECONDS)
             try:
-                self._asked = asked_for(self._store, self._attempt)
+                self._asked = checkpoint_requested(self._store, self._attempt)
             except StoreError as error:
                 warn(f"cannot see whether a checkpoint is asked for: {error}")
 

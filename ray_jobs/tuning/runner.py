@@ -21,7 +21,7 @@ from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 from ray_jobs.process.context import Context
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, at_point, mean
 from ray_jobs.tuning.ledger import Ledger, add_point, add_trial
@@ -137,7 +137,7 @@ def remote(config: Finetune, function: Callable[..., Any], workers: int = 1) -> 
     """Return a function as a Ray task with the resources of a fit; of several workers, they hold them themselves."""
     import ray
 
-    resources, _ = devices.fit_resources(config.threads, workers)
+    resources, _ = cluster.fit_resources(config.threads, workers)
     return ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(function).remote
 
 
@@ -166,7 +166,7 @@ def run_trials(
             grace_period=search.grace,
             reduction_factor=search.reduction_factor,
         )
-    resources, concurrent = devices.fit_resources(config.threads, config.workers)
+    resources, concurrent = cluster.fit_resources(config.threads, config.workers)
     # Tune's own records are not kept: the ledger has what a later attempt needs.
     with scratch_folder() as scratch:
         trainable = tune.with_parameters(
@@ -278,7 +278,7 @@ def run_proposed(
             proposals.accuracies[number] = mean(done)
     proposals.begun = [number for number in proposals.points if number not in proposals.accuracies]
     count = (proposals.total - len(proposals.accuracies)) * len(folds)
-    _, concurrent = devices.fit_resources(config.threads, config.workers)
+    _, concurrent = cluster.fit_resources(config.threads, config.workers)
     deadline = _deadline(config, seconds, concurrent)
     run, running, fits = remote(config, run_point, config.workers), dict[Any, int](), itertools.count()
     while True:

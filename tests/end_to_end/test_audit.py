@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Vitflow
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 SHAPES = "{kind: shapes, images: 200, dev_images: 40, test_images: 40, resolution: 32, masks: true}"
 MODEL = "{patch_size: 8, width: 16, depth: 1, num_heads: 2}"
@@ -24,13 +26,13 @@ stages:
 """
 
 
-def test_what_an_audit_lists_leaves_the_dataset(tmp_path: Path, vitflow: Any) -> None:
+def test_what_an_audit_lists_leaves_the_dataset(tmp_path: Path, vitflow_local: Vitflow) -> None:
     recipe, store = tmp_path / "audited.yaml", ("--store", tmp_path / "s")
     recipe.write_text(RECIPE)
-    vitflow("run", recipe, *store)
+    vitflow_local("run", recipe, *store)
 
     def ask(sql: str) -> Any:
-        return json.loads(vitflow("report", "query", sql, *store, "--json").stdout)
+        return json.loads(vitflow_local("report", "query", sql, *store, "--json").stdout)
 
     listed = [row["sample_id"] for row in ask("SELECT sample_id FROM label_issues ORDER BY rank")]
     assert 0 < len(listed) < 240
@@ -41,7 +43,7 @@ def test_what_an_audit_lists_leaves_the_dataset(tmp_path: Path, vitflow: Any) ->
     wrong.write_text("\n".join(listed[:10]))
     source = f"{{job: ingest, source: {SHAPES}, exclude: {wrong}}}"
     cleaned.write_text(f"name: cleaned\nstages:\n  clean: {source}\n")
-    vitflow("run", cleaned, *store)
+    vitflow_local("run", cleaned, *store)
     (folder,) = (
         path for path in (tmp_path / "s").glob("artifacts/ingest/*/attempts/1/files/excluded.parquet")
     )

@@ -2,59 +2,41 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from tests.conftest import Vitflow
+from tests.end_to_end.test_import import write_images
 from tests.support.stores import files_of, manifests
-from tests.support.vits import TINY, randomised
+from tests.support.vits import TINY, contract_for, randomised
 from vit_model.compute import forward_flops
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import npz
 from vit_model.weights import save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-def write_images(root: Path) -> None:
-    """Noisy images of two colours, in class folders."""
-    rng = np.random.default_rng(0)
-    for channel, name in enumerate(("red", "green")):
-        (root / name).mkdir(parents=True)
-        for number in range(20):
-            pixels = rng.integers(0, 160, (12, 12, 3), dtype=np.uint8)
-            pixels[..., channel] += 60
-            Image.fromarray(pixels).save(root / name / f"{number}.png")
-
-
 def write_weights(folder: Path) -> None:
     """Google's small.npz, and a vitflow folder `wide`, of another width and resolution."""
     for name, fields in (("small", {}), ("wide", {"width": 64, "mlp_dim": 256, "image_size": 16})):
         config = ViTConfig.model_validate(TINY | fields)
-        half = (0.5,) * 3
-        contract = ModelContract(
-            architecture=config,
-            class_names=(),
-            preprocessing=Preprocessing(mean=half, std=half, resolution=config.image_shape[0], channels=3),
-            training_data="unknown",
-            license=None,
-        )
+        model, contract = randomised(config), contract_for(config)
         if name == "small":
-            npz.write(folder / "small.npz", randomised(config), contract)
+            npz.write(folder / "small.npz", model, contract)
         else:
             (folder / name).mkdir()
-            save_model(folder / name, randomised(config), contract)
+            save_model(folder / name, model, contract)
 
 
-def test_two_backbones_are_compared_and_what_they_cost_is_shown(vitflow: Any, tmp_path: Path) -> None:
-    write_images(tmp_path / "photos")
+def test_two_backbones_are_compared_and_what_they_cost_is_shown(
+    vitflow_local: Vitflow, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "photos", each=20)
     write_weights(tmp_path)
     recipe, store = tmp_path / "which.yaml", tmp_path / "s"
     weights = (tmp_path / "small.npz", tmp_path / "wide")
-    said = vitflow("init", recipe, "--images", tmp_path / "photos", "--compare", *weights).stdout
+    said = vitflow_local("init", recipe, "--images", tmp_path / "photos", "--compare", *weights).stdout
     assert "chose resolution 8" in said and "images/s measured here" in said
     changes = (
         "finetune.steps=4",
@@ -63,7 +45,9 @@ def test_two_backbones_are_compared_and_what_they_cost_is_shown(vitflow: Any, tm
         "features.draws=2",
         "features.shots=[1, 5]",
     )
-    vitflow("run", recipe, "--store", store, *(word for change in changes for word in ("--set", change)))
+    vitflow_local(
+        "run", recipe, "--store", store, *(word for change in changes for word in ("--set", change))
+    )
 
     [report] = store.glob("artifacts/report/*/attempts/1/files")
     numbers = json.loads((report / "report.json").read_text())

@@ -8,17 +8,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
 import pytest
+import requests
 
 from pipelines.recipe.load import load_pipeline
 from pipelines.store import Store, all_manifests, checkpoints, open_store, read_events
 from tests.support.clusters import RayCluster, end, home, ray_cluster, wait_for
+from tests.support.local_runs import a_local_ray, finish, ray_processes, start
 from tests.support.paths import TINY
-from tests.support.s3 import Server
+from tests.support.s3 import Bucket, Server, end_to_end_server
 from tests.support.stores import manifests
 
 PIPELINE = os.environ.get("VITFLOW_CLUSTER_PIPELINE", str(TINY))  # `make test-cluster` submits the quickstart
@@ -64,14 +67,14 @@ def driver(run: str) -> psutil.Process:
     return found[0]
 
 
-@pytest.mark.parametrize("server", ["moto", pytest.param("ceph", marks=pytest.mark.full)])
+@pytest.mark.parametrize("server", [end_to_end_server()])
 def test_submitted_from_one_home_and_followed_from_another(
     cluster: RayCluster, server: str, tiny_store: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The store is on S3; keys are in the homes of people and of nodes, and nowhere else."""
     s3: Server = request.getfixturevalue(server)
     bucket = s3.bucket()
-    store = f"s3://{bucket.name}/store"
+    store = f"s3://{bucket.name}/some/prefix"
     settings = {name: value for name, value in s3.environment.items() if name not in s3.keys}
     here, there = (home(tmp_path / name, **settings) for name in ("here", "there"))
     for folder in (tmp_path / "here", tmp_path / "there", *cluster.folder.glob("home-*")):
@@ -88,23 +91,49 @@ def test_submitted_from_one_home_and_followed_from_another(
     logs = vitflow(there, "logs", run, "-f", *at).stdout
     assert all(f"committed {job}/" in logs for job in ("pretrain", "finetune", "report"))
     wait_for(lambda: status(there, run, *at)["status"] == "SUCCEEDED")
+    check_stored(bucket)
+    if Path(PIPELINE) == TINY:
+        assert results(bucket.manifests()) == results(manifests(tiny_store)), "as in a folder"
+
+    stages = load_pipeline(PIPELINE).stages
+    assert json.loads(vitflow(there, "list", "--store", store, "--json").stdout)[0]["run"] == run
+    shown = json.loads(vitflow(there, "report", "show", "--store", store, "--json").stdout)
+    assert shown["accuracies"]
     asked = "SELECT count(DISTINCT stage) FROM rows WHERE run = '" + run + "'"
     answer = vitflow(there, "report", "query", asked, "--store", store, "--csv").stdout
-    measured = {"finetune", "evaluate", "baselines"}
-    stages = [stage for stage in load_pipeline(PIPELINE).stages.values() if stage.job in measured]
-    assert answer.split()[-1] == str(len(stages))
+    measured = [stage for stage in stages.values() if stage.job in {"finetune", "evaluate", "baselines"}]
+    assert answer.split()[-1] == str(len(measured))
     assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
     assert not (tmp_path / "there" / "ray" / "head.json").exists()
     before = bucket.objects()
     again = vitflow(here, "submit", PIPELINE, *at)
-    assert again.stdout.count("CACHED") == len(load_pipeline(PIPELINE).stages), "and nothing is submitted"
+    assert again.stdout.count("CACHED") == len(stages), "and nothing is submitted"
     assert bucket.objects() == before
-    if Path(PIPELINE) == TINY:
-        assert results(bucket.manifests()) == results(manifests(tiny_store)), "as in a folder"
-    secrets = (cluster.token.read_text().encode(), *(value.encode() for value in s3.keys.values()))
-    objects = bucket.read_all()
-    records = [path.read_bytes() for path in (cluster.folder / "r").rglob("*.log") if path.is_file()]
-    assert not [secret for secret in secrets for data in (*objects, *records) if secret in data]
+    check_secrets(cluster, s3, bucket)
+
+
+def check_stored(bucket: Bucket) -> None:
+    """Each stage's files are there as its manifest has them, no other, and its log."""
+    objects = bucket.objects()
+    for made in bucket.manifests().values():
+        attempt = f"some/prefix/artifacts/{made['job']}/{made['key']}/attempts/{made['attempt']}"
+        there = {name: size for name, size in objects.items() if name.startswith(f"{attempt}/files/")}
+        assert there == {f"{attempt}/files/{file['path']}": file["size"] for file in made["files"]}
+        assert f"committed {made['job']}" in bucket.read(f"{attempt}/log.txt").decode()
+
+
+def check_secrets(cluster: RayCluster, server: Server, bucket: Bucket) -> None:
+    """Neither an object, nor what the cluster says of its jobs, nor a file that Ray keeps of them has a key."""
+    with requests.Session() as session:
+        session.trust_env = False
+        token = {"Authorization": f"Bearer {cluster.token.read_text()}"}
+        jobs = session.get(f"{cluster.address}/api/jobs/", headers=token, timeout=30)
+    assert server.endpoint in jobs.text, "the settings are there"
+    files = [path for path in (cluster.folder / "r").rglob("*") if path.is_file() and not path.is_symlink()]
+    assert any("job-driver" in path.name for path in files)
+    kept = [jobs.content, *bucket.read_all(), *(path.read_bytes() for path in files)]
+    secrets = [cluster.token.read_text().encode(), *(value.encode() for value in server.keys.values())]
+    assert not [secret for secret in secrets for data in kept if secret in data]
 
 
 def results(manifests: dict[str, dict]) -> dict[str, tuple[str, str]]:  # type: ignore[type-arg]
@@ -204,6 +233,37 @@ def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster,
     for uri, words in (("store", "relative"), (str(store), "only this machine sees")):
         arguments = ("submit", TINY, "--store", uri, "--address", "http://192.0.2.1:8265")
         assert words in vitflow(environment, *arguments, check=2).stderr
+
+
+def listening(environment: dict[str, str]) -> set[tuple[str, str]]:
+    """(name, address) of every process of a local Ray that listens."""
+    found = set()
+    for process in ray_processes(environment):
+        with suppress(psutil.Error):
+            sockets = process.net_connections("inet")
+            found |= {
+                (process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN
+            }
+    return found
+
+
+@pytest.mark.full
+def test_a_local_run_beside_this_ray_finds_its_own_and_listens_on_loopback_only(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Two workers train."""
+    seen: set[tuple[str, str]] = set()
+    with a_local_ray() as environment:
+        run = start(tmp_path / "s", environment, "pretrain")
+        while run.poll() is None:
+            seen |= listening(environment)
+            time.sleep(0.1)
+        said = finish(run)
+    assert "multiple active Ray instances" not in said and "Exception in thread" not in said
+    assert any(name.startswith("ray::RayTrainWorker") for name, _ in seen), (
+        "it was looked at while it trained"
+    )
+    assert {ip for _, ip in seen if not ip_address(ip.removeprefix("::ffff:")).is_loopback} == set()
 
 
 @pytest.mark.full

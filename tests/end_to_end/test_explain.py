@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import Vitflow
 from tests.end_to_end.test_import import write_hugging_face
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
@@ -23,17 +24,17 @@ def write_recipe(path: Path, model: Path, **fields: Any) -> Path:
     return path
 
 
-def test_two_planted_differences_are_found(tmp_path: Path, vitflow: Any) -> None:
+def test_two_planted_differences_are_found(tmp_path: Path, vitflow_local: Vitflow) -> None:
     store = ("--store", tmp_path / "s")
     model = write_hugging_face(tmp_path / "model", processor=False)
     middle = {"crop": "center", "crop_fraction": 0.5}
-    vitflow("run", write_recipe(tmp_path / "one.yaml", model), *store)
+    vitflow_local("run", write_recipe(tmp_path / "one.yaml", model), *store)
     other = write_recipe(tmp_path / "other.yaml", model, eval_crop=middle, protocol="big_vision")
-    vitflow("run", other, *store)
-    runs = json.loads(vitflow("list", "--kind", "evaluations", *store, "--json").stdout)
+    vitflow_local("run", other, *store)
+    runs = json.loads(vitflow_local("list", "--kind", "evaluations", *store, "--json").stdout)
     one, other = (f"{run['run']}/probe" for run in runs)
 
-    found = json.loads(vitflow("explain", one, other, *store, "--json").stdout)
+    found = json.loads(vitflow_local("explain", one, other, *store, "--json").stdout)
     (setting,) = found["settings"]
     effects = {field["field"]: field["effect"] for field in setting["fields"]}
     assert effects.keys() == {"eval_crop", "protocol"}
@@ -44,8 +45,8 @@ def test_two_planted_differences_are_found(tmp_path: Path, vitflow: Any) -> None
     assert setting["rest"] == pytest.approx(setting["together"] - sum(effects.values()), abs=1e-12)
     assert len(found["literature"]) == 2
 
-    shown = vitflow("explain", one, other, *store, VITFLOW_RAY_DIR="/nonexistent").stdout
+    shown = vitflow_local("explain", one, other, *store, VITFLOW_RAY_DIR="/nonexistent").stdout
     assert "eval_crop: none -> crop center, crop_fraction 0.5" in shown, "and nothing ran again"
-    assert "are the same" in vitflow("explain", one, one, *store).stdout
-    wrong = vitflow("explain", one.replace("probe", "drawn"), other, *store, check=2).stderr
+    assert "are the same" in vitflow_local("explain", one, one, *store).stdout
+    wrong = vitflow_local("explain", one.replace("probe", "drawn"), other, *store, check=2).stderr
     assert "name one by its key or RUN/STAGE" in wrong

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.spec import FASHION_MNIST_ROOT
+from tests.conftest import Vitflow
 
 pytestmark = [
     pytest.mark.full,
@@ -16,10 +17,10 @@ pytestmark = [
 ]
 
 
-def test_the_recipe_runs_to_its_report(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_recipe_runs_to_its_report(vitflow_local: Vitflow, tmp_path: Path) -> None:
     few = ("pretrain.steps=20", "finetune.steps=20", "few_shot.draws=2", "pixels.max_images=100")
     settings = [argument for value in few for argument in ("--set", value)]
-    out = vitflow(
+    out = vitflow_local(
         "run", "fashion", "--store", tmp_path, *settings, "--set", "pixels.methods=[majority, k-NN]"
     ).stdout
     (report,) = tmp_path.glob("artifacts/report/*/attempts/1/files/report.json")

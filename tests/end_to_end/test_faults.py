@@ -6,7 +6,6 @@ VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test lon
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -148,29 +147,6 @@ def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
     assert not any(in_ledger(store, number) for number in (1, 2, 3)), (
         "after the commit nobody needs the ledgers"
     )
-
-
-@pytest.mark.full
-def test_a_killed_search_of_asha_repeats_no_trial(tiny_store: Path, tmp_path: Path) -> None:
-    rates = "{low: 0.001, high: 0.1, scale: log}"
-    search = (
-        f"{{kind: asha, trials: 4, evaluations: 4, reduction_factor: 2, over: {{learning_rate: {rates}}}}}"
-    )
-    store, labels = tmp_path / "s", "finetune.labels={per_class: null, draws: 1}"
-    driver = tune(
-        tiny_store,
-        store,
-        labels,
-        "finetune.learning_rates=[]",
-        f"finetune.search={search}",
-        "finetune.steps=200",
-    )
-    done = kill_after(driver, store, 1, "trial")
-    finish(driver)
-    assert 0 < len(done) < 4, "it was killed in its search"
-    outcomes = re.findall(r"trial (\d+): .*: (?:accuracy|diverged)", log_of(store, 2))
-    assert sorted(outcomes) == ["0", "1", "2", "3"], "each trial has one result"
-    assert log_of(store, 2).count("(from attempt 1)") >= len(done)
 
 
 def suspended(stage: psutil.Process, workers: list[psutil.Process]) -> psutil.Process:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import Vitflow
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
 RECIPE = """
@@ -36,7 +38,7 @@ def write_images(root: Path, numbers: range) -> None:
         Image.fromarray(pixels).save(path)
 
 
-def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_that_was_split_twice(vitflow_local: Vitflow, tmp_path: Path) -> None:
     root, recipe, store = tmp_path / "images", tmp_path / "leak.yaml", tmp_path / "store"
     write_images(root, range(120))
     recipe.write_text(RECIPE.format(root=root))
@@ -50,7 +52,7 @@ def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type
         index = pq.read_table(store / "artifacts/ingest" / key / "attempts/1/files/index.parquet")
         return dict(zip(index["key"].to_pylist(), index["split"].to_pylist(), strict=True))
 
-    refused = vitflow("run", recipe, "--store", store, check=1).stdout
+    refused = vitflow_local("run", recipe, "--store", store, check=1).stdout
     a, b = split("a"), split("b")
     test = [image for image in b if b[image] == "test"]
     leaked = sum(a[image] != "test" for image in test)
@@ -58,11 +60,12 @@ def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type
     assert f"trained on {leaked} of the {len(test)} test images of b" in refused
     assert "attempt 2" not in refused and not list(store.glob("artifacts/evaluate/*/manifest.json"))
 
-    vitflow("run", recipe, "--store", store, "--set", "few_shot.seen_in_training=report")
-    report = json.loads(vitflow("report", "show", "--store", store, "--json").stdout)
+    vitflow_local("run", recipe, "--store", store, "--set", "few_shot.seen_in_training=report")
+    report = json.loads(vitflow_local("report", "show", "--store", store, "--json").stdout)
     apart = {line["method"]: line["num_images"] for line in report["accuracies"] if line["apart"]}
     assert list(apart.values()) == [len(test) - leaked, leaked]
     assert not any("seen in training" in verdict["method"] for verdict in report["verdicts"])
 
-    out = vitflow("run", recipe, "--store", store, "--set", "a.against=[b]").stdout
-    assert f"test images seen in training: 0 of {len(test)}" in out
+    vitflow_local("run", recipe, "--store", store, "--set", "a.against=[b]")
+    made = (json.loads(path.read_text()) for path in store.glob("artifacts/evaluate/*/manifest.json"))
+    assert {manifest["metrics"]["test_images_seen_in_training"] for manifest in made} == {leaked, 0}

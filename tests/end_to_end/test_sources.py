@@ -14,6 +14,7 @@ from pipelines.spec.vtab import TASKS
 from pipelines.store import Manifest, all_manifests, open_store
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, read_table
+from tests.conftest import Vitflow
 from tests.support.examples import EXAMPLES, Example, read
 from tests.support.imagenet import REAL
 
@@ -33,7 +34,7 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, vitflow: Any) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory, vitflow_local: Vitflow) -> Made:
     """All sources as the stages of one recipe, which was run."""
     folder = tmp_path_factory.mktemp("sources")
     stages: dict[str, Any] = {
@@ -43,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, vitflow: Any) -> Made:
     stages["scores"] = {"job": "baselines", "data": "imagenet", "methods": ["k-NN"]}
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"name": "sources", "description": "All there are.", "stages": stages}))
-    vitflow("run", recipe, "--store", folder / "store")
+    vitflow_local("run", recipe, "--store", folder / "store")
     found = {one.stage: one for one in all_manifests(open_store(str(folder / "store")))}
     return Made(recipe, folder / "store", found)
 
@@ -76,8 +77,8 @@ def test_every_source_becomes_a_dataset(made: Made) -> None:
         assert any("incomplete archive" in note for note in info.notes), task
 
 
-def test_the_second_time_nothing_runs(made: Made, vitflow: Any) -> None:
-    again = vitflow("run", made.recipe, "--store", made.store, VITFLOW_RAY_DIR="/nonexistent")
+def test_the_second_time_nothing_runs(made: Made, vitflow_local: Vitflow) -> None:
+    again = vitflow_local("run", made.recipe, "--store", made.store, VITFLOW_RAY_DIR="/nonexistent")
     assert len(re.findall("CACHED", again.stdout)) == len(made.manifests)
 
 

@@ -3,16 +3,14 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipelines.spec import ModelSize
 from pipelines.spec.vtab import TASKS
-from ray_jobs.data.shards import DatasetInfo
-from ray_jobs.training.contract import model_contract
+from tests.conftest import Vitflow
 from tests.support import vtab_natural
-from vit_model.build import build
+from tests.support.vits import TINY, contract_for, randomised
+from vit_model.config import ViTConfig
 from vit_model.weights import save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
@@ -20,20 +18,14 @@ THERE = ("dtd", "oxford_flowers102", "svhn")
 
 
 def write_model(folder: Path) -> Path:
-    """A small ViT of vitflow's own making, with random weights, trained on nothing here."""
-    none = {"train": 0, "dev": 0, "test": 0}
-    info = DatasetInfo(
-        name="x", class_names=("a", "b"), image=None, splits=none, shards=(), content_digest="x"
-    )
-    contract = model_contract(ModelSize(patch_size=4, width=16, depth=1, num_heads=2), 16, info)
-    network = build(contract.architecture)
-    network.initialise(3)  # not what an untrained one begins with
+    """A small ViT with random weights, trained on nothing here."""
+    config = ViTConfig.model_validate(TINY | {"image_size": 16, "num_classes": 2})
     folder.mkdir()
-    save_model(folder, network, contract)
+    save_model(folder, randomised(config), contract_for(config))
     return folder
 
 
-def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflow: Any) -> None:
+def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflow_local: Vitflow) -> None:
     from tests.support import vtab_archives
 
     root, store = tmp_path / "archives", ("--store", tmp_path / "s")
@@ -44,18 +36,18 @@ def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflo
     recipe = ("vtab_fewshot", "--set", f"images.source.root={root}")
     recipe += ("--set", f"backbone.path={write_model(tmp_path / 'model')}", *store)
 
-    plan = json.loads(vitflow("plan", *recipe, "--json").stdout)
+    plan = json.loads(vitflow_local("plan", *recipe, "--json").stdout)
     states = {row["stage"]: row["state"] for row in plan}
     missing = [task for task in TASKS if task not in THERE]
     assert {states[f"images@task={task}"] for task in missing} == {"missing"}
     assert {states[f"few_shot@task={task}"] for task in missing} == {"skipped"}
     assert {states[f"images@task={task}"] for task in THERE} == {"run"}
 
-    done = vitflow("run", *recipe, check=1)
+    done = vitflow_local("run", *recipe, check=1)
     for task in missing:
         assert f"images@task={task}" in done.stderr
     assert "CLEVR_v1.0.zip" in done.stdout, "which archive"
-    shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
+    shown = json.loads(vitflow_local("report", "show", *store, "--json").stdout)
     (score,) = [score for score in shown["vtab"] if score["trained"]]
     assert (score["method"], score["backbone"], score["covered"]) == ("ViT, pretrained", "backbone", 3)
     assert score["missing"] == [TASKS[task].title for task in missing]
@@ -67,16 +59,16 @@ def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflo
         values = [lines[task]["accuracies"][number] for task in THERE]
         assert column["mean"] == pytest.approx(sum(values) / 3)
 
-    again = vitflow("run", *recipe, check=1, VITFLOW_RAY_DIR="/nonexistent")
+    again = vitflow_local("run", *recipe, check=1, VITFLOW_RAY_DIR="/nonexistent")
     assert len(re.findall("CACHED", again.stdout)) == 2 * 3 + 2, "nothing runs"
 
     (root / "eurosat").mkdir()
     vtab_archives.eurosat(root / "eurosat")
-    more = vitflow("run", *recipe, check=1)
+    more = vitflow_local("run", *recipe, check=1)
     assert len(re.findall(r"SUCCEEDED", more.stdout)) == 3, "ingest, evaluation and report of what is new"
     assert "mean over 4 of the 19 tasks" in " ".join(more.stdout.split())
     groups = json.loads(
-        vitflow(
+        vitflow_local(
             "report", "query", "SELECT DISTINCT vtab_group, task FROM rows ORDER BY ALL", *store, "--json"
         ).stdout
     )
@@ -88,7 +80,7 @@ def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflo
     ]
 
 
-def test_the_papers_protocol_and_the_linear_one(tmp_path: Path, vitflow: Any) -> None:
+def test_the_papers_protocol_and_the_linear_one(tmp_path: Path, vitflow_local: Vitflow) -> None:
     root, store = tmp_path / "archives", ("--store", tmp_path / "s")
     (root / "svhn").mkdir(parents=True)
     for name, data in vtab_natural.natural("svhn").items():
@@ -96,27 +88,27 @@ def test_the_papers_protocol_and_the_linear_one(tmp_path: Path, vitflow: Any) ->
     smaller = ["resolution=16", "steps=3", "batch_size=16", "optimizer.warmup_steps=0", "refits=2"]
     changes = ["images.matrix.source.task=[svhn]", f"images.source.root={root}"]
     changes += [f"backbone.path={write_model(tmp_path / 'model')}", *(f"finetune.{each}" for each in smaller)]
-    vitflow("run", "vtab", *(part for change in changes for part in ("--set", change)), *store)
+    vitflow_local("run", "vtab", *(part for change in changes for part in ("--set", change)), *store)
 
-    shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
+    shown = json.loads(vitflow_local("report", "show", *store, "--json").stdout)
     tuned, linear = (score for score in shown["vtab"] if score["trained"])
     assert (tuned["method"], tuned["draws"]) == ("ViT, pretrained, fine-tuned", 2)
     expected = ("ViT, pretrained, linear, dev", 1, "train+dev")
     assert (linear["method"], linear["covered"], linear["support"]) == expected
     sql = """SELECT task, protocol, draw, selected_on, settings FROM rows
              WHERE stage NOT LIKE 'report%' AND method = 'ViT, pretrained' ORDER BY ALL"""
-    rows = json.loads(vitflow("report", "query", sql, *store, "--json").stdout)
+    rows = json.loads(vitflow_local("report", "query", sql, *store, "--json").stdout)
     assert [(row["task"], row["protocol"], row["draw"]) for row in rows] == [
         ("SVHN", *kind) for kind in (("fine-tuning", 0), ("fine-tuning", 1), ("linear probe, dev", 0))
     ]
     assert {row["selected_on"] for row in rows} == {"nothing, one learning rate was given", "dev"}
     assert {json.loads(row["settings"]).get("augment") for row in rows} == {"squash_crop_flip", None}
     sql = "SELECT draw, list(prediction ORDER BY sample_id) AS said FROM predictions WHERE stage = 'finetune@task=svhn'"
-    one, other = json.loads(vitflow("report", "query", f"{sql} GROUP BY draw", *store, "--json").stdout)
+    one, other = json.loads(vitflow_local("report", "query", f"{sql} GROUP BY draw", *store, "--json").stdout)
     assert one["said"] != other["said"], "each refit has its own seed"
 
 
-def test_a_published_number_is_repeated_or_it_is_not(tmp_path: Path, vitflow: Any) -> None:
+def test_a_published_number_is_repeated_or_it_is_not(tmp_path: Path, vitflow_local: Vitflow) -> None:
     archives = tmp_path / "pets"
     archives.mkdir()
     for name, data in vtab_natural.natural("oxford_iiit_pet").items():
@@ -125,11 +117,11 @@ def test_a_published_number_is_repeated_or_it_is_not(tmp_path: Path, vitflow: An
     command += ["--store", tmp_path / "s"]
     for change in ("resolution=16", "steps=3", "batch_size=16", "optimizer.warmup_steps=0"):
         command += ["--set", f"pets_and_flowers.{change}"]
-    wrong = vitflow(*command, "--published", "99.5", check=1).stdout
+    wrong = vitflow_local(*command, "--published", "99.5", check=1).stdout
     assert "this is not the published protocol" in wrong
     mean = re.search(r"FAIL: ([\d.]+)% \(std [\d.]+ over 3 fine-tunings\), published 99.50%", wrong)
     assert mean is not None
-    assert "PASS" in vitflow(*command, "--published", str(float(mean[1]) - 0.29)).stdout
-    assert "FAIL" in vitflow(*command, "--published", str(float(mean[1]) + 0.31), check=1).stdout
-    few = vitflow(*command, "--set", "pets_and_flowers.refits=2", check=2).stderr
+    assert "PASS" in vitflow_local(*command, "--published", str(float(mean[1]) - 0.29)).stdout
+    assert "FAIL" in vitflow_local(*command, "--published", str(float(mean[1]) + 0.31), check=1).stdout
+    few = vitflow_local(*command, "--set", "pets_and_flowers.refits=2", check=2).stderr
     assert "refits 2: a mean of at least 3 fine-tunings is compared" in few

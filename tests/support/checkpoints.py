@@ -8,19 +8,15 @@ import torch
 
 from pipelines.store import Checkpoint, FileEntry, Layout, Manifest, Store, commit, commit_checkpoint, now
 from tests.support.records import make_attempt, make_manifest
+from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
-CONTRACT = ModelContract(
-    architecture=ViTConfig(
-        image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=16, num_classes=3
-    ),
-    class_names=("ape", "bee", "cat"),
-    preprocessing=Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3),
-    training_data="d",
-    license=None,
+CONTRACT = contract_for(
+    ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=16, num_classes=3),
+    ("ape", "bee", "cat"),
 )
 
 

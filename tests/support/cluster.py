@@ -42,7 +42,7 @@ from tests.support.network import Network
 from tests.support.records import make_manifest
 
 STOP_SECONDS = 1.0  # between SIGTERM and STOPPED
-BEAT_SECONDS = 5.0  # between two signs of life
+HEARTBEAT_SECONDS = 5.0  # between two signs of life
 WAITS = "Job has not started yet. It may be waiting for resources."  # what Ray says of a PENDING job
 
 
@@ -218,9 +218,9 @@ class FakeCluster:
         with suppress(StoreUnreachable):
             if not job.is_suspended and not self._is_superseded(job) and job.script.shows_life:
                 job.beats += 1
-                name = Layout.alive(job.attempt.job, job.attempt.key, job.attempt.number)
+                name = Layout.heartbeat(job.attempt.job, job.attempt.key, job.attempt.number)
                 self.store.replace(name, str(job.beats).encode())
-        self.clock.after(BEAT_SECONDS, lambda: self._beat(job))
+        self.clock.after(HEARTBEAT_SECONDS, lambda: self._beat(job))
 
     def _is_superseded(self, job: Job) -> bool:
         try:
@@ -241,7 +241,7 @@ class FakeCluster:
         """The manifest shows."""
         made = {name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce")}
         ours = make_manifest(**made, attempt=job.attempt.number, content_digest=f"content of {made['key']}")
-        before = Layout.manifest(ours.job, ours.key) in self.store.objects
+        before = read_manifest(self.store, ours.job, ours.key) is not None
         if commit(self.store, ours).nonce == ours.nonce and not before:
             self.commits.append(job.attempt.submission_id)
 

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.paths import ROOT
+from tests.support.s3 import free_port
 
 # a node of a cluster knows nothing of the machine of whoever submits
 FOREIGN = ("RAY_", "VITFLOW_", "XDG_CACHE_HOME", "AWS_")
@@ -79,14 +79,14 @@ class RayCluster:
         return node
 
     def _head_options(self) -> list[str]:
-        port, gcs_port, client_port = free_ports(3)
-        self.address, self.gcs = f"http://127.0.0.1:{port}", f"127.0.0.1:{gcs_port}"
+        port = free_port(3)  # those of Ray's workers, 10002 to 19999, are not given away
+        self.address, self.gcs = f"http://127.0.0.1:{port}", f"127.0.0.1:{port + 1}"
         return [
             "--head",
-            f"--port={gcs_port}",
+            f"--port={port + 1}",
             "--dashboard-host=127.0.0.1",
             f"--dashboard-port={port}",
-            f"--ray-client-server-port={client_port}",
+            f"--ray-client-server-port={port + 2}",
             f"--temp-dir={self.folder / 'r'}",
         ]
 
@@ -155,18 +155,6 @@ def home(folder: Path, **environment: str) -> dict[str, str]:
     folder.mkdir(parents=True)
     own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return own | {"HOME": str(folder), "VITFLOW_RAY_DIR": str(folder / "ray"), "COLUMNS": "160"} | environment
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, outside the range of Ray's workers (10002 to 19999)."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for opened in sockets:
-            opened.bind(("127.0.0.1", 0))
-        return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 240) -> None:

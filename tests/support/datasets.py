@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import examine_pixels
 from ray_jobs.data.samples import write_samples
-from ray_jobs.data.shards import Sample, shuffle_key
+from ray_jobs.data.writing import shuffle_key
 
 put = write_samples
 

@@ -36,15 +36,16 @@ from pipelines.store import (
     read_manifest,
 )
 from ray_jobs import report
-from ray_jobs.data.shards import ImageSize, Sample, open_dataset
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize, open_dataset
 from ray_jobs.evaluation.cost import Cost, Speed, write_cost
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
 from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
+from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -158,15 +159,7 @@ def _put_model(folder: Path) -> None:
     config = ViTConfig(
         image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32, num_classes=10
     )
-    grey = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
-    contract = ModelContract(
-        architecture=config,
-        class_names=digits.CLASS_NAMES,
-        preprocessing=grey,
-        training_data="d",
-        license=None,
-    )
-    save_model(folder, ViT(config), contract)
+    save_model(folder, ViT(config), contract_for(config, digits.CLASS_NAMES))
 
 
 def _put_training(folder: Path, config: Finetune) -> None:

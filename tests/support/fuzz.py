@@ -36,8 +36,7 @@ from ray_jobs.sources.archives.entries import place, table
 from ray_jobs.sources.vtab import pixels
 from tests.support import archives, cifar, prepared, riegeli, tfrecords, vtab_archives
 from tests.support.arrays import VARIABLES, mat, norb
-from tests.support.examples import EXAMPLES, Example, read, written
-from tests.support.examples.vtab import LIBRARY
+from tests.support.examples import EXAMPLES, LIBRARY, Example, read, written
 from vit_model.errors import UserError
 
 SECONDS = 10  # for one mutation
@@ -91,6 +90,10 @@ def _open(folder: Path, files: Mapping[str, str], file: str, depth: int) -> None
 def of_source(example: Example, mutated: str) -> Target:
     """A source with these files in its root, of which one is mutated (in its gz): listed, and its images read."""
     files = dict(example.files())
+    if example.kind == "vtab":
+        example = example._replace(
+            fields={**example.fields, "pixels": "raw"}
+        )  # the recipes are targets of their own
 
     def run(folder: Path, data: bytes) -> None:
         for image in read(example._replace(files=lambda: files | {mutated: data}).put(folder))[1]:
@@ -437,7 +440,7 @@ def _outcome(guard: Guard | None, folder: Path, target: Target, data: bytes) -> 
     """ "read", "UserError", or what went wrong."""
     work = folder / f"work-{next(_number)}"  # a new name, as files are known by their names and times
     work.mkdir()
-    signal.alarm(SECONDS)
+    signal.alarm(SECONDS if guard else 6 * SECONDS)  # a seed is read with the imports
     if guard:
         guard.on = True
     try:

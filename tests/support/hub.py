@@ -3,13 +3,14 @@
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+
+from werkzeug import Request, Response
+
+from tests.support.serving import break_off, serving
 
 LFS_SUFFIXES = (".safetensors", ".bin")
 
@@ -41,100 +42,59 @@ class Hub:
         self.commits.setdefault(repository, {})[commit] = files
         return commit
 
+    def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        request = Request(environ)
+        self.asked.append((request.method, request.path))
+        name = request.path.rpartition("/")[2]
+        response = self.answer(request)
+        if request.method == "GET" and name in self.cut:
+            self.cut.remove(name)
+            return break_off(response, environ, start)
+        return response(environ, start)
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: Hub
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path))
-        if self.hub.token is not None and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
-            self.answer(401, b"", {"X-Error-Code": "RepoNotFound"})
-        elif listed := re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)", path):
-            self.info(*listed.groups())
-        elif file := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            self.file(*file.groups())
-        else:
-            self.answer(404, b"")
-
-    do_HEAD = do_GET  # noqa: N815 (http.server's name)
-
-    def found(self, repository: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """The commit and its files; None: answered that there is none."""
-        commits = self.hub.commits.get(repository)
-        if commits is None:
-            self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-            return None
+    def answer(self, request: Request) -> Response:
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return _error(401, "RepoNotFound")
+        is_page = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/(.+)()", request.path)
+        asked = is_page or re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", request.path)
+        if asked is None:
+            return Response(status=404)
+        repository, revision, name = asked.groups()
+        if (commits := self.commits.get(repository)) is None:
+            return _error(404, "RepoNotFound")
         commit = [*commits][-1] if revision == "main" else revision
-        if commit not in commits:
-            self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            return None
-        return commit, commits[commit]
-
-    def info(self, repository: str, revision: str) -> None:
-        if (known := self.found(repository, revision)) is None:
-            return
-        commit, files = known
-        siblings: list[dict[str, Any]] = []
-        for name, data in files.items():
-            entry = {"rfilename": name, "size": len(data), "blobId": _git_digest(data)}
-            if name.endswith(LFS_SUFFIXES):
-                entry["lfs"] = {"sha256": _sha256(data), "size": len(data), "pointerSize": 130}
-            siblings.append(entry)
-        record = {"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}
-        data = self.hub.info_sent or json.dumps(record).encode()
-        self.answer(200, data, {"Content-Type": "application/json"})
-
-    def file(self, repository: str, revision: str, name: str) -> None:
-        if (known := self.found(repository, revision)) is None:
-            return
-        commit, files = known
+        if (files := commits.get(commit)) is None:
+            return _error(404, "RevisionNotFound")
+        if is_page:
+            entries = [_entry(*file) for file in files.items()]
+            record = {"id": repository, "modelId": repository, "sha": commit, "siblings": entries}
+            return Response(self.info_sent or json.dumps(record), content_type="application/json")
         if name not in files:
-            self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-            return
-        data = files[name]
-        etag = self.hub.etag or (_sha256(data) if name.endswith(LFS_SUFFIXES) else _git_digest(data))
-        sent = self.hub.tampered.get(name, data)
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        self.answer(
-            206 if start else 200,
-            sent[start:],
-            {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
-            cut=name in self.hub.cut,
-        )
-        self.hub.cut.discard(name)
-
-    def answer(
-        self, status: int, data: bytes, headers: dict[str, str] | None = None, cut: bool = False
-    ) -> None:
-        self.send_response_only(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data[: len(data) // 2] if cut else data)
-        self.close_connection |= cut
-
-    def log_message(self, *_: object) -> None:
-        pass
+            return _error(404, "EntryNotFound", **{"X-Repo-Commit": commit})
+        entry, sent = _entry(name, files[name]), self.tampered.get(name, files[name])
+        etag = self.etag or entry.get("lfs", {}).get("sha256", entry["blobId"])
+        begin = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        return Response(sent[begin:], 206 if begin else 200, headers)
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _error(status: int, code: str, **headers: str) -> Response:
+    return Response(status=status, headers={"X-Error-Code": code} | headers)
 
 
-def _git_digest(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+def _entry(name: str, data: bytes) -> dict[str, Any]:
+    """A file as a model's page lists it."""
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": blob}
+    if name.endswith(LFS_SUFFIXES):
+        sha256 = hashlib.sha256(data).hexdigest()
+        entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 130}
+    return entry
 
 
 @contextmanager
-def serving(hub: Hub) -> Iterator[Hub]:
-    """The hub, answering until the block ends; then connections are refused."""
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listener:
-        threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
-        hub.endpoint = f"http://127.0.0.1:{listener.server_port}"
+def running_hub() -> Iterator[Hub]:
+    """A hub that answers until the block ends; then connections are refused."""
+    hub = Hub()
+    with serving(hub) as hub.endpoint:
         yield hub
-        listener.shutdown()

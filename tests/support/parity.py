@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.formats import Imported
 from vit_model.model import ViT
 from vit_model.weights import resize_positions
@@ -36,6 +37,18 @@ def gradients_by_our_names(
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
     save(carrier, folder)
     return read(folder).weights
+
+
+def contract_of(imported: Imported) -> ModelContract:
+    """The contract of weights that were read."""
+    assert imported.preprocessing is not None
+    return ModelContract(
+        architecture=imported.architecture,
+        class_names=imported.class_names,
+        preprocessing=imported.preprocessing,
+        training_data="unknown",
+        license=imported.license,
+    )
 
 
 def our_outputs(imported: Imported, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from pipelines.identity import source_fingerprint
+from pipelines.engine.plan import PlannedStage
+from pipelines.identity import CODE_SCHEME, code_digest, sha256, source_fingerprint
 from pipelines.spec import STAGE_TYPES
-from pipelines.store import Attempt, Manifest, Store, now
+from pipelines.store import Attempt, Manifest, Store, commit, now
 from ray_jobs.process.context import Context
 
 
@@ -55,6 +56,24 @@ def make_attempt(job: str = "ingest", **fields: Any) -> Attempt:
         "created": now(),
     }
     return Attempt(**defaults | fields)
+
+
+def commit_planned(store: Store, planned: PlannedStage, run: str, **fields: Any) -> Manifest:
+    """Commit an artifact for a planned stage, as its job would: another key has another content."""
+    assert planned.key is not None and planned.inputs is not None
+    config, digest = planned.config, code_digest(planned.config.job)
+    made = {
+        "key": planned.key,
+        "nonce": planned.key,
+        "stage": planned.name,
+        "run": run,
+        "content_digest": sha256(f"content of {planned.key}"),
+        "inputs": planned.inputs,
+        "config": config.model_dump(mode="json"),
+        "source": planned.source,
+        "code": {"version": config.version, "scheme": CODE_SCHEME, "digest": digest, "git": "a" * 40},
+    }
+    return commit(store, make_manifest(config.job, **made | fields))
 
 
 def make_context(store: Store, config: Any, **inputs: Manifest) -> Context[Any]:

@@ -1,6 +1,5 @@
-"""Real S3 servers for tests, on loopback: moto's in a second, Ceph's where it is installed, and a proxy that fails."""
+"""Real S3 servers for tests, on loopback: moto's at once, Ceph's where it is installed, and a proxy that fails."""
 
-import http.client
 import json
 import os
 import re
@@ -8,22 +7,21 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
+from werkzeug import Request, Response
 
 from tests.support.paths import SHARED
+from tests.support.serving import WSGI, break_off, hang_up, serving
 
 CEPH_UP = SHARED / "s3" / "ceph-up"
 CEPH_PROGRAMS = ("ceph-mon", "ceph-osd", "ceph-mgr", "radosgw", "radosgw-admin", "ceph", "curl")
@@ -36,6 +34,7 @@ class Server:
     endpoint: str
     access_key: str
     secret_key: str
+    application: WSGI | None = None
 
     @property
     def keys(self) -> dict[str, str]:
@@ -117,26 +116,12 @@ def free_port(count: int = 1) -> int:
 
 @contextmanager
 def running_moto() -> Iterator[Server]:
-    """moto's server, in a process of its own."""
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "moto's server did not start"
-                time.sleep(0.02)
-        yield Server(f"http://127.0.0.1:{port}", "motoaccess", "motosecret" + secrets.token_hex(8))
-    finally:
-        process.kill()
-        process.wait()
+    """moto's server, in threads of this process."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+
+    application = DomainDispatcherApplication(create_backend_app)
+    with serving(application) as endpoint:
+        yield Server(endpoint, "motoaccess", "motosecret" + secrets.token_hex(8), application)
 
 
 def missing_ceph() -> str | None:
@@ -182,14 +167,14 @@ _present: list[Server] = []  # whom the store's client of this process is for
 @contextmanager
 def used(server: Server, patch: pytest.MonkeyPatch, **changes: str) -> Iterator[Server]:
     """This process, and those it starts, use the server; `changes` to the environment are for this use only."""
-    from pipelines.files import s3
+    from pipelines.files import s3_client
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
     for name, value in (server.environment | changes).items():
         patch.setenv(name, value)
     if changes or _present != [server]:
-        s3.client.cache_clear()
+        s3_client.client.cache_clear()
     _present[:] = [] if changes else [server]
     yield server
 
@@ -219,88 +204,50 @@ class Fault:
 class Proxy:
     """Stands before a server: `seen` is what was asked, (method, path with query, status, headers)."""
 
-    server: Server
+    application: WSGI
     faults: list[Fault] = field(default_factory=list)
-    seen: list[tuple[str, str, int, dict[str, str]]] = field(default_factory=list)
-    drop: str = "expect"  # a header that the server does not get
+    seen: list[tuple[str, str, int, Any]] = field(default_factory=list)
+    drop: str = ""  # a header that the server does not get
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, method: str, path: str) -> Fault | None:
+    def take(self, method: str, path: str) -> Fault:
         with self.lock:
             for fault in self.faults:
                 if fault.times and fault.method == method and fault.part in path:
                     fault.times -= 1
                     return fault
-        return None
+        return Fault(method)  # nothing happens to it
 
     def asked(self, method: str, part: str = "") -> list[int]:
         """The statuses of these requests."""
         return [status for verb, path, status, _ in self.seen if verb == method and part in path]
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    proxy: Proxy
-
-    def do(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.proxy.take(self.command, self.path)
-        if fault is not None and fault.mute:
+    def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        request = Request(environ)
+        path = request.full_path.rstrip("?")
+        fault = self.take(request.method, path)
+        if fault.mute:
             time.sleep(2)
-            self.close_connection = True
-            return
-        if fault is not None and fault.status:
+            hang_up(environ)
+        if fault.status:
             text = f"<Error><Code>{fault.code}</Code><Message>told to</Message></Error>"
-            self.answer(fault.status, [("Content-Type", "application/xml")], text.encode())
-            return
-        target = urlsplit(self.proxy.server.endpoint)
-        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=60)
-        try:
-            given = {name: value for name, value in self.headers.items() if name.lower() != self.proxy.drop}
-            connection.request(self.command, self.path, body, given)
-            response = connection.getresponse()
-            data = response.read()
-            headers = response.getheaders()
-        finally:
-            connection.close()
-        if fault is not None and fault.lost:
-            self.record(response.status)
-            self.close_connection = True
-            return
-        self.answer(response.status, headers, data, half=fault is not None and fault.half)
-
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do  # noqa: N815 (http.server's names)
-
-    def answer(self, status: int, headers: list[tuple[str, str]], data: bytes, half: bool = False) -> None:
-        self.record(status)
-        self.send_response_only(status)
-        for name, value in headers:
-            if name.lower() not in {"content-length", "transfer-encoding", "connection"}:
-                self.send_header(name, value)
-        length = {name.lower(): value for name, value in headers}.get("content-length")
-        self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(data)))
-        self.end_headers()
-        self.wfile.write(data[: len(data) // 2] if half else data)
-        self.close_connection = self.close_connection or half
-
-    def record(self, status: int) -> None:
-        with self.proxy.lock:
-            self.proxy.seen.append((self.command, self.path, status, dict(self.headers.items())))
-
-    def log_message(self, *_: object) -> None:
-        pass
+            response = Response(text, fault.status, content_type="application/xml")
+        else:
+            environ.pop(f"HTTP_{self.drop.upper().replace('-', '_')}", None)
+            response = Response.from_app(self.application, environ, buffered=True)
+        self.seen.append((request.method, path, response.status_code, request.headers))
+        if fault.lost:
+            hang_up(environ)
+        return break_off(response, environ, start) if fault.half else response(environ, start)
 
 
 @contextmanager
 def faulty(server: Server) -> Iterator[tuple[Proxy, Server]]:
-    """A proxy before a server, and the server as it is seen through it."""
-    proxy = Proxy(server)
-    handler = type("Handler", (_Handler,), {"proxy": proxy})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listener:
-        threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
-        endpoint = f"http://127.0.0.1:{listener.server_port}"
+    """A proxy before moto, and the server as it is seen through it."""
+    assert server.application is not None
+    proxy = Proxy(server.application)
+    with serving(proxy) as endpoint:
         yield proxy, Server(endpoint, server.access_key, server.secret_key)
-        listener.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------- fixtures

@@ -1,13 +1,14 @@
 """Small ViTs with weights that no test can overlook, and their names in transformers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vit_model.build import build
 from vit_model.config import Architecture, ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
-from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
     "image_size": 8,
@@ -28,28 +29,30 @@ SMALL: dict[str, Any] = {
 }
 
 
-def contract_of(architecture: Architecture) -> ModelContract:
-    """Return the contract of a model for images in [-1, 1], with as many classes as it has."""
-    channels, side = architecture.in_channels, architecture.image_shape[0]
-    return ModelContract(
-        architecture=architecture,
-        class_names=tuple(map(str, range(architecture.num_classes))),
-        preprocessing=Preprocessing(
-            mean=(0.5,) * channels, std=(0.5,) * channels, resolution=side, channels=channels
-        ),
-        training_data="d",
-        license=None,
-    )
-
-
-def randomised(config: ViTConfig, seed: int = 0) -> ViT:
-    """Every weight away from zero and one, so that none can be forgotten unnoticed."""
-    model = ViT(config)
+def randomised(of: Any, seed: int = 0) -> Any:
+    """A model, or that of a configuration: every weight away from zero and one, so that none can be forgotten."""
+    model = of if isinstance(of, nn.Module) else build(of)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.1)
     return model
+
+
+def contract_for(
+    config: Architecture, names: Sequence[str] | None = None, license_name: str | None = None, **pixels: Any
+) -> ModelContract:
+    """A contract: classes are called 0, 1, ..., pixels go from -1 to 1, unless something else is given."""
+    half = (0.5,) * config.in_channels
+    pixels = {"mean": half, "std": half, "resolution": config.image_shape[0]} | pixels
+    # not validated, because images of a network need not be square
+    return ModelContract.model_construct(
+        architecture=config,
+        class_names=tuple(map(str, range(config.num_classes)) if names is None else names),
+        preprocessing=Preprocessing.model_validate({"channels": config.in_channels} | pixels),
+        training_data="sha256:" + "0" * 64,
+        license=license_name,
+    )
 
 
 def hugging_face_names(weights: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:

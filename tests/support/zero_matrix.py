@@ -34,7 +34,7 @@ from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from ray_jobs.training.methods import Method, make_method
 from tests.support.objectives import CASES as OBJECTIVES
-from tests.support.vits import contract_of
+from tests.support.vits import contract_for
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -123,6 +123,13 @@ CASES += [
     Case(0, dtype, 1, True, "Muon, averaged", workers)
     for workers, dtype in itertools.product((1, 2), ("float32", "bfloat16"))
 ]
+
+
+def in_half(case: Case) -> bool:
+    """Whether a case is in the half that tests run: at each place, all values of any three of the other dimensions."""
+    values = case.dtype == "float32", case.accumulation == 4, case.clips, case.optimizer == "SGD"
+    is_grid = case.objective == "softmax" and not case.optimizer.endswith("averaged")
+    return not is_grid or (sum(values) + case.zero_stage + case.workers) % 2 == 0
 
 
 class Result(NamedTuple):
@@ -239,7 +246,7 @@ def make_task(objective: str, dtype: str, seed: int = 0) -> tuple[Method, Parame
         num_classes=3 * labelled,
     )
     teacher = Ancestor(_teacher(), "teacher") if config.teacher else None
-    method = make_method(config, contract_of(architecture), torch.device("cpu"), teacher)
+    method = make_method(config, contract_for(architecture), torch.device("cpu"), teacher)
     model, generator = ViT(architecture), torch.Generator().manual_seed(seed)
     module = method.module(model)
     with torch.no_grad():
@@ -254,7 +261,7 @@ def _teacher() -> Path:
     """Write another ViT, in float32."""
     folder = Path(tempfile.mkdtemp())
     _, module = make_task("softmax", "float32", seed=1)
-    save_model(folder, cast(ViT, module), contract_of(cast(ViT, module).config))
+    save_model(folder, cast(ViT, module), contract_for(cast(ViT, module).config))
     atexit.register(shutil.rmtree, folder)
     return folder
 

@@ -296,7 +296,7 @@ def test_dropout_keeps_a_byte_for_each_value_where_a_cpu_keeps_a_number() -> Non
 
 
 def test_a_resnet_has_no_blocks_to_checkpoint() -> None:
-    with pytest.raises(ValueError, match="checkpointing needs transformer blocks; this model is a ResNet"):
+    with pytest.raises(ValueError, match=r"checkpointing .* ResNet"):
         compute.activation_bytes(SHAPES[-1], 1, checkpointing=True)
 
 

@@ -108,16 +108,14 @@ def test_variant_cannot_be_given_another_width() -> None:
 
 
 def test_image_that_does_not_divide_names_sizes_that_do() -> None:
-    with pytest.raises(
-        ValueError, match="image_size 384 is not a multiple of patch_size 14; 378 or 392 would fit"
-    ):
+    with pytest.raises(ValueError, match=r"image_size 384 .* patch_size 14; 378 or 392"):
         ViTConfig.variant("H/14", image_size=384)
-    with pytest.raises(ValueError, match="image_size 8 is not a multiple of patch_size 16; 16 would fit"):
+    with pytest.raises(ValueError, match=r"image_size 8 .* patch_size 16; 16 would fit"):
         ViTConfig.variant("B/16", image_size=8)
 
 
 def test_heads_that_do_not_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="width 64 is not a multiple of num_heads 3; 2 would fit"):
+    with pytest.raises(ValueError, match=r"width 64 .* num_heads 3; 2 would fit"):
         ViTConfig(image_size=8, patch_size=2, width=64, depth=1, num_heads=3, mlp_dim=64)
 
 

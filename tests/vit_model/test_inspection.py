@@ -286,7 +286,7 @@ def test_what_a_model_has_not_is_said() -> None:
             summary(model, images[:0])
     with pytest.raises(
         ValueError,
-        match="count is 33; 32 filters of 48 weights have 32 principal components, so it must be from 1 to 32",
+        match=r"count is 33; .* from 1 to 32",
     ):
         inspection.patch_embedding_components(model, 33)
     with pytest.raises(ValueError, match=r"layer is 1; with position_at 'stem' it must be from 0 to 0"):

@@ -72,14 +72,6 @@ def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> 
         assert relative_difference(torch.cat(mine), torch.cat(other)) < 1e-5, group
 
 
-def test_tanh_and_exact_gelu_differ() -> None:
-    tanh, exact = (
-        randomised(ViTConfig.model_validate({**SMALL, "gelu": gelu})) for gelu in ("tanh", "exact")
-    )
-    images = random_images(tanh.config, 2)
-    assert (tanh(images) - exact(images)).abs().max() > 1e-6
-
-
 def test_patch_embedding_is_the_convolution() -> None:
     config = ViTConfig.model_validate(SMALL)
     embed, images = randomised(config).patch_embed, random_images(config, 2)
@@ -117,17 +109,9 @@ def test_representation_head_is_a_tanh_layer_before_the_classifier() -> None:
     torch.testing.assert_close(model(images), representation @ model.head.weight.T + model.head.bias)
 
 
-def test_model_without_head_returns_the_representation() -> None:
-    config = ViTConfig.model_validate({**SMALL, "num_classes": 0})
-    model, images = randomised(config), random_images(config, 2)
-    torch.testing.assert_close(model(images), model.forward_features(images)[1])
-
-
 def test_images_of_another_size_are_refused() -> None:
     model = ViT(ViTConfig.model_validate(SMALL))
-    with pytest.raises(
-        ValueError, match=r"images have shape \[2, 3, 16, 16\]; this model needs \[b, 3, 12, 12\]"
-    ):
+    with pytest.raises(ValueError, match=r"\[2, 3, 16, 16\]; .* \[b, 3, 12, 12\]"):
         model(torch.zeros(2, 3, 16, 16))
 
 

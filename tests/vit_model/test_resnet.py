@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from tests.support import timm_models
+from tests.support.vits import contract_for, randomised
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.resnet import ResNet, StdConv2d, StdConv2dSame, Stem
 from vit_model.variants import RESNETS
@@ -33,21 +34,9 @@ PUBLISHED = {
 }
 
 
-Module = TypeVar("Module", bound=nn.Module)
-
-
 @pytest.fixture(scope="module")
 def timm() -> ModuleType:
     return timm_models.load()
-
-
-def randomised(model: Module, seed: int = 0) -> Module:
-    """Every weight away from zero and one, so that none can be forgotten unnoticed."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.1)
-    return model
 
 
 def noise(*shape: int, seed: int = 1) -> Tensor:
@@ -370,20 +359,6 @@ def test_under_autocast_images_may_have_another_dtype() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- files
-
-
-def contract_for(config: Architecture) -> ModelContract:
-    resolution, channels = config.image_shape[0], config.in_channels
-    half = (0.5,) * channels
-    return ModelContract(
-        architecture=config,
-        class_names=tuple(f"class {label}" for label in range(config.num_classes)),
-        preprocessing=Preprocessing.model_validate(
-            {"mean": half, "std": half, "resolution": resolution, "channels": channels}
-        ),
-        training_data="sha256:0",
-        license=None,
-    )
 
 
 def test_a_saved_resnet_is_loaded_as_it_was(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support import vits
+from tests.support.vits import randomised
 from vit_model.blocks import resize_position_embedding
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model, transfer_backbone
 
@@ -29,22 +31,8 @@ def changed(**fields: Any) -> ViTConfig:
 
 
 def contract_for(config: ViTConfig) -> ModelContract:
-    return ModelContract(
-        architecture=config,
-        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
-        preprocessing=Preprocessing(mean=(0.1,), std=(0.3,), resolution=config.image_size, channels=1),
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-
-
-def randomised(config: ViTConfig, seed: int = 1) -> ViT:
-    model = ViT(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
-    return model
+    names = [f"Größe {index}" for index in range(config.num_classes)]
+    return vits.contract_for(config, names, "Apache-2.0", mean=(0.1,), std=(0.3,))
 
 
 @pytest.fixture
@@ -73,9 +61,7 @@ def test_round_trip_keeps_every_bit(tmp_path: Path, fields: dict[str, Any]) -> N
     loaded, contract = load_model(tmp_path)
     assert contract == contract_for(config)
     assert loaded.config == config
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(images), model.eval()(images))
     assert not loaded.training
@@ -153,10 +139,6 @@ def overlapping_tensors(content: bytes) -> bytes:
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("no weights", lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ("no contract", lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-    ("empty", replace_weights(lambda _: b""), "not a complete safetensors file"),
-    ("cut in the length", replace_weights(lambda content: content[:5]), "not a complete safetensors file"),
-    ("cut in the header", replace_weights(lambda content: content[:100]), "header claims"),
-    ("cut in the data", replace_weights(lambda content: content[:-1]), "not a complete safetensors file"),
     (
         "more behind the data",
         replace_weights(lambda content: content + b"\0"),
@@ -241,7 +223,7 @@ def test_damaged_folders_are_refused(folder: Path, damage: Callable[[Path], obje
 def test_every_truncation_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
-    for length in range(0, len(content), 97):
+    for length in (*range(0, len(content), 97), 5, len(content) - 1):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"model\.safetensors"):
             load_model(folder)

@@ -235,62 +235,64 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
         table, classes = tensors["pos_embed"], config.class_token + config.distillation
         zeros = torch.zeros(1, config.registers, config.width)
         tensors["pos_embed"] = torch.cat([table[:, :classes], zeros, table[:, classes:]], dim=1)
+    if contract.preprocessing.interpolation == "bilinear_aliased":
+        raise UserError("interpolation bilinear_aliased cannot be written: timm has none such")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
+    write_json(folder / "config.json", _config(config, contract))
+    write_readme(folder, contract, "timm")
+    return _lost(contract)
+
+
+def _config(config: ViTConfig, contract: ModelContract) -> dict[str, Any]:
+    """Return the content of timm's config.json."""
     name = "vit_base_patch16_224" if config.layer_norm_eps == 1e-6 else "vit_base_patch16_clip_224"
     pool = {ours: theirs for theirs, ours in POOLING.items()}[config.pooling]
     ratio = config.mlp_dim / config.width
     if int(config.width * ratio) != config.mlp_dim:  # timm rounds down
         ratio = (config.mlp_dim + 0.5) / config.width
     pixels = contract.preprocessing
-    if pixels.interpolation == "bilinear_aliased":
-        raise UserError("interpolation bilinear_aliased cannot be written: timm has none such")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
-    write_json(
-        folder / "config.json",
-        {
-            "architecture": "deit_base_distilled_patch16_224" if config.distillation else name,
+    return {
+        "architecture": "deit_base_distilled_patch16_224" if config.distillation else name,
+        "num_classes": config.num_classes,
+        "num_features": config.width,
+        "global_pool": pool,
+        **({"label_names": list(contract.class_names)} if contract.class_names else {}),
+        "model_args": {
+            "img_size": config.image_size,
+            "patch_size": config.patch_size,
+            "in_chans": config.in_channels,
             "num_classes": config.num_classes,
-            "num_features": config.width,
+            "embed_dim": config.width,
+            "depth": config.depth,
+            "num_heads": config.num_heads,
+            "mlp_ratio": ratio,
             "global_pool": pool,
-            **({"label_names": list(contract.class_names)} if contract.class_names else {}),
-            "model_args": {
-                "img_size": config.image_size,
-                "patch_size": config.patch_size,
-                "in_chans": config.in_channels,
-                "num_classes": config.num_classes,
-                "embed_dim": config.width,
-                "depth": config.depth,
-                "num_heads": config.num_heads,
-                "mlp_ratio": ratio,
-                "global_pool": pool,
-                "fc_norm": config.norm_after_pooling,
-                "class_token": config.class_token,
-                "no_embed_class": config.num_prefix_tokens > 0 and not config.class_position,
-                "reg_tokens": config.registers,
-                "pool_include_prefix": config.pooling == "map" and config.num_prefix_tokens > 0,
-                "pos_embed": "none" if config.position == "none" else "learn",
-                "pre_norm": config.norm_first,
-                "act_layer": {ours: theirs for theirs, ours in GELUS.items()}[config.gelu],
-                **({"init_values": config.layer_scale} if config.layer_scale is not None else {}),
-            },
-            "pretrained_cfg": {
-                "custom_load": False,
-                "input_size": [config.in_channels, *config.image_shape],
-                "fixed_input_size": True,
-                "interpolation": pixels.interpolation,
-                "crop_pct": pixels.crop_fraction,
-                "crop_mode": pixels.crop,
-                "mean": list(pixels.mean),
-                "std": list(pixels.std),
-                "num_classes": config.num_classes,
-                "first_conv": "patch_embed.proj",
-                "classifier": ["head", "head_dist"] if config.distillation else "head",
-                **({"license": contract.license} if contract.license else {}),
-            },
+            "fc_norm": config.norm_after_pooling,
+            "class_token": config.class_token,
+            "no_embed_class": config.num_prefix_tokens > 0 and not config.class_position,
+            "reg_tokens": config.registers,
+            "pool_include_prefix": config.pooling == "map" and config.num_prefix_tokens > 0,
+            "pos_embed": "none" if config.position == "none" else "learn",
+            "pre_norm": config.norm_first,
+            "act_layer": {ours: theirs for theirs, ours in GELUS.items()}[config.gelu],
+            **({"init_values": config.layer_scale} if config.layer_scale is not None else {}),
         },
-    )
-    write_readme(folder, contract, "timm")
-    return _lost(contract)
+        "pretrained_cfg": {
+            "custom_load": False,
+            "input_size": [config.in_channels, *config.image_shape],
+            "fixed_input_size": True,
+            "interpolation": pixels.interpolation,
+            "crop_pct": pixels.crop_fraction,
+            "crop_mode": pixels.crop,
+            "mean": list(pixels.mean),
+            "std": list(pixels.std),
+            "num_classes": config.num_classes,
+            "first_conv": "patch_embed.proj",
+            "classifier": ["head", "head_dist"] if config.distillation else "head",
+            **({"license": contract.license} if contract.license else {}),
+        },
+    }
 
 
 def _lost(contract: ModelContract) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines import identity
+from pipelines.files import s3
 from pipelines.files.hashing import cache_folder
 from pipelines.scratch import named_if_full, scratch_folder
 from ray_jobs.sources.archives import sandbox
@@ -146,8 +147,6 @@ def open_blob(locations: Iterable[str]) -> Blob:
     extents = []
     for location in locations:
         if location.startswith("s3://"):
-            from pipelines.files import s3
-
             etag, size = s3.facts([location])[location]
             extents.append(Extent(location, etag, 0, size))
         else:

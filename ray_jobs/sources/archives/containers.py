@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 import pyarrow as pa
 
 from pipelines.file_names import parts_of
+from pipelines.files import s3
 from ray_jobs.sources.archives.blobs import (
     FREE_BYTES,
     MAGIC_BYTES,
@@ -319,8 +320,6 @@ def _object(files: Files, file: str, length: int) -> bytes | None:
         or len(parts_of(file, files)) > 1
     ):
         return None
-    from pipelines.files import s3
-
     data = s3.read_range(location, 0, length)
     return data if len(data) == length and unpacker(data[:MAGIC_BYTES]) is None else None
 

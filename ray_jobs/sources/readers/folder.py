@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from pipelines.file_names import left_by_a_system, parts_of
+from pipelines.files import s3
 from pipelines.spec import FolderSource
 from ray_jobs.sources.archives import containers, entries
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
@@ -221,8 +222,6 @@ def _extensions(keys: Sequence[str]) -> str:
 
 def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Unusable]]:
     """Return the files by their path in the archive or below s3://bucket/prefix, and the refused ones."""
-    from pipelines.files import s3
-
     name = PurePosixPath(source.root).name
     if list(files) != parts_of(name, files):
         facts = s3.facts(files.values())

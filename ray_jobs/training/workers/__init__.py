@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pipelines.scratch import scratch_folder
 from pipelines.spec import Pretrain
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 from vit_model.errors import UserError
 
 
@@ -100,7 +100,7 @@ def run_group(
             function,
             train_loop_config=settings,
             backend_config=LocalTorchConfig(),
-            scaling_config=devices.scaling(workers, threads),
+            scaling_config=cluster.scaling(workers, threads),
             run_config=RunConfig(
                 name=name,
                 storage_path=str(scratch),  # not kept: the workers write to the store

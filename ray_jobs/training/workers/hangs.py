@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed import distributed_c10d
 
-from ray_jobs.process.alive import Steps
+from ray_jobs.process.heartbeat import Steps
 
 _SUSPICIOUS, _HEARD = 0.8, 0.9  # shares of the limit: a worker says where it is; then all have
 

@@ -15,7 +15,7 @@ from types import FrameType
 import ray
 
 from pipelines.spec import Pretrain
-from pipelines.store import StoreError, ask_for_checkpoint, checkpoints, warn
+from pipelines.store import StoreError, checkpoints, request_checkpoint, warn
 from ray_jobs.process.context import Context
 
 GRACE_SECONDS = 25.0  # for the checkpoint after SIGTERM; machines get 30 s or more
@@ -63,7 +63,7 @@ def _save(context: Context[Pretrain], why: str) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
     try:
         there = checkpoints(store, attempt.job, attempt.key)[:1]
-        ask_for_checkpoint(store, attempt)
+        request_checkpoint(store, attempt)
         print(f"{why}: saving a checkpoint", flush=True)
         while checkpoints(store, attempt.job, attempt.key)[:1] == there:
             if time.monotonic() > deadline:

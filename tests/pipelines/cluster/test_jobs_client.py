@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from werkzeug import Response
 
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, JobState, connect
 from pipelines.cluster.local import hold
+from tests.support.clusters import wait_for
+from tests.support.serving import serving
 from vit_model.errors import UserError
 
 
@@ -29,14 +31,10 @@ def python(code: str) -> str:
 
 
 def end_of(cluster: Cluster, submission_id: str, seconds: float = 60.0) -> JobState:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        job = cluster.job(submission_id)
-        assert job is not None
-        if job.ended:
-            return job
-        time.sleep(0.05)
-    raise AssertionError(f"{submission_id} has not ended after {seconds} s")
+    wait_for(lambda: (job := cluster.job(submission_id)) is not None and job.ended, seconds)
+    job = cluster.job(submission_id)
+    assert job is not None
+    return job
 
 
 @pytest.mark.ray
@@ -176,28 +174,15 @@ def test_importing_brings_in_no_ray() -> None:
 
 
 def test_https_to_a_port_that_speaks_http_is_one_message() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        with pytest.raises(ClusterUnreachable, match=r"no TLS connection.*use http://") as told:
-            connect(f"https://127.0.0.1:{server.server_port}").session_name  # noqa: B018 (asks)
-        server.shutdown()
+    said = pytest.raises(ClusterUnreachable, match=r"no TLS connection.*use http://")
+    with serving(Response()) as address, said as told:
+        connect(address.replace("http:", "https:")).session_name  # noqa: B018 (asks)
     assert not told.value.refused_on_loopback
 
 
-class _Page(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{ a page of something else }")
-
-    def log_message(self, *_: object) -> None: ...
-
-
 def test_another_server_in_rays_place_is_the_users_mistake() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        other = connect(f"http://127.0.0.1:{server.server_port}")
+    with serving(Response("{ a page of something else }")) as address:
+        other = connect(address)
         for ask in (other.about, other.jobs, lambda: other.job("a"), lambda: other.logs("a")):
             with pytest.raises(UserError, match="answers 200, but not like Ray's dashboard"):
                 ask()
-        server.shutdown()

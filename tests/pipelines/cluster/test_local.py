@@ -21,6 +21,7 @@ import pytest
 from pipelines.cluster import head, local
 from pipelines.cluster.head import Head, LocalRayError, processes_of, read_head
 from pipelines.cluster.local import LocalConnection, hold, shut_down
+from tests.support.clusters import wait_for
 
 pytestmark = pytest.mark.ray
 IDLE_SECONDS = 3.0
@@ -45,11 +46,8 @@ def present(folder: Path) -> Head:
     return head
 
 
-def until(done: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+def until(done: Callable[[], object], seconds: float = 20.0) -> None:
+    wait_for(done, seconds)
 
 
 def keeper(folder: Path) -> int:

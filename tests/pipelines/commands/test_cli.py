@@ -32,7 +32,7 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["run", TINY, "--store", "s3://KEY:SECRET@bucket/x"], "which would end up in logs"),
         (["run", TINY, "--store", "gs://bucket/x"], "a folder or s3://bucket/prefix"),
         (["run", TINY, "--store", "/dev/null/x"], "cannot write"),
-        (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would be"),
+        (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would"),
         (["run", TINY, *PBT], "stages.finetune.search.kind: pbt can no longer be run"),
         (["plan", TINY, *PBT], "stages.finetune.search.kind: pbt can no longer be run"),
         (["status", "--store", "nowhere"], "is not a store"),

@@ -50,8 +50,8 @@ FLIGHTS = [
     )
 ]
 LOOKS = [
-    Observation(attempt, job, "here", log, stop_wished, manifest)
-    for attempt, job, log, stop_wished, manifest in product(
+    Observation(attempt, job, "here", log, stop_requested, manifest)
+    for attempt, job, log, stop_requested, manifest in product(
         (None, HERE, GONE), (None, *JOBS), ("", "error: bad\n"), (False, True), (None, make_manifest())
     )
     if attempt is not None or job is None
@@ -86,7 +86,7 @@ def test_only_a_job_that_the_attempts_own_cluster_does_not_know_is_submitted() -
 def test_nothing_is_begun_once_a_stop_is_wished() -> None:
     for flight, seen in EVERY:
         _, actions = decide(flight, seen, NOW)
-        if seen.stop_wished:
+        if seen.stop_requested:
             assert not {Do.WRITE, Do.SUBMIT} & set(actions)
 
 
@@ -141,7 +141,7 @@ def test_a_job_is_given_up_after_its_limit_of_watched_silence_and_not_before() -
             sign += is_new
             silent = 0.0 if is_new else silent + min(pause, GLANCE_SECONDS) * answered
             answered = True
-            seen = Observation(HERE, JobState("j", status, "", None), alive=str(sign).encode())
+            seen = Observation(HERE, JobState("j", status, "", None), heartbeat=str(sign).encode())
             flight, actions = decide(flight, seen, now)
             assert (Do.STOP in actions) == (silent > limit)
             if Do.STOP in actions:
@@ -159,7 +159,7 @@ def test_a_job_that_shows_no_sign_is_given_up_in_time() -> None:
         ("PENDING", None, PENDING_SECONDS),
     ):
         flight, now = InFlight(), NOW
-        seen = Observation(HERE, JobState("j", status, "", None), alive=alive)
+        seen = Observation(HERE, JobState("j", status, "", None), heartbeat=alive)
         while not (decided := decide(flight, seen, now))[1] or Do.STOP not in decided[1]:
             flight, now = decided[0], decided[0].look_at
         assert limit <= now - NOW <= limit + 2 * ASK_SECONDS

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,16 +17,16 @@ import pytest
 import typer
 
 import pipelines.store.protocol
-from pipelines.cluster.jobs_client import JobState
 from pipelines.commands import running
 from pipelines.engine import decisions, driver, runs
 from pipelines.engine.driver import Driver
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, wish_stop
+from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
 from tests.support.cluster import WAITS, Script, random_script
+from tests.support.in_process import Jobs
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
 from tests.support.world import World, first_key
@@ -176,15 +175,6 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
     assert "the log was lost with its cluster" in world.log(world.attempts()[0])
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_submission_that_got_lost_or_whose_answer_did_is_no_second_job(answers: bool) -> None:
-    world = World()
-    assert walk(world, Loses("submit", answers=answers)) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", job_id(1))]
-    assert [attempt.number for attempt in world.attempts()] == [1]
-    assert len(world.cluster.started) == 1
-
-
 def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id() -> None:
     """The driver died between writing the attempt and submitting its job."""
     world = World()
@@ -200,7 +190,8 @@ def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id
 def test_an_outage_of_the_store_or_the_cluster_changes_nothing_but_the_time(what: str, answers: bool) -> None:
     world = World("images", "pixels")
     assert set(walk(world, Loses(what, times=7, answers=answers)).values()) == {"SUCCEEDED"}
-    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"]
+    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"], "no second job"
+    assert {attempt.number for job in ("ingest", "baselines") for attempt in world.attempts(job)} == {1}
     assert set(world.events()) >= {f"stage images {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")}
     assert world.events()[-1] == "finished SUCCEEDED"
 
@@ -490,7 +481,7 @@ def to_be_stopped(when: str) -> World:
 def test_a_wish_to_stop_ends_the_run_and_its_jobs(when: str) -> None:
     world = to_be_stopped(when)
     driver = world.driver()
-    world.clock.after(WHEN[when], partial(wish_stop, world.store, driver.run.id))
+    world.clock.after(WHEN[when], partial(request_stop, world.store, driver.run.id))
     status, made = driver.walk()
     if when == "in its last words":
         assert (status, len(made)) == ({"images": "SUCCEEDED", "pixels": "STOPPED"}, 1)
@@ -551,7 +542,7 @@ def test_a_stopped_job_of_a_run_that_is_to_stop_is_not_tried_again() -> None:
 
     def stop() -> None:
         driver.look_for_stop_at = 1e9
-        wish_stop(world.store, driver.run.id)
+        request_stop(world.store, driver.run.id)
         world.cluster.stop(job_id(1))
 
     world.clock.after(3.0, stop)
@@ -562,7 +553,7 @@ def test_a_stopped_job_of_a_run_that_is_to_stop_is_not_tried_again() -> None:
 def test_nothing_is_begun_after_the_wish() -> None:
     world = World("images", "other")
     driver = world.driver()
-    wish_stop(world.store, driver.run.id)
+    request_stop(world.store, driver.run.id)
     driver.look_for_stop_at = 1e9  # the wish comes right after it was looked for
     assert driver.walk()[0] == {"images": "STOPPED", "other": "STOPPED"}
     assert (world.attempts(), world.cluster.arrived) == ([], [])
@@ -575,7 +566,7 @@ def test_a_job_of_another_run_is_never_stopped() -> None:
     with pytest.raises(Killed):
         walk(world, DiesAfter(3))
     driver = world.driver(run=other)
-    world.clock.after(3.0, partial(wish_stop, world.store, other))
+    world.clock.after(3.0, partial(request_stop, world.store, other))
     network = driver.connection.network = Recorder()  # type: ignore[attr-defined]
     assert driver.walk()[0] == {"images": "STOPPED"}
     assert not [request for request in network.requests if request.startswith("stop ")]
@@ -589,7 +580,7 @@ def test_the_job_of_an_attempt_that_another_run_wrote_a_moment_before_is_not_sto
         world = World()
         other = world.driver(run=world.new_run())
         driver = world.driver(network := Interleaved(number, other))
-        world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
+        world.clock.after(3.0, partial(request_stop, world.store, driver.run.id))
         assert driver.walk()[0] == {"images": "STOPPED"}
         (attempt,) = world.attempts()
         assert ("stop" in network.asked) == (attempt.run == driver.run.id)
@@ -601,7 +592,7 @@ def test_a_slot_that_a_stopped_stage_leaves_is_given_to_nobody() -> None:
     world = World("images", "other")
     driver = world.driver()
     driver.parallel = 1
-    world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
+    world.clock.after(3.0, partial(request_stop, world.store, driver.run.id))
     assert driver.walk()[0] == {"images": "STOPPED", "other": "STOPPED"}
     assert sum(event.endswith("PENDING") for event in world.events()) == 1
 
@@ -610,7 +601,7 @@ def test_a_cluster_that_is_gone_does_not_keep_a_run_from_stopping() -> None:
     world = World()
     driver = world.driver()
     world.clock.after(3.0, partial(world.cluster.go_down, 1e5))
-    world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
+    world.clock.after(3.0, partial(request_stop, world.store, driver.run.id))
     assert driver.walk()[0] == {"images": "STOPPED"}
     assert "could not stop" in world.told.lines[0]
     assert world.clock.now < 10
@@ -809,30 +800,23 @@ class Forgetful(FolderStore):
         return self._answer("fetch", folder, super().local(folder, files))
 
 
-@dataclass
-class Committing:
-    """A cluster, and the connection to it, whose jobs have committed, or ended with this exit code, by the time that
-    somebody asks."""
+class Committing(Jobs):
+    """A cluster, and the connection to it, whose jobs have committed, or ended with this exit code, when they are
+    submitted. `source` is removed by the first job; the manifest of the stage `damaged` is, before anybody reads it."""
 
-    store: Store
-    code: int = 0
-    source: Path | None = None  # is removed by the first job
-    damaged: str = ""  # the stage whose manifest is damaged before anybody reads it
-    address: str = "http://127.0.0.1:1"
-    session_name: str = "session"
-
-    def __post_init__(self) -> None:
-        self.submitted: list[str] = []
+    def __init__(self, store: Store, code: int = 0, source: Path | None = None, damaged: str = "") -> None:
+        super().__init__()
+        self.store, self.code, self.source, self.damaged = store, code, source, damaged
 
     def cluster(self) -> Any:
         return self
 
     def keep(self) -> None:
-        pass
+        """Nothing."""
 
     def submit(self, submission_id: str, command: str, settings: object, metadata: dict[str, str]) -> None:
-        assert submission_id not in self.submitted
-        self.submitted.append(submission_id)
+        assert submission_id not in self.states
+        self.ended(submission_id, self.code, "error: said so\n" if self.code else "fine\n")
         if self.source is not None and self.source.exists():
             shutil.rmtree(self.source)
         if self.code:
@@ -844,21 +828,6 @@ class Committing:
         commit(self.store, make_manifest(job, key=key, stage=job, files=staging.files))
         if metadata["stage"] == self.damaged:
             Path(self.store.uri, Layout.manifest(job, key)).write_text("{")
-
-    def job(self, submission_id: str) -> JobState | None:
-        if submission_id not in self.submitted:
-            return None
-        status = "FAILED" if self.code else "SUCCEEDED"
-        return JobState(submission_id, status, "", self.code)
-
-    def stop(self, submission_id: str) -> None:
-        pass
-
-    def logs(self, submission_id: str) -> str:
-        return f"error: {submission_id} said so\n" if self.code else "fine\n"
-
-    def follow_logs(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -883,7 +852,7 @@ def test_a_store_that_loses_every_answer_once_changes_nothing_about_a_run(
     made = drive(Forgetful(store.root), run, connection)
     assert [stage.state for stage in made] == ["cached", "cached"]
     assert {manifest.job for manifest in all_manifests(store)} == {"ingest", "report"}
-    assert len(connection.submitted) == 2
+    assert len(connection.states) == 2
     assert runs.run_status(store, run.id)["status"] == "SUCCEEDED"
     said = capsys.readouterr().out
     assert said.count("Which? This one.") == 1, "the report is shown, once"
@@ -905,7 +874,7 @@ def test_a_stage_that_ends_with_2_fails_its_run_with_1(
     with pytest.raises(typer.Exit) as ended:
         drive(store, run, connection)
     assert ended.value.exit_code == 1
-    assert len(connection.submitted) == 1, "a mistake of the user's is not tried again"
+    assert len(connection.states) == 1, "a mistake of the user's is not tried again"
     assert "said so" in capsys.readouterr().out
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from pipelines import identity
-from pipelines.engine.plan import pin, plan_pipeline
+from pipelines.engine.plan import plan_pipeline
 from pipelines.files import hub
 from pipelines.files.fetch import fetched
 from pipelines.recipe.load import load_pipeline, parse_pipeline
+from pipelines.recipe.pinning import pin
 from pipelines.spec import Import, RecipeError
 from pipelines.store import StoreError, StoreUnreachable, open_store
-from tests.support.hub import Hub, serving
+from tests.support.hub import Hub, running_hub
 
 FILES = {
     "config.json": b'{"model_type": "vit"}',
@@ -27,7 +28,7 @@ FILES = {
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with serving(Hub()) as running:
+    with running_hub() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -177,7 +178,7 @@ def test_a_hub_that_does_not_answer_is_asked_again_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with serving(Hub()) as gone:
+    with running_hub() as gone:
         monkeypatch.setenv("HF_ENDPOINT", gone.endpoint)
     with pytest.raises(StoreUnreachable, match=r"hf:org/vit: cannot fetch it from http://127.0.0.1:\d+: "):
         hub.pinned("hf:org/vit")
@@ -186,7 +187,7 @@ def test_a_hub_that_does_not_answer_is_asked_again_later(
 def test_a_server_that_is_no_hub_is_said_so(server: Hub) -> None:
     server.commit("org/vit", FILES)
     server.info_sent = b"<html>"
-    with pytest.raises(StoreError, match=r"does not answer as the Hugging Face hub does .*Check HF_ENDPOINT"):
+    with pytest.raises(StoreError, match=r"does not answer as .*HF_ENDPOINT"):
         hub.pinned("hf:org/vit")
 
 

@@ -3,49 +3,38 @@
 import json
 import os
 import re
+import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
+from werkzeug import Response
 
 from pipelines.cli import app
 from pipelines.commands import common
-from pipelines.files.s3 import client
 from pipelines.machine import doctor, findings
 from pipelines.machine.doctor import cluster_findings, store_findings
 from pipelines.machine.findings import GIB, Finding
 from pipelines.spec import RecipeError
 from pipelines.store import open_store
 from pipelines.store.folder import FolderStore
+from tests.support.s3 import Fault, Server, faulty, used
+from tests.support.serving import serving
 
 
-@contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
     found = list(findings)
     assert all(finding.said and bool(finding.do) == (finding.status != "ok") for finding in found)
     return {finding.what: finding for finding in found}
 
 
-def statuses(findings: Iterator[Finding]) -> dict[str, str]:
+def statuses(findings: Iterable[Finding]) -> dict[str, str]:
     return {name: finding.status for name, finding in by_name(findings).items()}
 
 
@@ -88,98 +77,51 @@ def test_another_layout_is_a_problem(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- S3
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    yield monkeypatch
-    client.cache_clear()
-
-
-def at(endpoint: str, s3: pytest.MonkeyPatch) -> None:
-    s3.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    client.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
-
-
-def test_s3_is_well_and_the_probe_is_removed(moto: str, s3: pytest.MonkeyPatch) -> None:
-    at(moto, s3)
-    client().create_bucket(Bucket="bucket")
-    found = by_name(store_findings("s3://bucket/prefix"))
-    assert {name: finding.status for name, finding in found.items()} == WELL
-    assert "the first run creates it" in found["store"].said
-    assert client().list_objects_v2(Bucket="bucket")["KeyCount"] == 0
-    store = open_store("s3://bucket/prefix")
-    assert statuses(store_findings("s3://bucket/prefix/")) == WELL
-    assert store.names("") == ["store.json"]
+def test_s3_is_well_and_the_probe_is_removed(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = moto.bucket()
+    uri = f"s3://{bucket.name}/prefix"
+    with used(moto, monkeypatch):
+        found = by_name(store_findings(uri))
+        assert {name: finding.status for name, finding in found.items()} == WELL
+        assert "the first run creates it" in found["store"].said
+        assert bucket.objects() == {}
+        store = open_store(uri)
+        assert statuses(store_findings(f"{uri}/")) == WELL
+        assert store.names("") == ["store.json"]
 
 
 def test_a_bucket_that_is_not_there_and_an_address_with_keys_are_problems(
-    moto: str, s3: pytest.MonkeyPatch
+    moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at(moto, s3)
-    found = by_name(store_findings("s3://nowhere/x"))
+    with used(moto, monkeypatch):
+        found = by_name(store_findings("s3://nowhere/x"))
+        (finding,) = store_findings("s3://KEY:SECRET@bucket/x")
     assert found.keys() == {"store"}
     assert "no such bucket" in found["store"].said
-    (finding,) = store_findings("s3://KEY:SECRET@bucket/x")
     assert finding.status == "problem"
     assert "SECRET" not in str(finding)
 
 
-class Careless(BaseHTTPRequestHandler):
-    """An S3 server that takes no notice of `If-None-Match`."""
-
-    objects: ClassVar[dict[str, bytes]] = {}
-    removes = True
-
-    def do_PUT(self) -> None:
-        self.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(200)
-
-    def do_GET(self) -> None:
-        if self.path in self.objects:
-            self._answer(200, self.objects[self.path])
-        else:
-            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_DELETE(self) -> None:
-        if self.removes:
-            self.objects.pop(self.path, None)
-        self._answer(204 if self.removes else 403)
-
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.slow
-def test_a_server_that_overwrites_is_a_problem(s3: pytest.MonkeyPatch) -> None:
-    with serving(Careless) as endpoint:
-        at(endpoint, s3)
-        found = by_name(store_findings("s3://bucket/prefix"))
-    assert {name: finding.status for name, finding in found.items()} == {"store": "ok", "writing": "problem"}
-    assert "ignores If-None-Match" in found["writing"].said
-    assert not Careless.objects, "the probe is removed"
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_server_that_overwrites_is_a_problem_and_a_probe_that_stays_is_told(
+    moto: Server, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    bucket = moto.bucket()
+    with faulty(moto) as (proxy, server), used(server, monkeypatch):
+        proxy.drop = "if-none-match"
+        if not removes:
+            proxy.faults.append(Fault("DELETE", status=403, code="AccessDenied", times=1000))
+        found = list(store_findings(f"s3://{bucket.name}/prefix"))
+    writing = ("writing", "problem" if removes else "warning")
+    assert [(finding.what, finding.status) for finding in found][:2] == [
+        ("store", "ok"),
+        ("writing", "problem"),
+    ]
+    assert "ignores If-None-Match" in found[1].said
+    left = {name.rpartition("/")[0] for name in bucket.objects()}
+    assert len(left) == (0 if removes else 1), "the probe is removed, if it may be"
+    assert all(f"remove s3://{bucket.name}/{folder}/ by hand" in found[-1].do for folder in left)
+    assert (found[-1].what, found[-1].status) == writing
 
 
 def test_a_file_system_that_overwrites_is_a_problem(tmp_path: Path) -> None:
@@ -193,7 +135,7 @@ def test_a_file_system_that_overwrites_is_a_problem(tmp_path: Path) -> None:
     )
     found = doctor.conditional_writes(Overwriting(tmp_path))
     assert found.status == "problem"
-    assert "8 writers of one name 8 were told that they won, and a later one too" in found.said
+    assert "8 writers of one name 8" in found.said
 
 
 def test_a_clock_that_differs_is_a_problem() -> None:
@@ -203,45 +145,20 @@ def test_a_clock_that_differs_is_a_problem() -> None:
     assert 3590 < int(seconds) < 3610
 
 
-@pytest.mark.slow
-def test_a_probe_that_may_not_be_removed_is_told(s3: pytest.MonkeyPatch) -> None:
-    class Keeping(Careless):
-        removes = False
-        objects: ClassVar[dict[str, bytes]] = {}
-
-    with serving(Keeping) as endpoint:
-        at(endpoint, s3)
-        *_, last = store_findings("s3://bucket")
-    assert (last.what, last.status) == ("writing", "warning")
-    left = {path.rsplit("/", 1)[0] for path in Keeping.objects}
-    assert [f"remove s3:/{path}/ by hand" in last.do for path in left] == [True]
-
-
 # ------------------------------------------------------------------------------------------------- clusters
 
 
-class Head(BaseHTTPRequestHandler):
-    """Answers as a head of Ray does, to everyone."""
-
-    version = "2.60.0"
-
-    def do_GET(self) -> None:
-        said = {"/api/version": {"ray_version": self.version, "session_name": "s"}, "/api/jobs/": []}
-        body = json.dumps(said[self.path]).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+def head(version: str = "2.60.0") -> AbstractContextManager[str]:
+    """The address of a server that answers as a head of Ray does, to everyone."""
+    said = {"/api/version": {"ray_version": version, "session_name": "s"}, "/api/jobs/": []}
+    return serving(lambda environ, start: Response(json.dumps(said[environ["PATH_INFO"]]))(environ, start))
 
 
 def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: Head.version)
-    with serving(Head) as address:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.60.0")
+    with head() as address:
         found = by_name(cluster_findings(address, None))
         everywhere = by_name(cluster_findings(address, None, listening={"0.0.0.0", "127.0.0.1"}))
         mapped = by_name(cluster_findings(address, None, listening={"::ffff:127.0.0.1", "::1"}))
@@ -256,15 +173,10 @@ def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
     assert mapped["cluster, access"] == found["cluster, access"]
 
 
-def test_where_a_port_listens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ThreadingHTTPServer(("0.0.0.0", 0), Head)
-    try:
-        found = {
-            ip for ip, port, pid in doctor._listening() if (port, pid) == (server.server_port, os.getpid())
-        }
-    finally:
-        server.server_close()
-    assert found == {"0.0.0.0"}
+def test_where_a_port_listens_is_seen() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        own = (server.getsockname()[1], os.getpid())
+        assert {ip for ip, *at in doctor._listening() if tuple(at) == own} == {"0.0.0.0"}
 
 
 @pytest.mark.slow
@@ -272,11 +184,7 @@ def test_where_a_port_listens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "status"), [("2.53.0", "problem"), ("2.54.0", "warning"), ("10.1", "warning")]
 )
 def test_a_cluster_of_another_version(version: str, status: str) -> None:
-    class Other(Head):
-        pass
-
-    Other.version = version
-    with serving(Other) as address:
+    with head(version) as address:
         found = by_name(cluster_findings(address, None))
     assert found["cluster"].status == status
     assert version in found["cluster"].said
@@ -312,10 +220,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
         )
         # as another cluster, whose processes are not known
         found = by_name(cluster_findings(ray.address, ray.token_path))
-        assert (
-            found["cluster, access"].said
-            == "it requires a token, and listens only on this machine's loopback"
-        )
+        assert "requires a token" in found["cluster, access"].said
 
 
 # ------------------------------------------------------------------------------------------------- the machine

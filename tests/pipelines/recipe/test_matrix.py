@@ -18,6 +18,7 @@ from pipelines.recipe.load import load_pipeline, schema
 from pipelines.recipe.pipeline import Pipeline, base, members
 from pipelines.spec import RecipeError
 from pipelines.store import open_store, read_events
+from tests.conftest import Vitflow
 from tests.support import paths
 
 TINY = yaml.safe_load(paths.TINY.read_text())
@@ -317,7 +318,7 @@ def test_the_schema_knows_matrix_and_a_plan_holds_its_members(recipe: Any, tmp_p
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_failed_member_stops_what_follows_it_and_no_sibling(tmp_path: Path, vitflow: Any) -> None:
+def test_a_failed_member_stops_what_follows_it_and_no_sibling(tmp_path: Path, vitflow_local: Vitflow) -> None:
     """One class folder has a damaged image, which one member does not tolerate; the others make equal datasets."""
     from PIL import Image
 
@@ -335,7 +336,7 @@ def test_a_failed_member_stops_what_follows_it_and_no_sibling(tmp_path: Path, vi
     }
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"name": "x", "stages": stages}))
     store = ("--store", tmp_path / "s")
-    done = vitflow("run", tmp_path / "x.yaml", *store, check=1)
+    done = vitflow_local("run", tmp_path / "x.yaml", *store, check=1)
     assert "failed: images@max_bad_fraction=0.0" in done.stderr
     opened = open_store(str(tmp_path / "s"))
     (run,) = opened.names("runs")
@@ -347,8 +348,8 @@ def test_a_failed_member_stops_what_follows_it_and_no_sibling(tmp_path: Path, vi
     assert {status[stage] for stage in made} <= {"SUCCEEDED", "CACHED"}
     assert ends[made[2]]["key"] == ends[made[3]]["key"], "the same content behind it: one result for both"
     assert opened.names(f"artifacts/baselines/{ends[made[2]]['key']}/attempts") == ["1"]
-    log = vitflow("logs", run, "images@max_bad_fraction=0.5", *store).stdout
+    log = vitflow_local("logs", run, "images@max_bad_fraction=0.5", *store).stdout
     assert log.startswith("--- images@max_bad_fraction=0.5 (attempt 1, SUCCEEDED)")
-    assert vitflow("logs", run, "images", *store).stdout.count("--- images@") == 3
-    again = vitflow("run", tmp_path / "x.yaml", *store, "--only", "pixels@max_bad_fraction=0.5")
+    assert vitflow_local("logs", run, "images", *store).stdout.count("--- images@") == 3
+    again = vitflow_local("run", tmp_path / "x.yaml", *store, "--only", "pixels@max_bad_fraction=0.5")
     assert again.stdout.count("CACHED") == 2

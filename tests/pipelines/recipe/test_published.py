@@ -102,7 +102,7 @@ def test_derived_numbers_are_the_sources(recipe: str, stage: str) -> None:
 def test_operations_are_those_of_the_published_model(recipe: str, stage: str) -> None:
     """Counted by hand: six operations per multiplication of the patches, the blocks and the head."""
     from ray_jobs.training.methods import make_method
-    from tests.support.vits import contract_of
+    from tests.support.vits import contract_for
 
     config, published = load(recipe).stages[stage], PUBLISHED[recipe, stage]
     assert isinstance(config, Pretrain) and isinstance(config.model, ModelSize)
@@ -113,7 +113,7 @@ def test_operations_are_those_of_the_published_model(recipe: str, stage: str) ->
     products = (
         patches * 3 * patch**2 * d + depth * (tokens * (4 * d * d + 2 * d * 4 * d) + 2 * tokens**2 * d) + head
     )
-    contract = contract_of(config.model.architecture(224, 3, classes))
+    contract = contract_for(config.model.architecture(224, 3, classes))
     if config.objective == "distillation":
         config = config.model_copy(
             update={"objective": "softmax"}

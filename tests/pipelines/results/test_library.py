@@ -12,17 +12,19 @@ import torch
 from PIL import Image
 
 import pipelines
-from pipelines.files import s3
+from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreError, commit, open_store
-from ray_jobs.data.shards import ImageSize, Sample
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize
 from ray_jobs.evaluation import rows as tables
-from tests.support import datasets
+from tests.support import datasets, records
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
+from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.weights import save_model
@@ -44,19 +46,7 @@ def put_dataset(store: Store, key: str = "da") -> None:
 
 
 def row(method: str, value: float) -> dict[str, object]:
-    return {
-        "task": "zoo",
-        "protocol": "baseline",
-        "method": method,
-        "labels_per_class": None,
-        "draw": 0,
-        "split": "test",
-        "metric": "accuracy",
-        "value": value,
-        "num_images": 3,
-        "selected_on": "dev",
-        "settings": "{}",
-    }
+    return records.row(task="zoo", method=method, labels_per_class=None, value=value, num_images=3)
 
 
 def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
@@ -67,11 +57,8 @@ def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
     )
     model = ViT(config)
     torch.nn.init.normal_(model.head.weight)
-    contract = ModelContract(
-        architecture=config, class_names=CLASSES, preprocessing=GREY, training_data="d", license=None
-    )
     with store.staging(Layout.files("finetune", key, 1)) as staging:
-        save_model(staging.path, model, contract)
+        save_model(staging.path, model, contract_for(config, CLASSES))
         tables.write_table(staging.path / "rows.parquet", [row("ViT", value)], tables.ROWS)
     commit(store, make_manifest("finetune", key=key, stage="tune", run="r-1", files=staging.files))
     return model.eval()
@@ -227,10 +214,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://{}:{}".format(*server.get_host_and_port()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    s3.client.cache_clear()
-    s3.client().create_bucket(Bucket="bucket")
+    s3_client.client.cache_clear()
+    s3_client.client().create_bucket(Bucket="bucket")
     yield "s3://bucket/x"
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     server.stop()
 
 

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from pipelines import store as st
 from pipelines.cli import app
-from pipelines.cluster.jobs_client import JobState
 from pipelines.engine import plan
 from pipelines.engine.driver import Driver
 from pipelines.engine.logs import show_logs
-from pipelines.engine.runs import load_run, run_status, start_run
+from pipelines.engine.runs import Run, load_run, run_status, start_run
 from pipelines.engine.submission import reached
 from pipelines.identity import sha256, stage_key, successor_key
 from pipelines.recipe.load import load_pipeline
@@ -45,8 +44,10 @@ from pipelines.store.folder import FolderStore
 from ray_jobs.evaluation.rows import ROWS, write_table
 from ray_jobs.ingesting.reuse import FACTS, Finished, find_reusable, finished_parts, write_facts
 from ray_jobs.sources.archives.entries import ENTRIES
+from tests.support.cluster import Client, Clock, FakeCluster, Script
 from tests.support.paths import TINY
 from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan, row
+from tests.support.world import Told
 
 GOOD, BAD = "good-20260101-000000-aaaa", "bad-20260102-000000-bbbb"  # runs
 ROW = row()
@@ -511,64 +512,24 @@ def test_the_command_says_what_is_damaged_and_what_to_do(store: FolderStore) -> 
 # ------------------------------------------------------------------------------------------------- a whole run
 
 
-class Running:
-    """A cluster whose only job runs until it is stopped, and a driver's connection to it; at the third look at the job
-    `happens` is called."""
-
-    address, session_name = "http://127.0.0.1:8265", "session"
-
-    def __init__(self, happens: Callable[[], None]) -> None:
-        self.happens, self.looks, self.status = happens, 0, "RUNNING"
-
-    def cluster(self) -> Any:
-        return self
-
-    def keep(self) -> None:
-        """Nothing."""
-
-    def job(self, submission_id: str) -> JobState:
-        self.looks += 1
-        if self.looks == 3:
-            self.happens()
-        return JobState(submission_id, self.status, "", None)
-
-    def stop(self, submission_id: str) -> None:
-        self.status = "STOPPED"
-
-    def logs(self, submission_id: str) -> str:
-        return ""
-
-    def follow_logs(self, *_: object) -> None:
-        """Nothing."""
+def driving(store: FolderStore, run: Run, happens: Callable[[], object]) -> tuple[Driver, FakeCluster, Told]:
+    """A driver on a simulated cluster, whose jobs run until they are stopped; something happens after 3 s."""
+    clock = Clock()
+    cluster = FakeCluster(clock, store, lambda _: Script(running=1e5))  # type: ignore[arg-type]
+    clock.after(3.0, happens)
+    told = Told(clock)
+    return Driver(store, run, Client(cluster), told, 1, clock=clock), cluster, told
 
 
-class Told:
-    """A display that keeps how stages ended."""
-
-    def __init__(self) -> None:
-        self.ends: dict[str, str] = {}
-
-    def stage(self, name: str, status: str, detail: str = "") -> None:
-        self.ends[name] = f"{status} {detail}"
-
-    def line(self, name: str, text: str) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-
-@pytest.mark.slow
 def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     run = start_run(store, load_pipeline(str(TINY)), ("digits",))
-    connection = Running(lambda: shutil.rmtree(store.root))
+    driver, *_ = driving(store, run, lambda: shutil.rmtree(store.root))
     with pytest.raises(StoreAbsent, match="is no longer a store"):
-        Driver(store, run, connection, Told(), 1).walk()
+        driver.walk()
     assert not store.root.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("forced", [(), ("digits",)])
 def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced: tuple[str, ...]) -> None:
     store = FolderStore(tmp_path / "store")
@@ -578,12 +539,12 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
         (staging.path / "index.parquet").write_bytes(b"12345")
     made = st.commit(store, make_manifest("ingest", key=digits.key, files=staging.files))
     os.truncate(local_files(store, made) / "index.parquet", 3)
-    run, told = start_run(store, pipeline, ("digits",), forced), Told()
-    connection = Running(lambda: st.wish_stop(store, run.id))
-    status, _ = Driver(store, run, connection, told, 1).walk()
+    run = start_run(store, pipeline, ("digits",), forced)
+    driver, cluster, told = driving(store, run, lambda: st.request_stop(store, run.id))
+    status, _ = driver.walk()
     assert status == {"digits": "STOPPED" if forced else "FAILED"}
-    assert ("`--force digits` rebuilds it" in told.ends["digits"]) != bool(forced)
-    assert (connection.looks > 0) == bool(forced)
+    assert ("`--force digits` rebuilds it" in told.of("digits")[-1]) != bool(forced)
+    assert bool(cluster.started) == bool(forced)
 
 
 def test_damaged_facts_of_an_earlier_ingest_are_not_used_again(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_what_the_loader_cuts_from_a_file_the_loop_leaves_alone(policy: str) -> 
         return
     assert torch.equal(images, IMAGES)
     for ours, expected in zip(
-        training.crop.boxes(POSITIONS, 50, 70), crops(policy, 3, POSITIONS, 50, 70), strict=True
+        training.crop(POSITIONS, 50, 70), crops(policy, 3, POSITIONS, 50, 70), strict=True
     ):
         np.testing.assert_array_equal(ours, expected)
 

@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ray_jobs.data import shards
-from ray_jobs.data.shards import ImageSize, Sample, open_dataset
+from ray_jobs.data import writing
+from ray_jobs.data.columns import Sample
+from ray_jobs.data.shards import ImageSize, open_dataset
 from tests.support import datasets
 from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image
@@ -64,7 +65,7 @@ def colour(resolution: int) -> Preprocessing:
 
 def test_plain_pyarrow_reads_it_and_each_row_group_is_one_page(tmp_path: Path) -> None:
     samples = file_samples()
-    assert len(shards.write_shard(tmp_path / "x.parquet", samples, 20_000)) == len(samples)
+    assert len(writing.write_shard(tmp_path / "x.parquet", samples, 20_000)) == len(samples)
     assert [Sample(**row) for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == samples
     groups = pq.ParquetFile(tmp_path / "x.parquet").metadata
     assert groups.num_row_groups > 1
@@ -77,7 +78,7 @@ def test_images_lie_verbatim_at_the_offsets_that_writing_returns(
     tmp_path: Path, samples: list[Sample]
 ) -> None:
     path = tmp_path / "x.parquet"
-    offsets = shards.write_shard(path, samples, 2**21)
+    offsets = writing.write_shard(path, samples, 2**21)
     data = path.read_bytes()
     for sample, offset in zip(samples, offsets, strict=True):
         assert data[offset : offset + len(sample.image)] == sample.image
@@ -85,14 +86,14 @@ def test_images_lie_verbatim_at_the_offsets_that_writing_returns(
 
 def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
     samples = file_samples()
-    shards.write_shard(tmp_path / "a.parquet", samples, 10_000)
-    shards.write_shard(tmp_path / "b.parquet", iter(samples), 10_000)
+    writing.write_shard(tmp_path / "a.parquet", samples, 10_000)
+    writing.write_shard(tmp_path / "b.parquet", iter(samples), 10_000)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
 
 
 def test_a_raw_image_of_another_length_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="raw image 'row 0' has 63 bytes, but its size needs 64"):
-        shards.write_shard(tmp_path / "x", [raw_samples()[0]._replace(image=b"0" * 63)])
+        writing.write_shard(tmp_path / "x", [raw_samples()[0]._replace(image=b"0" * 63)])
 
 
 # ---- reading
@@ -198,17 +199,17 @@ def test_info_survives_writing_and_is_checked(tmp_path: Path) -> None:
 
 def test_content_digest_covers_ids_labels_splits_and_classes_in_any_order() -> None:
     samples = [("a", 0, "train", None), ("b", 1, "test", None)]
-    digest = shards.content_digest("set", samples, ["x", "y"])
-    assert shards.content_digest("set", samples[::-1], ["x", "y"]) == digest
+    digest = writing.content_digest("set", samples, ["x", "y"])
+    assert writing.content_digest("set", samples[::-1], ["x", "y"]) == digest
     others = [
-        shards.content_digest("set", [("a", 0, "train", None), ("b", 0, "test", None)], ["x", "y"]),
-        shards.content_digest("set", [("a", 0, "dev", None), ("b", 1, "test", None)], ["x", "y"]),
-        shards.content_digest("set", [("c", 0, "train", None), ("b", 1, "test", None)], ["x", "y"]),
-        shards.content_digest("set", [samples[0], ("b", 1, "test", [])], ["x", "y"]),
-        shards.content_digest("set", [samples[0], ("b", 1, "test", [0])], ["x", "y"]),
-        shards.content_digest("set", samples[:1], ["x", "y"]),
-        shards.content_digest("set", samples, ["y", "x"]),
-        shards.content_digest("other", samples, ["x", "y"]),
+        writing.content_digest("set", [("a", 0, "train", None), ("b", 0, "test", None)], ["x", "y"]),
+        writing.content_digest("set", [("a", 0, "dev", None), ("b", 1, "test", None)], ["x", "y"]),
+        writing.content_digest("set", [("c", 0, "train", None), ("b", 1, "test", None)], ["x", "y"]),
+        writing.content_digest("set", [samples[0], ("b", 1, "test", [])], ["x", "y"]),
+        writing.content_digest("set", [samples[0], ("b", 1, "test", [0])], ["x", "y"]),
+        writing.content_digest("set", samples[:1], ["x", "y"]),
+        writing.content_digest("set", samples, ["y", "x"]),
+        writing.content_digest("other", samples, ["x", "y"]),
     ]
     assert len({digest, *others}) == 9
 

@@ -174,10 +174,6 @@ def test_logistic_regression_chooses_c_on_dev_and_then_fits_everything(
     assert without_dev.fitted.selected_on == "a tenth of train"
 
 
-def test_the_grid_of_c_is_dinov2s() -> None:
-    assert (len(frozen.C_GRID), frozen.C_GRID[0], frozen.C_GRID[-1]) == (45, 1e-6, 1e5)
-
-
 def test_the_most_frequent_class_of_the_labelled_images() -> None:
     """Of all of them, and not of a draw, which has equally many of each class."""
     labels, truth = np.array([3, 3, 1, 7, 7, 7]), np.array([7, 7, 3, 1])

@@ -242,9 +242,7 @@ def test_a_pretraining_was_trained_on_what_its_start_was(made: Made, tuned_since
     made.model("third", "pretrain", data="c", init_from="second")
     if tuned_since:
         made.model("tuned_third", "finetune", data="d", backbone="third", labels={})
-    with pytest.raises(
-        ValueError, match=r"trained on 5 of the 10 test images of c .5 by first .pretrain first. on a"
-    ):
+    with pytest.raises(ValueError, match=r"5 of the 10 test images of c .*by first .* on a"):
         made.check("c", "tuned_third" if tuned_since else "third")
     made.model("weights", "import")
     made.model("continued", "pretrain", data="d", init_from="weights")
@@ -257,9 +255,7 @@ def test_a_student_was_trained_on_what_its_teacher_was(made: Made) -> None:
     made.model("student", "pretrain", data="c", teacher="wise")
     made.model("tuned_student", "finetune", data="c", backbone="student", labels={})
     for model in ("student", "tuned_student"):
-        with pytest.raises(
-            ValueError, match=r"trained on 5 of the 10 test images of c .5 by wise .pretrain wise. on a"
-        ):
+        with pytest.raises(ValueError, match=r"5 of the 10 test images of c .*by wise .* on a"):
             made.check("c", model)
 
 
@@ -518,7 +514,7 @@ def test_our_own_weights_keep_their_lineage_when_they_are_exported_and_imported(
     made.data("c", train=range(100, 120))
     made.model("again", "finetune", data="c", backbone="tuned", labels={})
     imported_again(made, "again", to, tmp_path)
-    with pytest.raises(ValueError, match=r"20 of the 20 test images of b .20 by tuned .finetune tuned. on a"):
+    with pytest.raises(ValueError, match=r"20 of the 20 test images of b .*by tuned .* on a"):
         made.check("b", to)
     found = made.check("b", to, seen_in_training="report")
     assert found.seen.all() and not found.unknown
@@ -542,10 +538,7 @@ def test_of_weights_from_elsewhere_the_data_set_that_they_name_is_known(
         with pytest.raises(ValueError, match="trained on 20 of the 20 test images of b"):
             made.check("b", name)
     made.check("c", "weights")
-    assert (
-        "test images seen in training: unknown; near-copies of training images: 0 more"
-        in capsys.readouterr().out
-    )
+    assert "test images seen in training: unknown" in capsys.readouterr().out
 
 
 def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_seen(made: Made) -> None:

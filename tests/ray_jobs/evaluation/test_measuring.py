@@ -11,25 +11,19 @@ from ray_jobs.evaluation import measuring
 from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.task import Task
 from tests.support.finetuning import configuration
+from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import ModelContract
 
 CPU = torch.device("cpu")
 MIB = 2**20
 
 
 def contract(width: int, depth: int) -> ModelContract:
-    half = (0.5,) * 3
     model = ViTConfig(
         image_size=16, patch_size=4, width=width, depth=depth, num_heads=4, mlp_dim=4 * width, num_classes=2
     )
-    return ModelContract(
-        architecture=model,
-        class_names=("a", "b"),
-        preprocessing=Preprocessing(mean=half, std=half, resolution=16, channels=3),
-        training_data="unknown",
-        license=None,
-    )
+    return contract_for(model, ("a", "b"))
 
 
 def test_the_fastest_pass_after_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from pipelines.spec import FolderSource, HfParquetSource, Ingest
 from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs import ingest
 from ray_jobs.data.images import DECODING
-from ray_jobs.data.shards import SPLITS, content_digest, open_dataset
+from ray_jobs.data.shards import SPLITS, open_dataset
+from ray_jobs.data.writing import content_digest
 from ray_jobs.ingesting.card import copies_note
 from ray_jobs.ingesting.reuse import facts_file
 from ray_jobs.process.context import Context, Result, SourceChangedError

@@ -16,6 +16,7 @@ from pipelines.spec import Pretrain
 from pipelines.store import open_store
 from ray_jobs import pretrain
 from ray_jobs.process import devices
+from ray_jobs.process.cluster import fit_resources, room_for
 from tests.support.paths import TINY
 from tests.support.records import make_context
 from vit_model.errors import UserError
@@ -81,7 +82,7 @@ def test_workers_that_the_cluster_has_no_room_for_are_refused(
 ) -> None:
     """A pretraining with 64 workers on two cores started, and waited."""
     with pytest.raises(UserError, match=message):
-        devices.fit_resources(threads, workers)
+        fit_resources(threads, workers)
     settings = {"batch_size": 576, "workers": workers, "threads": threads}
     given = Pretrain.model_validate(yaml.safe_load(TINY.read_text())["stages"]["pretrain"] | settings)
     with pytest.raises(UserError, match=message):
@@ -91,4 +92,4 @@ def test_workers_that_the_cluster_has_no_room_for_are_refused(
 @pytest.mark.parametrize("cluster", [[{"CPU": 2}], [{"CPU": 1}, {"CPU": 1}]], indirect=True)
 @pytest.mark.parametrize("workers", [2, 8])
 def test_workers_may_share_cores(cluster: None, workers: int) -> None:
-    assert devices.room_for(workers, 2) == workers
+    assert room_for(workers, 2) == workers

@@ -21,7 +21,7 @@ from tests.support.interrupted import SIZE, configuration, write_ancestor, write
 from tests.support.kept import kept_bytes
 from tests.support.objectives import CASES
 from tests.support.paths import ROOT
-from tests.support.vits import contract_of
+from tests.support.vits import contract_for
 from tests.support.workers import run_workers
 from vit_model.build import Network, build
 from vit_model.weights import load_model
@@ -42,7 +42,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ancestor
 def method_of(config: Pretrain, teacher: Ancestor) -> tuple[Method, Network]:
     assert isinstance(config.model, ModelSize)
     classes = 3 if objective_properties(config.objective).classifier else 0
-    contract = contract_of(config.model.architecture(8, 1, classes))
+    contract = contract_for(config.model.architecture(8, 1, classes))
     names = tuple("abc"[:classes])
     method = make_method(config, contract.model_copy(update={"class_names": names}), CPU, teacher)
     return method, build(contract.architecture)

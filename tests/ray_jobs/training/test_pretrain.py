@@ -382,7 +382,7 @@ def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, 
     ("units", "min_workers", "workers"), [(8, 1, 8), (9, 1, 8), (4, 1, 4), (3, 1, 2), (1, 1, 1), (1, 3, 4)]
 )
 def test_workers_are_as_many_as_divide_the_batch_and_find_room(monkeypatch, units, min_workers, workers):
-    monkeypatch.setattr(pretrain.devices, "units_in_cluster", lambda: units)
+    monkeypatch.setattr(pretrain.cluster, "units_in_cluster", lambda: units)
     config = configuration(batch_size=16, workers=8, min_workers=min_workers)
     assert pretrain._workers_left(config, 8, 8) == workers
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.zero_matrix import CASES, Case, Result, measure
+from tests.support.zero_matrix import CASES, Case, Result, in_half, measure
 
 # Every stage, and each value of every other dimension at each of them or its neighbour.
 FEW = [
@@ -40,5 +40,6 @@ def test_some_ways_to_train_give_the_weights_of_plain_torch():
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_other_ways_to_train_give_the_weights_of_plain_torch(dtype: str) -> None:
-    check(measure([case for case in CASES if case.dtype == dtype and case not in FEW]))
+def test_half_of_the_other_ways_to_train_give_the_weights_of_plain_torch(dtype: str) -> None:
+    """benchmarks/zero_matrix.py has all of them."""
+    check(measure([case for case in CASES if case.dtype == dtype and case not in FEW and in_half(case)]))

@@ -15,6 +15,7 @@ from pipelines.spec import Finetune, Labels, ResNetSize
 from pipelines.store import Layout, decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
+from ray_jobs.data.writing import shard_file
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED, Overlap
 from ray_jobs.evaluation.supports import Supports
@@ -71,8 +72,8 @@ def test_with_all_labels_refits_repeat_the_fit_with_other_seeds(tmp_path, datase
 
 
 def test_few_labels_are_drawn_from_train_and_folds_part_the_first_draw(dataset):
-    (dataset / shards.shard_file(2)).unlink()  # nothing here may open it
-    (dataset / shards.shard_file(1)).unlink()
+    (dataset / shard_file(2)).unlink()  # nothing here may open it
+    (dataset / shard_file(1)).unlink()
     _, pools, supports = prepared(dataset, configuration())
     assert [np.bincount(pool.labels).tolist() for pool in pools] == [[4, 4], [4, 4]]
     assert set(pools[0].rows["key"].to_pylist()) != set(pools[1].rows["key"].to_pylist())
@@ -91,7 +92,7 @@ def test_an_image_that_several_draws_take_is_compared_once(dataset):
 
 
 def test_with_all_labels_dev_chooses_and_is_refitted_on(dataset):
-    (dataset / shards.shard_file(2)).unlink()
+    (dataset / shard_file(2)).unlink()
     opened = shards.open_dataset(dataset)
     _, (pool,), supports = prepared(dataset, configuration(labels=Labels()))
     ((inside, outside),) = supports.folds

@@ -21,7 +21,6 @@ from pipelines.spec import Finetune, Labels
 from pipelines.spec.search import Point
 from pipelines.store import FitName
 from ray_jobs import finetune
-from ray_jobs.process import devices
 from ray_jobs.training.task import make_task
 from ray_jobs.tuning import runner
 from ray_jobs.tuning.ledger import add_point, add_trial, open_ledger
@@ -222,7 +221,7 @@ class Cluster:
         )
         patch.setattr(ray, "wait", self._wait)
         patch.setattr(ray, "get", lambda task: self._tasks.pop(task)())
-        patch.setattr(devices, "fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))
+        patch.setattr("ray_jobs.process.cluster.fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))
         patch.setattr(runner, "run_trial", self._train)
 
     def _begin(self, run: Callable[..., Any], *arguments: Any) -> object:

@@ -11,7 +11,7 @@ import pytest
 from pipelines.spec import Finetune, Labels
 from pipelines.store import Layout
 from ray_jobs import finetune
-from ray_jobs.process import devices
+from ray_jobs.process import cluster
 from ray_jobs.process.stage import join_ray
 from ray_jobs.training.task import at_point, make_task
 from ray_jobs.tuning.runner import run_trial
@@ -63,7 +63,7 @@ def _search_and_kill(rank: int, root: Path, environment: dict[str, str]) -> None
     join_ray()
     put_halves(root / "dataset")
     given = context(root / "store", root / "dataset", searching())
-    assert devices.fit_resources(1, workers=2) == ({"CPU": 0.0, "memory": 1.0}, 2)
+    assert cluster.fit_resources(1, workers=2) == ({"CPU": 0.0, "memory": 1.0}, 2)
     (root / "metrics.json").write_text(json.dumps(finetune.main(given).metrics))
     wait_until_free()
 

@@ -17,6 +17,7 @@ from pipelines.files.sources import source_files
 from pipelines.spec import Source
 from ray_jobs.sources import catalog
 
+LIBRARY = 0.02  # the share of mutations of sources with files that the sandbox reads
 READ = TypeAdapter[Any](Source).validate_python
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.support import cifar, idx, imagenet
 from tests.support.archives import image, rar, tar, zipped
-from tests.support.examples import Example, written
+from tests.support.examples import LIBRARY, Example, written
 from tests.support.prepared import FORMATS, SPLITS, put_parquet, put_tfds
 from tests.support.webdataset import shard
 
@@ -56,10 +56,10 @@ EXAMPLES = [
         lambda: imagenet.files(images=8) | {"real.json": json.dumps(imagenet.REAL).encode()},
         images=4 * 8 + len(imagenet.TRUTH),
         fuzzed={
-            "ILSVRC2012_img_train.tar": 0.5,
-            "ILSVRC2012_img_val.tar": 0.5,
-            "ILSVRC2012_devkit_t12.tar.gz": 0.05,
-            "real.json": 0.5,
+            "ILSVRC2012_img_train.tar": LIBRARY,
+            "ILSVRC2012_img_val.tar": LIBRARY,
+            "ILSVRC2012_devkit_t12.tar.gz": LIBRARY,
+            "real.json": LIBRARY,
         },
     ),
     Example(

@@ -12,7 +12,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
+from tests.support.vits import contract_for
 from vit_model import formats
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
@@ -132,16 +133,7 @@ def their_output(model: nn.Module, images: Tensor, resized: bool = False) -> Ten
 def model_of(imported: Imported) -> tuple[ViT, ModelContract]:
     model = ViT(imported.architecture)
     model.load_state_dict(imported.weights)
-    pixels = imported.preprocessing
-    assert pixels is not None
-    contract = ModelContract(
-        architecture=imported.architecture,
-        class_names=imported.class_names,
-        preprocessing=pixels,
-        training_data="sha256:" + "0" * 64,
-        license=imported.license,
-    )
-    return model, contract
+    return model, contract_of(imported)
 
 
 def images_of(height: int, width: int) -> Tensor:
@@ -197,9 +189,7 @@ def test_what_we_write_transformers_loads_strictly_and_we_read_again(tmp_path: P
         imported.class_names,
         imported.license,
     )
-    assert again.weights.keys() == imported.weights.keys()
-    for key, tensor in imported.weights.items():
-        assert torch.equal(again.weights[key], tensor), key
+    torch.testing.assert_close(again.weights, imported.weights, rtol=0, atol=0)
     kind = getattr(
         transformers(), json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0]
     )
@@ -228,24 +218,9 @@ def ours(**fields: Any) -> tuple[ViT, ModelContract]:
         **{"image_size": 16, "patch_size": 8, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32} | fields
     )
     model = randomise(ViT(config))
-    assert isinstance(model, ViT)
-    pixels = Preprocessing(
-        mean=(0.5,) * config.in_channels,
-        std=(0.25,) * config.in_channels,
-        resolution=16,
-        channels=config.in_channels,  # type: ignore[arg-type]
-        crop="center",
-        crop_fraction=16 / 18,
-        crop_offset="floor",
-    )
-    contract = ModelContract.model_construct(
-        architecture=config,
-        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
-        preprocessing=pixels,
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-    return model, contract
+    pixels = {"std": (0.25,) * config.in_channels, "crop": "center", "crop_fraction": 16 / 18}
+    names = [f"Größe {index}" for index in range(config.num_classes)]
+    return model, contract_for(config, names, "Apache-2.0", **pixels, crop_offset="floor")
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -263,8 +238,7 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
     if config["id2label"]:
         assert loaded.config.id2label == dict(enumerate(contract.class_names))
     again = formats.read(tmp_path)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.weights[key], tensor), key
+    torch.testing.assert_close(again.weights, {**model.state_dict()}, rtol=0, atol=0)
     same = {"position_resize": again.architecture.position_resize}
     assert again.architecture == model.config.model_copy(update=same)
     assert (again.class_names, again.license) == (contract.class_names, contract.license)
@@ -293,7 +267,7 @@ def test_what_no_class_of_transformers_computes_is_not_written(
 
 def test_a_projection_has_no_bias(tmp_path: Path) -> None:
     model, contract = ours(norm_first=True, patch_bias=False, num_classes=3)
-    with pytest.raises(ValueError, match=r"'head\.bias' cannot be written: this format has no such tensor"):
+    with pytest.raises(ValueError, match=r"'head\.bias' cannot be written"):
         hugging_face.write(tmp_path / "x", model, contract)
 
 
@@ -431,8 +405,7 @@ def test_sharded_half_precision_and_new_names_are_read(tmp_path: Path) -> None:
         read = formats.read(tmp_path / folder)
         assert read.preprocessing is None
         assert "preprocessing: preprocessor_config.json is missing." in read.lines
-        for key, tensor in whole.weights.items():
-            assert torch.equal(read.weights[key], tensor), key
+        torch.testing.assert_close(read.weights, whole.weights, rtol=0, atol=0)
     theirs.half().save_pretrained(tmp_path / "half")  # type: ignore[operator]
     half = formats.read(tmp_path / "half")
     assert "weights: converted from float16 to float32." in half.lines
@@ -477,7 +450,7 @@ def test_the_mean_of_siglips_tokens_leaves_its_map_head_behind(tmp_path: Path) -
     theirs = randomise(siglip("SiglipForImageClassification"))
     save(theirs, tmp_path)
     read = formats.read(tmp_path)
-    assert "attn_pool: dropped; the classifier reads the mean of the tokens." in read.lines
+    assert any(line.startswith("attn_pool: dropped") for line in read.lines)
     images = images_of(SIDE, SIDE)
     assert_close(
         {"logits": our_outputs(read, images)[0].detach()}, {"logits": their_output(theirs, images).detach()}

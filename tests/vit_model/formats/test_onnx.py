@@ -11,22 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import vits
 from tests.support.paths import ROOT
-from vit_model.build import Network, build
+from tests.support.vits import randomised
+from vit_model.build import build
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import ModelContract
 from vit_model.formats import onnx
 
-SMALL: dict[str, Any] = {
-    "image_size": 12,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 1,
-    "num_heads": 4,
-    "mlp_dim": 24,
-    "num_classes": 7,
-    "dropout": 0.5,
-}
+SMALL = vits.SMALL | {"depth": 1, "dropout": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
     "cls": {"representation_head": True, "depth": 2},
     "gap, exact": {"pooling": "gap", "norm_after_pooling": True, "class_token": True, "gelu": "exact"},
@@ -46,23 +39,8 @@ def configuration(**fields: Any) -> Architecture:
 
 
 def contract_for(config: Architecture) -> ModelContract:
-    return ModelContract.model_construct(  # not validated: images here need not be square
-        architecture=config,
-        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
-        preprocessing=Preprocessing(mean=(0.1,) * 3, std=(0.3,) * 3, resolution=12, channels=3),
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-
-
-def randomised(config: Architecture) -> Network:
-    """Every weight away from zero and one, so that none can be forgotten unnoticed; in training mode."""
-    model = build(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
+    names = [f"Größe {index}" for index in range(config.num_classes)]
+    return vits.contract_for(config, names, "Apache-2.0", mean=(0.1,) * 3, std=(0.3,) * 3)
 
 
 def random_images(config: Architecture, batch: int) -> Tensor:

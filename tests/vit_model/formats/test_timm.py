@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support import timm_models
-from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
+from tests.support.vits import contract_for
 from vit_model import formats
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, Preprocessing
-from vit_model.formats import Imported
+from vit_model.contract import Preprocessing
 from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions
 from vit_model.model import ViT
@@ -93,17 +93,6 @@ def images_of(height: int, width: int) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(3))
 
 
-def contract_of(imported: Imported) -> ModelContract:
-    assert imported.preprocessing is not None
-    return ModelContract(
-        architecture=imported.architecture,
-        class_names=imported.class_names,
-        preprocessing=imported.preprocessing,
-        training_data="sha256:" + "0" * 64,
-        license=imported.license,
-    )
-
-
 @pytest.mark.parametrize("size", [(SIDE, SIDE), (48, 40)], ids=["native", "resized"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_all_gradients_are_timms(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
@@ -176,9 +165,7 @@ def test_what_we_write_timm_loads_strictly_and_we_read_again(tmp_path: Path, nam
         imported.class_names,
         "cc-by-4.0",
     )
-    assert again.weights.keys() == imported.weights.keys()
-    for key, tensor in imported.weights.items():
-        assert torch.equal(again.weights[key], tensor), key
+    torch.testing.assert_close(again.weights, imported.weights, rtol=0, atol=0)
     loaded = timm_models.load().create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True).eval()
     images = images_of(SIDE, SIDE)
     with torch.no_grad():
@@ -275,7 +262,7 @@ def test_of_a_trainings_checkpoint_the_averages_are_taken_unless_told_otherwise(
     assert any("the moving averages." in line for line in formats.read(tmp_path / "averages.pt", False).lines)
     twice = {"model.norm.weight": tensors["norm.weight"]} | tensors
     torch.save(twice, tmp_path / "twice.pt")
-    with pytest.raises(ValueError, match=r"several tensors of one name, such as with and without a prefix"):
+    with pytest.raises(ValueError, match="several tensors of one name"):
         formats.read(tmp_path / "twice.pt")
     torch.save({keys[0]: raw, "args": argparse.Namespace(lr=1)}, tmp_path / "arguments.pt")
     with pytest.raises(ValueError, match=r"refers to argparse.Namespace, .* torch.save\(torch.load\("):
@@ -385,28 +372,15 @@ def test_our_own_architectures_compute_the_same_in_timm(tmp_path: Path, name: st
     config = ViTConfig(**sizes | OURS[name])
     model = randomise(ViT(config))
     assert isinstance(model, ViT)
-    channels = config.in_channels
-    pixels = Preprocessing(
-        mean=(0.5,) * channels,
-        std=(0.25,) * channels,
-        resolution=16,
-        channels=channels,  # type: ignore[arg-type]
-    )
-    contract = ModelContract.model_construct(
-        architecture=config,
-        class_names=tuple(f"class {index}" for index in range(config.num_classes)),
-        preprocessing=pixels,
-        license=None,
-    )
+    contract = contract_for(config, std=(0.25,) * config.in_channels)
     ours_of_timm.write(tmp_path / "model", model, contract)
     loaded = timm_models.load().create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    images = torch.randn(2, channels, *config.image_shape)
+    images = torch.randn(2, config.in_channels, *config.image_shape)
     with torch.no_grad():
         assert_close({"output": loaded(images)}, {"output": model(images)})
     again = formats.read(tmp_path / "model")
     same = {"position_resize": again.architecture.position_resize}
     assert again.architecture == config.model_copy(update=same)
     assert again.class_names == contract.class_names
-    assert again.preprocessing == (None if "oblong" in name else pixels)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.weights[key], tensor), key
+    assert again.preprocessing == (None if "oblong" in name else contract.preprocessing)
+    torch.testing.assert_close(again.weights, {**model.state_dict()}, rtol=0, atol=0)

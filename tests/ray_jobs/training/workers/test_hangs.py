@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
-from ray_jobs.process.alive import Steps
+from ray_jobs.process.heartbeat import Steps
 from ray_jobs.training.workers.hangs import describe, limit_collectives, named_hangs
 from tests.support.workers import run_workers
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from pipelines.store import Store, asked_for, checkpoints, open_store
+from pipelines.store import Store, checkpoint_requested, checkpoints, open_store
 from ray_jobs.process.context import Context
 from ray_jobs.training.workers import preemption
 from tests.support.checkpoints import put_state
@@ -38,7 +38,7 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 def answer_a_request(store: Store, context: Context) -> None:
     """Do what workers do: save the state when they are asked to."""
-    while not asked_for(store, context.attempt):
+    while not checkpoint_requested(store, context.attempt):
         time.sleep(0.01)
     put_state(store, 1, 5, key=context.attempt.key)
 
@@ -76,8 +76,8 @@ def test_each_draining_machine_is_one_request(store, context, draining):
     with preemption.save_on_notice(context):
         for number, node in enumerate(("a", "b"), start=1):
             draining[node] = 0
-            while asked_for(store, context.attempt) < number:
+            while checkpoint_requested(store, context.attempt) < number:
                 time.sleep(0.01)
             put_state(store, 1, number, key=context.attempt.key)
             time.sleep(0.3)  # several looks
-    assert asked_for(store, context.attempt) == 2
+    assert checkpoint_requested(store, context.attempt) == 2

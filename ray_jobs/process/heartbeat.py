@@ -1,4 +1,4 @@
-"""Signs of life of an attempt, and its end once a later attempt has taken over.
+"""The heartbeat of an attempt, and its end once a later attempt has taken over.
 
 While a stage's process runs, a thread in it replaces the attempt's alive.json every few seconds. The driver watches
 that object: a running attempt whose alive.json has not changed for a minute is lost, and the next attempt follows. The
@@ -20,8 +20,8 @@ from contextlib import contextmanager
 
 from pipelines.spec import AnyStage
 from pipelines.store import (
-    Alive,
     Attempt,
+    Heartbeat,
     Layout,
     Store,
     StoreDamaged,
@@ -34,7 +34,7 @@ from pipelines.store import (
 )
 from ray_jobs.process.context import Context
 
-BEAT_SECONDS = 5.0  # a driver waits for twelve of them
+HEARTBEAT_SECONDS = 5.0  # a driver waits for twelve of them
 # The longest time without a step: longer than an evaluation between two steps or a restart of the workers. It is the
 # last resort: the process group's limit ends workers that wait for each other (`ray_jobs.training.workers.hangs`).
 STEP_SECONDS = 7200.0
@@ -47,45 +47,45 @@ class Steps:
 
 
 @contextmanager
-def show_alive(context: Context[AnyStage]) -> Iterator[None]:
-    """Show signs of life during the block, in the process of a stage."""
-    seen, standing = Alive(nonce=context.attempt.nonce), 0
+def show_heartbeat(context: Context[AnyStage]) -> Iterator[None]:
+    """Show a heartbeat during the block, in the process of a stage."""
+    seen, unchanged = Heartbeat(nonce=context.attempt.nonce), 0
 
-    def beat(store: Store) -> None:
-        nonlocal seen, standing
-        last, seen = seen, _beat(store, context.attempt)
-        # beats are counted, not seconds: a process that was suspended has not waited
-        standing = standing + 1 if seen.step == last.step else 0
-        if seen.step is not None and standing * BEAT_SECONDS > STEP_SECONDS:
+    def show(store: Store) -> None:
+        nonlocal seen, unchanged
+        last, seen = seen, _write_heartbeat(store, context.attempt)
+        # heartbeats are counted, not seconds: a process that was suspended has not waited
+        unchanged = unchanged + 1 if seen.step == last.step else 0
+        if seen.step is not None and unchanged * HEARTBEAT_SECONDS > STEP_SECONDS:
             _exit(f"step {seen.step} has lasted for {STEP_SECONDS / 3600:.0f} hours; the workers hang")
 
-    with _repeated(context, beat):
+    with _repeated(context, show):
         yield
 
 
 @contextmanager
 def count_steps(context: Context[AnyStage]) -> Iterator[Steps]:
-    """Yield a counter, whose value becomes a sign of life when it changes; for one worker of a stage."""
+    """Yield a counter, whose value becomes a heartbeat when it changes; for one worker of a stage."""
     steps, shown = Steps(), None
 
-    def beat(store: Store) -> None:
+    def show(store: Store) -> None:
         nonlocal shown
         if steps.done != shown:
-            shown = _beat(store, context.attempt, steps.done).step
+            shown = _write_heartbeat(store, context.attempt, steps.done).step
 
-    with _repeated(context, beat):
+    with _repeated(context, show):
         yield steps
 
 
-def _beat(store: Store, attempt: Attempt, step: int | None = None) -> Alive:
-    """Write the next sign of life and return it; without a step, it repeats the step of the one before."""
-    name = Layout.alive(attempt.job, attempt.key, attempt.number)
+def _write_heartbeat(store: Store, attempt: Attempt, step: int | None = None) -> Heartbeat:
+    """Write the next heartbeat and return it; without a step, it repeats the step of the one before."""
+    name = Layout.heartbeat(attempt.job, attempt.key, attempt.number)
     try:
-        last = read_record(store, name, Alive)
+        last = read_record(store, name, Heartbeat)
     except StoreDamaged:  # by a power cut
         last = None
-    last = last or Alive(nonce=attempt.nonce)
-    following = Alive(nonce=attempt.nonce, beat=last.beat + 1, step=last.step if step is None else step)
+    last = last or Heartbeat(nonce=attempt.nonce)
+    following = Heartbeat(nonce=attempt.nonce, beat=last.beat + 1, step=last.step if step is None else step)
     store.replace(name, encode(following))
     return following
 
@@ -108,7 +108,7 @@ def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iter
                 StoreError
             ) as error:  # it may answer again; if it does not, the driver does not see us either
                 warn(f"cannot show a sign of life: {error}")
-            if over.wait(BEAT_SECONDS):
+            if over.wait(HEARTBEAT_SECONDS):
                 return
 
     thread = threading.Thread(target=repeat, name="signs of life", daemon=True)

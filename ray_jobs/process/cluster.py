@@ -1,0 +1,108 @@
+"""The GPUs and CPUs of the Ray cluster that this process has joined, and which of them workers and fits take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vit_model.errors import UserError
+
+_WORKERS_PER_CPU = 4  # that may share it: more take memory, and mostly wait for each other
+
+
+def cluster_resources() -> dict[str, float]:
+    """Return the resources of the Ray cluster that this process has joined, including busy ones."""
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()
+    return resources
+
+
+def gpus_in_cluster() -> int:
+    """Return the number of GPUs of the Ray cluster that this process has joined, including busy ones."""
+    return int(cluster_resources().get("GPU", 0))
+
+
+def cpus_in_cluster() -> int:
+    """Return the number of CPUs of the Ray cluster that this process has joined, including busy ones."""
+    return int(cluster_resources().get("CPU", 1))
+
+
+def units_in_cluster() -> int:
+    """Return the number of GPUs that the cluster has now, or of CPUs if it has none."""
+    return gpus_in_cluster() or cpus_in_cluster()
+
+
+def scaling(workers: int, threads: int) -> Any:
+    """Return the resources of each Ray Train worker: one GPU if the cluster has any, and one CPU per thread.
+
+    If the cluster has fewer CPUs, the workers share them. That is slower but gives the same numbers.
+
+    Raises:
+        UserError: the cluster has GPUs, but fewer than workers.
+    """
+    from ray.train import ScalingConfig  # seconds, which only trainings on several workers take
+
+    gpus = gpus_in_cluster()
+    if 0 < gpus < workers:
+        raise UserError(f"workers is {workers}, but the cluster has {gpus} GPUs; use workers: {gpus}")
+    cpus = min(float(threads), cpus_in_cluster() / workers)
+    resources = {"CPU": cpus, "GPU": 1.0} if gpus else {"CPU": cpus}
+    return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
+
+
+def default_workers(batch_size: int) -> int:
+    """Return the default number of workers: the most GPUs that divide the batch evenly; on CPUs 2, or 1."""
+    most = gpus_in_cluster() or 2
+    return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
+
+
+def room_for(workers: int, threads: int) -> int:
+    """Return how many such workers the cluster's machines can hold together.
+
+    Raises:
+        UserError: they are fewer than `workers`, or these would have less than a quarter of a CPU each.
+    """
+    resources = scaling(workers, threads).resources_per_worker
+    if "GPU" not in resources and workers > _WORKERS_PER_CPU * (cpus := cpus_in_cluster()):
+        raise UserError(
+            f"workers is {workers}, but the cluster has {cpus} CPU{'s' * (cpus > 1)}; use workers: {cpus}, or at most"
+            f" {_WORKERS_PER_CPU * cpus}, which share them"
+        )
+    room = _room(resources)
+    if room < workers:
+        raise UserError(
+            f"workers is {workers} with threads {threads}, but the machines of the cluster have room for only {room};"
+            " use fewer workers or threads"
+        )
+    return room
+
+
+def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int]:
+    """Return (the Ray resources of a fit's own process, how many fits the cluster can run in parallel).
+
+    With several workers that process holds one byte of memory: the workers' placement group gets all of its resources
+    at once or waits without any, so that no fits can wait for each other.
+
+    Raises:
+        UserError: the machines of the cluster do not have room for so many workers with so many threads.
+    """
+    if workers > 1:
+        room = room_for(workers, threads)
+        # Tune cannot place a trial without resources, and part of a core would be missing for the workers.
+        return {"CPU": 0.0, "memory": 1.0}, room // workers
+    cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
+    share = float(min(threads, cpus))
+    if gpus:
+        return {"CPU": share, "GPU": 1.0}, gpus
+    return {"CPU": share}, max(1, int(cpus / share))
+
+
+def _room(resources: dict[str, float]) -> int:
+    """Return how many workers with these resources the cluster's machines can hold together."""
+    import ray
+
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(
+        int(min(there.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
+        for there in machines
+    )
