@@ -38,8 +38,8 @@ def drop_path_draws(
 ) -> tuple[torch.Tensor, ...]:
     """Return the draws of stochastic depth (`ViT.drop_path_factors`), for each view of the samples.
 
-    They are float64 [n, blocks, 2]. The trained module takes them after its other inputs. Returns () for an architecture
-    without stochastic depth.
+    They are float64 [n, blocks, 2]. The trained module takes them after its other inputs. Returns () for an
+    architecture without stochastic depth.
     """
     if not isinstance(architecture, ViTConfig) or not architecture.stochastic_depth:
         return ()
