@@ -15,20 +15,6 @@ from tests.support.paths import ROOT
 PACKAGES = ("pipelines", "ray_jobs", "vit_model")
 MODULES_PER_FOLDER, LINES_PER_FILE, LINES_PER_FUNCTION, PARAMETERS, INNER_IMPORTS = 17, 450, 60, 8, 120
 
-# What exceeds a limit today. An entry that is no longer needed fails the test: remove it.
-EXCEPTIONS = {
-    "ray_jobs/training/checkpoint.py __init__: parameters",
-    "ray_jobs/training/checkpoint.py: lines",
-    "ray_jobs/training/fit.py fit: lines",
-    "ray_jobs/training/fit.py fit: parameters",
-    "ray_jobs/training/log.py __init__: parameters",
-    "ray_jobs/training/loop.py train: lines",
-    "ray_jobs/training/loop.py train: parameters",
-    "ray_jobs/training/objective.py batch_loss: parameters",
-    "ray_jobs/training: modules",
-    "vit_model/model.py: lines",
-}
-
 FILES = {
     path.relative_to(ROOT): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
 }
@@ -81,9 +67,7 @@ def too_large() -> Iterator[str]:
 
 
 def test_folders_files_functions_and_signatures_are_small() -> None:
-    exceeded = set(too_large())
-    assert exceeded - EXCEPTIONS == set(), "make these smaller"
-    assert EXCEPTIONS - exceeded == set(), "these entries of EXCEPTIONS are no longer needed"
+    assert list(too_large()) == [], "make these smaller"
 
 
 @pytest.mark.xfail(strict=True, reason="remove this mark when it passes")
