@@ -104,7 +104,7 @@ def bare(size: Size, place: Place, is_compiled: bool = False) -> list[float]:
     share = config.batch_size // place.world
     views, targets, times = (images[:share],), labels[:share], []
     for _ in range(config.steps):
-        loss = method.loss(engine, views, targets, np.arange(share))
+        loss = method.loss(engine, optim.MicroBatch(views, targets, np.arange(share)))
         engine.backward(loss)
         engine.step(config.learning_rate)
         times.append(time.perf_counter())

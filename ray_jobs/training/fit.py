@@ -10,10 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Finetune, Pretrain
@@ -29,7 +27,7 @@ from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, accuracy_and_los
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, Reporting
 from ray_jobs.training.state import TrainState, WorkerState, own_state
-from ray_jobs.training.steps import Course, Curve, Loss, evenly, steps
+from ray_jobs.training.steps import Course, Curve, evenly, steps
 from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import lora
@@ -265,17 +263,19 @@ def _course(
     ), sampler
 
 
-def make_loss(task: Task, engine: Plain, seed: int, weights: Tensor | None) -> Loss:
+def make_loss(
+    task: Task, engine: Plain, seed: int, weights: Tensor | None
+) -> Callable[[optim.MicroBatch], Tensor]:
     """Return the loss of a fit: the cross-entropy with the labels, whose classes may have weights [classes]."""
     contract, smoothing = task.contract, task.config.label_smoothing
     weights = None if weights is None else weights.to(next(engine.masters.parameters()).device)
 
-    def loss(views: tuple[Tensor, ...], targets: Tensor, positions: NDArray[np.int64]) -> Tensor:
-        (images,) = views
-        depth = drop_path_draws(contract.architecture, seed, positions, images.device)
+    def loss(batch: optim.MicroBatch) -> Tensor:
+        (images,) = batch.views
+        depth = drop_path_draws(contract.architecture, seed, batch.positions, images.device)
         logits = engine(normalise(images, contract.preprocessing, engine.dtype), *depth)
         # a mean over images, also with weights, so that the mean over the parts is the batch's
-        return softmax_cross_entropy(logits, targets, smoothing, weights)
+        return softmax_cross_entropy(logits, batch.targets, smoothing, weights)
 
     return loss
 

@@ -241,12 +241,21 @@ def check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
         )
 
 
-def micro_batches(
-    count: int, views: tuple[torch.Tensor, ...], targets: torch.Tensor, positions: NDArray[np.int64]
-) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, NDArray[np.int64]]]:
-    """Split a worker's share of a batch, its views, targets and positions, into `count` equal parts."""
-    parts = zip(*(view.chunk(count) for view in views), strict=True)
-    return zip(parts, targets.chunk(count), np.split(positions, count), strict=True)
+class MicroBatch(NamedTuple):
+    """A worker's share of a batch, or of a part of it."""
+
+    views: tuple[torch.Tensor, ...]
+    """one or more batches of images from `TrainTransform`, uint8 [n, h, w, c]"""
+    targets: torch.Tensor
+    """labels [n], or probabilities [n, classes]"""
+    positions: NDArray[np.int64]
+    """[n], the numbers of the samples over the whole training, which decide what is random about an image"""
+
+
+def micro_batches(count: int, batch: MicroBatch) -> Iterator[MicroBatch]:
+    """Split a worker's share of a batch into `count` equal parts."""
+    parts = zip(*(view.chunk(count) for view in batch.views), strict=True)
+    return map(MicroBatch, parts, batch.targets.chunk(count), np.split(batch.positions, count))
 
 
 def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Finetune, Pretrain
@@ -23,9 +21,6 @@ from ray_jobs.training.guard import Guard
 from ray_jobs.training.state import WorkerState
 from ray_jobs.training.workers import Worker
 
-Loss = Callable[[tuple[Tensor, ...], Tensor, NDArray[np.int64]], Tensor]
-"""(views, targets, positions) of a worker's share of a micro-batch -> its loss, a scalar"""
-
 
 @dataclass(frozen=True)
 class Course:
@@ -36,7 +31,7 @@ class Course:
     seed: int
     engine: Engine
     transform: TrainTransform
-    loss: Loss
+    loss: Callable[[optim.MicroBatch], Tensor]
     guard: Guard
     device: torch.device
     worker: Worker
@@ -66,9 +61,10 @@ def steps(course: Course, batches: Loader, first: int, last: int) -> Iterator[St
     for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
         torch.manual_seed(dropout_seed(course.seed, step, course.worker.rank))
         views, targets = course.transform(images.to(device), labels.to(device), positions, step)
+        batch = optim.MicroBatch(views, targets, positions)
         rate, losses = optim.learning_rate(step, config.steps, course.learning_rate, config.optimizer), []
-        for part in optim.micro_batches(config.gradient_accumulation_steps, views, targets, positions):
-            loss = course.loss(*part)
+        for part in optim.micro_batches(config.gradient_accumulation_steps, batch):
+            loss = course.loss(part)
             course.engine.backward(loss)
             losses.append(loss.detach())
         norm = course.engine.step(rate)

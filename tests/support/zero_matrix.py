@@ -278,10 +278,11 @@ def loss_of(
 ) -> Tensor:
     """The loss of part of a batch, or of a whole batch in one of the two processes."""
     views = (pixels, pixels.flip(2))[: objective_properties(method.config.objective).views]
+    part = optim.MicroBatch(views, labels, positions.numpy())
     if len(pixels) < BATCH:
-        return method.loss(network, views, labels, positions.numpy())
+        return method.loss(network, part)
     with patch.object(workers, "world", lambda: 1), patch.object(contrastive, "rank", lambda: 0):
-        return method.loss(network, views, labels, positions.numpy())
+        return method.loss(network, part)
 
 
 def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str) -> Weights:

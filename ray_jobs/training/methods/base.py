@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Pretrain, objective_properties
 from ray_jobs.augment import drop_path_draws
 from ray_jobs.process import devices
+from ray_jobs.training.engine import Engine
+from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
 from vit_model.blocks import is_fused
 from vit_model.build import Network
@@ -33,14 +32,8 @@ class Method(ABC):
 
     passes = 1
     """how often a step computes each image"""
-    added_parameters = 0
-    """trained weights beside the model's"""
-    frozen_bytes = 0
-    """of weights that are not trained; their forward pass keeps nothing"""
     frozen = ""
-    """what these weights are, for the log"""
-    teacher_flops = 0
-    """of an image's forward pass through a teacher"""
+    """what weights are that are not trained, for the log"""
 
     def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device) -> None:
         self.config, self.contract, self.device = config, contract, device
@@ -53,22 +46,8 @@ class Method(ABC):
         """Return the module to train, which contains the model at its `model_prefix`."""
 
     @abstractmethod
-    def loss(
-        self,
-        engine: Callable[..., Any],
-        views: tuple[Tensor, ...],
-        targets: Tensor,
-        positions: NDArray[np.int64],
-    ) -> Tensor:
-        """Return the loss, a scalar, of a worker's share of a batch.
-
-        Args:
-            engine: calls the module.
-            views: one or more batches of images from `TrainTransform`, uint8 [n, h, w, c].
-            targets: labels or probabilities from `TrainTransform`.
-            positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted
-                or masked, and which blocks stochastic depth leaves out.
-        """
+    def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
+        """Return the loss, a scalar, of a worker's share of a batch; `engine` calls the module."""
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the loss that trains the classifier; only for objectives that use labels."""
@@ -79,6 +58,21 @@ class Method(ABC):
     def after_step(self, module: Any, step: int) -> None:
         """Update what is `beside` the module after step number `step`, counted from 0."""
         return
+
+    @property
+    def added_parameters(self) -> int:
+        """Trained weights beside the model's."""
+        return 0
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of weights that are not trained; their forward pass keeps nothing."""
+        return 0
+
+    @property
+    def teacher_flops(self) -> int:
+        """The operations of an image's forward pass through a teacher."""
+        return 0
 
     @property
     def forward_flops(self) -> int:
@@ -106,10 +100,10 @@ class Method(ABC):
         """Return uint8 images [n, h, w, c] as the model takes them."""
         return normalise(view, self.contract.preprocessing, self.dtype)
 
-    def drop_path_draws(self, positions: NDArray[np.int64]) -> tuple[Tensor, ...]:
+    def drop_path_draws(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the draws of stochastic depth for each pass over the samples."""
         return drop_path_draws(
-            self.contract.architecture, self.config.seed, positions, self.device, self.passes
+            self.contract.architecture, self.config.seed, batch.positions, self.device, self.passes
         )
 
 

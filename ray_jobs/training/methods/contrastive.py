@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.spec import Pretrain
+from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods.base import Method
+from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
 from vit_model.build import Network
-from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo, MomentumEncoder, momentum
 from vit_model.parts import ParameterGroups
@@ -26,13 +23,20 @@ class Contrastive(Method):
     passes = 2
     frozen = "momentum encoder"
 
-    def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device) -> None:
-        super().__init__(config, contract, device)
-        # the weights of the linear layers and of the norms
-        hidden, output = config.contrastive.hidden_width, config.contrastive.output_width
-        self._projector = hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
-        self.added_parameters = self._projector + 2 * hidden * output + 2 * hidden
-        self.frozen_bytes = 4 * (self.vit.num_parameters + self._projector)
+    @property
+    def _projector(self) -> int:
+        """The weights of the projector's linear layers and norms."""
+        hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
+        return hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
+
+    @property
+    def added_parameters(self) -> int:
+        hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
+        return self._projector + 2 * hidden * output + 2 * hidden
+
+    @property
+    def frozen_bytes(self) -> int:
+        return 4 * (self.vit.num_parameters + self._projector)
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)
@@ -41,19 +45,12 @@ class Contrastive(Method):
         self._momentum_encoder = self.beside["momentum_encoder"] = MomentumEncoder(task)
         return task
 
-    def loss(
-        self,
-        engine: Callable[..., Any],
-        views: tuple[Tensor, ...],
-        targets: Tensor,
-        positions: NDArray[np.int64],
-    ) -> Tensor:
-        one, other = map(self.inputs, views)
-        depth = self.drop_path_draws(positions)
+    def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
+        one, other = map(self.inputs, batch.views)
+        depth = self.drop_path_draws(batch)
         with torch.autocast(one.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             keys = self._momentum_encoder.keys(one, other, *depth)
-        loss: Tensor = engine(one, other, *keys, *depth)
-        return loss
+        return engine(one, other, *keys, *depth)
 
     def after_step(self, module: Any, step: int) -> None:
         kept = momentum(step, self.config.steps, self.config.contrastive.momentum)

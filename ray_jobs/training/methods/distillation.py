@@ -5,17 +5,14 @@ The teacher is in every worker. Checkpoints do not contain it, because the stage
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Pretrain
+from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods.base import Method
 from ray_jobs.training.model_ref import ModelRef
+from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
 from vit_model.build import Network
 from vit_model.contract import ModelContract
@@ -36,36 +33,38 @@ class Distillation(Method):
         self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef
     ) -> None:
         super().__init__(config, contract, device)
-        self._folder, theirs = teacher.folder, read_teacher(teacher, config, contract)
-        self._classes = None
-        if config.distillation.kind != "features":
-            self._classes = columns(teacher, contract, theirs)
-        else:
-            self.added_parameters = (contract.architecture.width + 1) * theirs.architecture.width
-        self.frozen_bytes = theirs.architecture.num_parameters * self.dtype.itemsize
-        self.teacher_flops = compute.forward_flops(theirs.architecture)
+        self._folder, self._theirs = teacher.folder, read_teacher(teacher, config, contract)
+        is_by_class = config.distillation.kind != "features"
+        self._classes = columns(teacher, contract, self._theirs) if is_by_class else None
+
+    @property
+    def added_parameters(self) -> int:
+        shape = self.contract.architecture, self._theirs.architecture
+        return 0 if self._classes else (shape[0].width + 1) * shape[1].width
+
+    @property
+    def frozen_bytes(self) -> int:
+        return self._theirs.architecture.num_parameters * self.dtype.itemsize
+
+    @property
+    def teacher_flops(self) -> int:
+        return compute.forward_flops(self._theirs.architecture)
 
     def module(self, model: Network) -> ParameterGroups:
-        network, theirs = load_model(self._folder)
+        network, _ = load_model(self._folder)
         network.to(self.device, self.dtype)
         kind = self.config.distillation.kind
-        self._teacher = Teacher(network, theirs.preprocessing, kind, self._classes)
-        width = theirs.architecture.width if kind == "features" else None
+        self._teacher = Teacher(network, self._theirs.preprocessing, kind, self._classes)
+        width = self._theirs.architecture.width if kind == "features" else None
         return Student(model, width, seed=self.config.seed)
 
-    def loss(
-        self,
-        engine: Callable[..., Any],
-        views: tuple[Tensor, ...],
-        targets: Tensor,
-        positions: NDArray[np.int64],
-    ) -> Tensor:
-        (images,), settings = views, self.config.distillation
-        inputs, depth = self.inputs(images), self.drop_path_draws(positions)
+    def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
+        (images,), settings = batch.views, self.config.distillation
+        inputs, depth = self.inputs(images), self.drop_path_draws(batch)
         taught = self._teacher.answers(images)  # before the student's activations are kept
         logits, answers = engine(inputs, *depth)
         learned = imitation(settings.kind, answers, taught, settings.temperature)
-        supervised = self.cross_entropy(logits, targets, self.config.label_smoothing)
+        supervised = self.cross_entropy(logits, batch.targets, self.config.label_smoothing)
         return (1 - settings.weight) * supervised + settings.weight * learned
 
     @property

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.spec import Pretrain
 from ray_jobs.augment import uniform
+from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods.base import Method
+from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
 from vit_model.blocks import is_fused
 from vit_model.build import Network
-from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
 from vit_model.parts import ParameterGroups
@@ -25,26 +20,19 @@ from vit_model.parts import ParameterGroups
 class Autoencoder(Method):
     """Reconstructs the pixels of masked patches."""
 
-    def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device) -> None:
-        super().__init__(config, contract, device)
-        self.added_parameters = compute.decoder_parameters(self.vit, config.mae)
+    @property
+    def added_parameters(self) -> int:
+        return compute.decoder_parameters(self.vit, self.config.mae)
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)
         return MaskedAutoencoder(model, self.config.mae, seed=self.config.seed)
 
-    def loss(
-        self,
-        engine: Callable[..., Any],
-        views: tuple[Tensor, ...],
-        targets: Tensor,
-        positions: NDArray[np.int64],
-    ) -> Tensor:
-        (images,) = views
-        drawn = uniform(self.config.seed, positions, self.vit.num_patches, "masked autoencoder")
+    def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
+        (images,) = batch.views
+        drawn = uniform(self.config.seed, batch.positions, self.vit.num_patches, "masked autoencoder")
         draws = torch.from_numpy(drawn).to(self.device)
-        loss: Tensor = engine(self.inputs(images), images, draws, *self.drop_path_draws(positions))
-        return loss
+        return engine(self.inputs(images), images, draws, *self.drop_path_draws(batch))
 
     @property
     def forward_flops(self) -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods.base import Method
+from ray_jobs.training.optim import MicroBatch
 from vit_model.build import Network
 from vit_model.parts import ParameterGroups
 
@@ -20,13 +17,7 @@ class Supervised(Method):
     def module(self, model: Network) -> ParameterGroups:
         return model
 
-    def loss(
-        self,
-        engine: Callable[..., Any],
-        views: tuple[Tensor, ...],
-        targets: Tensor,
-        positions: NDArray[np.int64],
-    ) -> Tensor:
-        (images,) = views
-        logits = engine(self.inputs(images), *self.drop_path_draws(positions))
-        return self.cross_entropy(logits, targets, self.config.label_smoothing)
+    def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
+        (images,) = batch.views
+        logits = engine(self.inputs(images), *self.drop_path_draws(batch))
+        return self.cross_entropy(logits, batch.targets, self.config.label_smoothing)

@@ -17,6 +17,7 @@ from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import estimates, loop
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef
+from ray_jobs.training.optim import MicroBatch
 from tests.support.interrupted import SIZE, configuration, write_model, write_noise
 from tests.support.kept import kept_bytes
 from tests.support.objectives import CASES
@@ -70,7 +71,7 @@ def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: ModelRef) -> N
     assert by_hand is not None
     views = tuple(torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8))
     positions = torch.arange(12)
-    ours = method.loss(module, views, positions % 3, positions.numpy())
+    ours = method.loss(module, MicroBatch(views, positions % 3, positions.numpy()))
     torch.testing.assert_close(ours, by_hand(module, tuple(map(method.inputs, views))), rtol=1e-3, atol=1e-5)
 
 
@@ -93,7 +94,9 @@ def test_the_estimated_memory_is_what_the_module_and_its_activations_take(
     assert needed.frozen == 4 * frozen and bool(method.frozen) == bool(frozen)
     views = torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8)
     positions = torch.arange(12)
-    kept = kept_bytes(module, lambda: method.loss(module, tuple(views), positions % 3, positions.numpy()))
+    kept = kept_bytes(
+        module, lambda: method.loss(module, MicroBatch(tuple(views), positions % 3, positions.numpy()))
+    )
     assert needed.activations == pytest.approx(kept, rel=0.15)
 
 
