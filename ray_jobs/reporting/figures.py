@@ -5,7 +5,7 @@ In: `Entry`s, the content of report.json, and the logs of trainings. Out: SVG by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
         alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]
         figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(alike))
-    for artifact, draws in _losses(numbers):
+    losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
+    losses |= {each["artifact"]: [draw["points"] for draw in each["draws"]] for each in numbers["finetuning"]}
+    for artifact, draws in losses.items():
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()))
     for sweep in numbers["sweeps"]:
         if "kind" in sweep:
@@ -35,14 +37,6 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     if numbers["mistakes"] and (matrix := numbers["mistakes"]["confusion"]):
         figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
     return figures
-
-
-def _losses(numbers: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the artifact and the curves of each training, one per draw of labels."""
-    for curve in numbers["pretraining"]:
-        yield curve["artifact"], [curve["points"]]
-    for tuned in numbers["finetuning"]:
-        yield tuned["artifact"], [draw["points"] for draw in tuned["draws"]]
 
 
 def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:

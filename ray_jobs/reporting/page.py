@@ -50,13 +50,11 @@ def render(data: ReportData) -> str:
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Group the lines of the table under headings: comparable lines together, best first, parts of test last."""
-
-    def heading(line: dict[str, Any]) -> str:
-        return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
-
+    grouped = groupby(
+        accuracies, lambda line: f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
+    )
     return [
-        (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"])))
-        for name, lines in groupby(accuracies, heading)
+        (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"]))) for name, lines in grouped
     ]
 
 
