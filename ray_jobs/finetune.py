@@ -170,9 +170,10 @@ def measure_cost(context: Context[Finetune], task: Task) -> Cost:
 
 
 def _cost(context: Context[Finetune], task: Task) -> Cost:
-    from ray_jobs.tuning import fits
+    from ray_jobs.training.cost import finetuning_cost
+    from ray_jobs.tuning.fits import fetched
 
-    return fits.measure_cost(context, task)
+    return finetuning_cost(fetched(context, task))
 
 
 def write(
@@ -219,14 +220,13 @@ def write(
         "substitutes": sum(done.record.substitutes for done in refits),
         **overlap.metrics,
     }
-    if choice.sweep:
-        metrics["validation_accuracy"] = choice.chosen.accuracy
-    if task.temperature is not None:
-        metrics["temperature"] = task.temperature
-    if context.config.search is not None:
-        metrics["trial"] = choice.chosen.number
-    if task.last_step is not None:
-        metrics["stopped_at_step"] = task.last_step
+    chosen: dict[str, float | int | None] = {
+        "validation_accuracy": choice.chosen.accuracy if choice.sweep else None,
+        "temperature": task.temperature,
+        "trial": None if context.config.search is None else choice.chosen.number,
+        "stopped_at_step": task.last_step,
+    }
+    metrics |= {name: value for name, value in chosen.items() if value is not None}
     return Result(sha256(canonical_json(digest)), (*model_files, *staging.files), metrics)
 
 
@@ -266,33 +266,26 @@ def tables(
 ) -> tuple[list[rows.Row], list[Any]]:
     """Return the rows of rows.parquet and the tables of predictions.parquet."""
     config = task.config
-    settings: dict[str, Any] = {
-        "learning_rate": task.learning_rate,
-        "steps": config.steps,
-        "batch_size": config.batch_size,
-        "augment": config.augment,
+    is_biases_only = config.freeze == "all_but_biases"
+    settings: dict[str, Any] = {"learning_rate": task.learning_rate}
+    settings |= {name: getattr(config, name) for name in ("steps", "batch_size", "augment")}
+    changed = {
+        "stopped_at": task.last_step,
+        "randaugment": config.randaugment and config.randaugment.model_dump(),
+        "mixup": config.mixup,
+        "cutmix": config.cutmix,
+        "lora": config.lora and config.lora.model_dump(mode="json"),
+        "freeze": config.freeze if is_biases_only else None,
+        "checkpoint": config.checkpoints().get("backbone"),
     }
-    if task.last_step is not None:
-        settings["stopped_at"] = task.last_step
-    if config.randaugment is not None:
-        settings["randaugment"] = config.randaugment.model_dump()
-    settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
-    if config.lora is not None:
-        settings["lora"] = config.lora.model_dump(mode="json")
-    if config.freeze == "all_but_biases":
-        settings["freeze"] = config.freeze
-    if checkpoint := config.checkpoints().get("backbone"):
-        settings["checkpoint"] = checkpoint
+    settings |= {name: value for name, value in changed.items() if value}
     settings |= {path: value for path, value in task.point.items() if path not in settings}
     truth = rows.truth_of(dataset, overlap.seen)
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED
     if config.labels.per_class is not None and overlap.labels_seen:
         start = SEEN  # it has learned from more of these labels than labels_per_class says
-    if config.lora is not None:
-        start += ", LoRA"
-    if config.freeze == "all_but_biases":
-        start += ", biases only"
+    start += ", LoRA" * (config.lora is not None) + ", biases only" * is_biases_only
     accuracy_rows, predictions = [], []
     for draw, done in enumerate(refits):
         common = {

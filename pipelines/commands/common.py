@@ -97,6 +97,9 @@ CheckpointOption = Annotated[
         "--checkpoint", metavar="last|best|step:N", help="of a pretraining; `vitflow list --kind checkpoints`"
     ),
 ]
+RunArgument = Annotated[
+    str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 PipelineArgument = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="a recipe file, or the name of a shipped recipe")

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.commands.common import DEFAULT_STORE, Commands, StoreOption, console, open_, plain, say
+from pipelines.commands.common import (
+    DEFAULT_STORE,
+    Commands,
+    RunArgument,
+    StoreOption,
+    console,
+    open_,
+    plain,
+    say,
+)
 from pipelines.engine.runs import run_status
 from pipelines.engine.trainings import Trainings, by_fit
 from pipelines.results.lookup import find_run
@@ -30,9 +39,7 @@ app = Commands()
 
 @app.command("tensorboard")
 def tensorboard(
-    run: Annotated[
-        str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
-    ] = None,
+    run: RunArgument = None,
     store: StoreOption = DEFAULT_STORE,
     port: Annotated[
         int | None,
@@ -73,9 +80,7 @@ def tensorboard(
 
 @app.command("mlflow")
 def mlflow(
-    run: Annotated[
-        str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
-    ] = None,
+    run: RunArgument = None,
     store: StoreOption = DEFAULT_STORE,
     to: Annotated[
         str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="the tracking server, such as http://HOST:5000")
@@ -99,8 +104,7 @@ def mlflow(
         runs = MlflowRuns(to, status["pipeline"])
         for training in Trainings(opened, run_id).of(status):
             for fit, lines in by_fit(training.log(opened)).items():
-                title = training.title(fit)
-                name = f"{training.stage}/{title}" if title else training.stage
+                name = "/".join(filter(None, (training.stage, training.title(fit))))
                 tags = {"vitflow.run": run_id, "vitflow.stage": training.stage, "vitflow.key": training.key}
                 new = runs.update(f"{training.key}/{fit or ''}", name, training.config, tags, lines)
                 say(f"{name}: {new} new of {len(lines)} lines")
@@ -135,8 +139,7 @@ def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> 
     count = 0
     for training in trainings.of(run_status(store, run)):
         for fit, lines in by_fit(training.log(store)).items():
-            title = training.title(fit)
-            files.update(f"{training.stage}/{title}" if title else training.stage, lines)
+            files.update("/".join(filter(None, (training.stage, training.title(fit)))), lines)
             count += 1
     return count
 

@@ -19,6 +19,7 @@ from pipelines.commands.common import (
     AddressOption,
     Commands,
     JsonOption,
+    RunArgument,
     StoreOption,
     TokenOption,
     console,
@@ -48,9 +49,7 @@ app = Commands()
 
 @app.command("status")
 def status(
-    run: Annotated[
-        str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
-    ] = None,
+    run: RunArgument = None,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,

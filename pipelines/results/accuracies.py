@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from statistics import NormalDist
 from typing import Any
 
@@ -19,28 +21,9 @@ from pipelines.spec import RecipeError, nearest
 from pipelines.store import Store, all_manifests
 
 REPORT_COLUMNS: tuple[str, ...] = ("key", "run", "finished", "title", "page")
-BEST_COLUMNS: tuple[str, ...] = (
-    "task",
-    "protocol",
-    "method",
-    "labels_per_class",
-    "mean",
-    "judged",
-    "optimism",
-    "key",
-)
-RESULT_COLUMNS: tuple[str, ...] = (
-    "task",
-    "protocol",
-    "method",
-    "labels_per_class",
-    "metric",
-    "mean",
-    "draws",
-    "stage",
-    "key",
-    "run",
-)
+_SETTING = ("task", "protocol", "method", "labels_per_class")
+BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "mean", "judged", "optimism", "key")
+RESULT_COLUMNS: tuple[str, ...] = (*_SETTING, "metric", "mean", "draws", "stage", "key", "run")
 MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are only on the report's page
 
 
@@ -61,47 +44,56 @@ def accuracy_table(report: dict[str, Any]) -> Table:
 
     Each task, protocol and number of labels has a heading.
     """
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(report["title"]), title_justify="left"
-    )
+    table = table_with_title(report["title"])
     table.add_column("method", overflow="fold")
     table.add_column("accuracy %", justify="right", min_width=8)
     table.add_column("95% interval", justify="right", min_width=10)
     for name in ("draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("artifact", no_wrap=True)
-    last_heading = ""
-    for line in report["accuracies"]:
-        heading = f"{line['task']}, {line['protocol']}, {labels_of(line)}"
-        if heading != last_heading:
-            table.add_section()
-            table.add_row(Text(heading, style="bold"))
-        interval = f"{100 * line['low']:.1f}–{100 * line['high']:.1f}"
-        counts = (f"{100 * line['accuracy']:.1f}", interval, str(line["draws"]), str(line["num_images"]))
-        table.add_row(*map(Text, (f"  {line['method']}", *counts, line["artifact"][:8])))
-        last_heading = heading
+    for name, lines in groupby(report["accuracies"], _heading):
+        add_headings(table, name)
+        for line in lines:
+            interval = f"{100 * line['low']:.1f}–{100 * line['high']:.1f}"
+            _add_cells(table, line, f"{100 * line['accuracy']:.1f}", interval)
     return table
 
 
 def metrics_table(metrics: list[dict[str, Any]]) -> Table:
     """Return a table of a report's metrics other than accuracy, in percent, at most 80 columns wide."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = table_with_title(None)
     table.add_column("method", overflow="fold")
     for name in ("metric", "mean %", "draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("artifact", no_wrap=True)
-    last_heading = ""
-    for line in metrics:
-        heading = f"{line['task']}, {line['protocol']}"
-        if line["labels_per_class"] is not None:
-            heading += f", {labels_of(line)}"
-        if heading != last_heading:
-            table.add_section()
-            table.add_row(Text(heading, style="bold"))
-        counts = (f"{100 * line['value']:.1f}", str(line["draws"]), str(line["num_images"]))
-        table.add_row(*map(Text, (f"  {line['method']}", line["metric"], *counts, line["artifact"][:8])))
-        last_heading = heading
+    for name, lines in groupby(metrics, _heading):
+        add_headings(table, name.removesuffix(", all labels"))
+        for line in lines:
+            _add_cells(table, line, line["metric"], f"{100 * line['value']:.1f}")
     return table
+
+
+def table_with_title(title: str | None, **settings: Any) -> Table:
+    """Return an empty table in the style of reports."""
+    shown = None if title is None else Text(title)
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=shown, title_justify="left", **settings)
+
+
+def add_headings(table: Table, *headings: str) -> None:
+    """Begin a section with these bold lines."""
+    table.add_section()
+    for heading in headings:
+        table.add_row(Text(heading, style="bold"))
+
+
+def _heading(line: dict[str, Any]) -> str:
+    return f"{line['task']}, {line['protocol']}, {labels_of(line)}"
+
+
+def _add_cells(table: Table, line: dict[str, Any], *cells: str) -> None:
+    """Add a line's method, these cells, its counts and its artifact."""
+    counts = (str(line["draws"]), str(line["num_images"]), line["artifact"][:8])
+    table.add_row(*map(Text, (f"  {line['method']}", *cells, *counts)))
 
 
 def vtab_table(score: dict[str, Any]) -> Table:
@@ -115,13 +107,7 @@ def vtab_table(score: dict[str, Any]) -> Table:
         table.add_row(*(Text(cell, style) for cell in (name, *cells)))
 
     title = f"VTAB-1k, {score['method']} ({score['backbone']})"
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=Text(title),
-        title_justify="left",
-        min_width=len(title),
-    )
+    table = table_with_title(title, min_width=len(title))
     table.add_column("accuracy %")
     for column in score["columns"]:
         table.add_column(Text(column["labels"]), justify="right")
@@ -178,14 +164,11 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     with query(store, sql) as answer:
         everything = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
     results = everything
-    for option, value, column in (
-        ("--task", task, "task"),
-        ("--stage", stage, "stage"),
-        ("--best", best, "metric"),
-    ):
+    options = {"task": (task, "task"), "stage": (stage, "stage"), "best": (best, "metric")}
+    for option, (value, column) in options.items():
         names = sorted({row[column] for row in results})
         if value is not None and value not in names:
-            raise RecipeError(f"{option} {value}: {store.uri} has no such results{nearest(value, names)}")
+            raise RecipeError(f"--{option} {value}: {store.uri} has no such results{nearest(value, names)}")
         results = [row for row in results if value in {None, row[column]}]
     if best is None:
         return results
@@ -194,21 +177,19 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     def setting(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["task"], row["protocol"], row["labels_per_class"], row["metric"]
 
-    candidates = [
-        row for row in everything if not is_apart(row["method"]) and not is_reference(row["method"])
-    ]
-    judged = Counter(map(setting, candidates))
+    judged = Counter(
+        setting(row) for row in everything if not (is_apart(row["method"]) or is_reference(row["method"]))
+    )
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for row in results if not is_apart(row["method"])):
-        if setting(row) not in highest or row["mean"] >= highest[setting(row)]["mean"]:
-            highest[setting(row)] = row
+        highest[setting(row)] = max(
+            row, highest.get(setting(row), row), key=itemgetter("mean")
+        )  # or the newest
     for found, row in highest.items():
         row["judged"] = max(1, judged[found])  # 1: only references, of which this is the best
-        # the formula is for counts of right images
+        is_count = row["metric"] == ACCURACY  # the formula is for counts of right images
         row["optimism"] = (
-            expected_optimism(row["judged"], row["mean"], row["num_images"])
-            if row["metric"] == ACCURACY
-            else None
+            expected_optimism(row["judged"], row["mean"], row["num_images"]) if is_count else None
         )
     return [row for row in results if row in highest.values()]
 

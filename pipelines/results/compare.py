@@ -11,11 +11,10 @@ from itertools import product
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.results.accuracies import labels_of
+from pipelines.results.accuracies import add_headings, labels_of, table_with_title
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
@@ -112,16 +111,10 @@ def _matched_on(
         return [(ours[0], theirs[0])], []
     matches: list[tuple[Entry, Entry]] = []
     reasons: list[str] = []
-    ours_by, theirs_by = (
-        {
-            labels: [each for each in side if each.labels_per_class == labels]
-            for labels in dict.fromkeys(each.labels_per_class for each in side)
-        }
-        for side in (ours, theirs)
-    )
-    common = [labels for labels in ours_by if labels in theirs_by]
+    found, wanted = (dict.fromkeys(each.labels_per_class for each in side) for side in (ours, theirs))
+    common = [labels for labels in found if labels in wanted]
     for labels in common:
-        own, other = ours_by[labels], theirs_by[labels]
+        own, other = ([each for each in side if each.labels_per_class == labels] for side in (ours, theirs))
         if min(len(own), len(other)) == 1:
             matches += product(own, other)
         else:
@@ -135,12 +128,7 @@ def _matched_on(
 def comparison_table(comparison: dict[str, Any]) -> Table:
     """Return the result of `compare` as a table in percent, at most 80 columns wide."""
     metric = comparison["metric"]
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=Text(f"{metric} %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}"),
-        title_justify="left",
-    )
+    table = table_with_title(f"{metric} %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}")
     table.add_column("method", overflow="fold", min_width=18)
     for name in ("A", "B", "B - A"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -156,9 +144,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         method = _said(sides, itemgetter("method"), "\n  ")
         heading = (f"{line['task']}, {protocol},", labels)
         if heading != last_heading:
-            table.add_section()
-            for part in heading:
-                table.add_row(Text(part, style="bold"))
+            add_headings(table, *heading)
         last_heading = heading
         cells = [_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
         difference = _interval(line.get("difference"), "value", "+", " to ") + "".join(

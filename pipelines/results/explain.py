@@ -9,6 +9,7 @@ Other inputs are exchanged whole. What both sides share is cached, so only the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -119,17 +120,14 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
             found.append(Difference(role, "", bool(ours), bool(theirs)))
             continue
         (name, one), (other_name, other) = a.input(role), b.input(role)
-        sources = [manifest and manifest.source for manifest in _manifests(store, (ours[0], theirs[0]))]
+        manifests = [read_manifest(store, used[0].job, used[0].key) for used in (ours, theirs)]
+        sources = [manifest and manifest.source for manifest in manifests]
         leaves = [*_leaves(_fields(one), _fields(other))] if one.job == other.job else []
         if one.job in _BY_FIELD and sources[0] == sources[1] and leaves:
             found += [Difference(role, *each) for each in leaves]
         else:
             found.append(Difference(role, "", name, other_name))
     return found
-
-
-def _manifests(store: Store, references: Sequence[Any]) -> list[Manifest | None]:
-    return [read_manifest(store, reference.job, reference.key) for reference in references]
 
 
 def _fields(model: Frozen) -> dict[str, Any]:
@@ -146,14 +144,10 @@ def _leaves(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Ite
     """Yield (path, value of a, value of b) of the fields that differ; mappings on one side only are whole."""
     for name in dict.fromkeys([*a, *b]):
         one, other = a.get(name), b.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping) and _same_kind(one, other):
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("kind") == other.get("kind"):
             yield from _leaves(one, other, f"{prefix}{name}.")
         elif one != other:
             yield f"{prefix}{name}", one, other
-
-
-def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.get("kind") == other.get("kind")
 
 
 class Repetitions(NamedTuple):
@@ -188,7 +182,8 @@ def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
         changed = _changed(stage, own, stages, b, group)
         try:
             for each, fields in changed.items():
-                type(_stage_of(each, stage, a, group)).model_validate(fields)
+                copied = a.stage if each == stage else a.input(each.removeprefix(f"{stage}_"))[1]
+                type(copied).model_validate(fields)
         except ValidationError as error:
             impossible[name] = reasons(error)
             continue
@@ -204,11 +199,6 @@ def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
 def no_repetitions(a: Side, b: Side) -> Repetitions:
     """Return the results alone, for two that no field explains."""
     return Repetitions(a.pipeline, f"a_{a.manifest.stage}", f"b_{b.manifest.stage}", {}, {}, None)
-
-
-def _stage_of(name: str, stage: str, a: Side, group: Sequence[Difference]) -> AnyStage:
-    """Return the stage of A that the stage `name` of a repetition is a copy of."""
-    return a.stage if name == stage else a.input(name.removeprefix(f"{stage}_"))[1]
 
 
 def _prefixed(side: Side, prefix: str) -> dict[str, dict[str, Any]]:
@@ -311,12 +301,7 @@ def attributed(
     both = values[plan.a], values[plan.b]
     settings = sorted(
         both[0].keys() & both[1].keys() or both[0].keys() | both[1].keys(),
-        key=lambda each: (
-            each.scored,
-            each.protocol,
-            each.labels_per_class is None,
-            each.labels_per_class or 0,
-        ),
+        key=lambda each: (each.scored, each.protocol, each.labels_per_class or math.inf),
     )
     lines = []
     for setting in settings:

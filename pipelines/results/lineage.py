@@ -151,7 +151,7 @@ def as_json(lineage: Lineage) -> dict[str, Any]:
     nodes = [
         {
             "key": key,
-            **node.model_dump(mode="json", include=_JSON_FIELDS),
+            **node.model_dump(mode="json", exclude=_NOT_IN_JSON),
             "replaced_by": lineage.replaced.get(key),
         }
         for key, node in lineage.nodes.items()
@@ -160,22 +160,7 @@ def as_json(lineage: Lineage) -> dict[str, Any]:
     return {"roots": list(lineage.roots), "nodes": nodes, "edges": edges}
 
 
-_JSON_FIELDS = {
-    "job",
-    "kind",
-    "stage",
-    "run",
-    "attempt",
-    "content_digest",
-    "source",
-    "config",
-    "metrics",
-    "code",
-    "timing_dependent",
-    "started",
-    "finished",
-    "user",
-}
+_NOT_IN_JSON = {"layout_version", "key", "nonce", "files", "inputs", "environment", "own_sha256"}
 _NOTES = {
     "same": "",
     "made again": "  (rebuilt since, with the same content)",

@@ -9,6 +9,7 @@ from pipelines.engine.runs import run_status, runs
 from pipelines.engine.status import COMMITTED
 from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
+    Attempt,
     Layout,
     Manifest,
     Store,
@@ -48,19 +49,12 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
         raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, COLUMNS)}")
     manifests = list(all_manifests(store))
     names = {manifest.key: dataset_name(manifest) for manifest in manifests if manifest.kind == "dataset"}
-    describe = {
-        "datasets": _dataset,
-        "models": _model,
-        "evaluations": _evaluation,
-        "audits": _audit,
-        "reports": _report,
-    }[kind]
     return [
         {
             "key": manifest.key,
             "stage": manifest.stage,
             "job": manifest.job,
-            **describe(manifest, names),
+            **_described(manifest, names),
             "run": manifest.run,
             "finished": manifest.finished[:19],
             "user": manifest.user,
@@ -97,17 +91,9 @@ def _named_checkpoints(store: Store, manifest: Manifest) -> list[dict[str, Any]]
     if kept.best is not None:
         names[kept.best].append(BEST)
     return [
-        {
-            "key": manifest.key,
-            "stage": manifest.stage,
-            "step": step,
-            "checkpoint": ", ".join(own),
-            "names": own,
-            "dev_accuracy": (accuracy := dev_accuracies.get(step)),
-            "accuracy": None if accuracy is None else f"{accuracy:.1%} dev",
-            "created": manifest.finished[:19],
-            "run": manifest.run,
-        }
+        _checkpoint(
+            manifest.key, manifest, step, ", ".join(own), own, dev_accuracies.get(step), manifest.finished
+        )
         for step, own in names.items()
     ]
 
@@ -121,23 +107,34 @@ def _dev_accuracies(store: Store, manifest: Manifest) -> dict[int, float]:
 
 
 def _resumable_checkpoints(store: Store, key: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+    rows = []
     for checkpoint in reversed(checkpoints(store, "pretrain", key)):
         attempt = read_attempt(store, Layout.attempt("pretrain", key, checkpoint.attempt))
-        rows.append(
-            {
-                "key": key,
-                "stage": attempt and attempt.stage,
-                "step": checkpoint.step,
-                "checkpoint": f"to resume at step {checkpoint.step:,}",
-                "names": [],
-                "dev_accuracy": None,
-                "accuracy": None,
-                "created": checkpoint.created[:19],
-                "run": attempt and attempt.run,
-            }
-        )
+        text = f"to resume at step {checkpoint.step:,}"
+        rows.append(_checkpoint(key, attempt, checkpoint.step, text, [], None, checkpoint.created))
     return rows
+
+
+def _checkpoint(
+    key: str,
+    made: Manifest | Attempt | None,
+    step: int,
+    text: str,
+    names: list[str],
+    accuracy: float | None,
+    created: str,
+) -> dict[str, Any]:
+    return {
+        "key": key,
+        "stage": made and made.stage,
+        "step": step,
+        "checkpoint": text,
+        "names": names,
+        "dev_accuracy": accuracy,
+        "accuracy": None if accuracy is None else f"{accuracy:.1%} dev",
+        "created": created[:19],
+        "run": made and made.run,
+    }
 
 
 def dataset_name(manifest: Manifest) -> str:
@@ -165,37 +162,26 @@ def _runs(store: Store) -> list[dict[str, Any]]:
     return rows
 
 
-def _dataset(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    counts = {name: manifest.metrics.get(name) for name in ("images", "classes")}
-    return {"name": names[manifest.key], **counts}
+def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    """Return what the list of an artifact's kind shows of it; `names` are those of datasets, by key."""
+    metrics = manifest.metrics
 
+    def counts(*wanted: str) -> dict[str, Any]:
+        return {name: metrics.get(name) for name in wanted}
 
-def _model(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    """`accuracy` names its split, because a pretraining has only that on dev."""
-    accuracy = None
-    for split in ("test", "dev"):
-        value = manifest.metrics.get(f"{split}_accuracy")
-        if accuracy is None and isinstance(value, float):
-            accuracy = f"{value:.1%} {split}"
-    return {"parameters": manifest.metrics.get("parameters"), "accuracy": accuracy}
-
-
-def _evaluation(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    """`best` is the highest of its mean accuracies; it is chosen on test, so it is not an unbiased result."""
-    task = _task(manifest, names)
-    scores = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
-    best = max(scores, key=lambda name: scores[name], default=None)
-    return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
-
-
-def _audit(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    counts = {name: manifest.metrics.get(name) for name in ("audited", "label_issues")}
-    return {"task": _task(manifest, names), **counts}
-
-
-def _task(manifest: Manifest, names: dict[str, str]) -> str:
-    return ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
-
-
-def _report(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    task = ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
+    if manifest.kind == "dataset":
+        return {"name": names[manifest.key], **counts("images", "classes")}
+    if manifest.kind == "model":
+        found = {
+            split: metrics.get(f"{split}_accuracy") for split in ("test", "dev")
+        }  # a pretraining has dev's
+        shown = (f"{value:.1%} {split}" for split, value in found.items() if isinstance(value, float))
+        return {**counts("parameters"), "accuracy": next(shown, None)}
+    if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result
+        scores = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        best = max(scores, key=lambda name: scores[name], default=None)
+        return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
+    if manifest.kind == "audit":
+        return {"task": task, **counts("audited", "label_issues")}
     return {"title": manifest.config.get("title")}

@@ -255,18 +255,14 @@ def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
 
 def _vtab_groups(manifests: list[Manifest]) -> Groups:
     """Return, for each artifact whose `data` is one of VTAB's tasks, the group of that task."""
-    tasks = {manifest.key: _vtab_task(manifest.config.get("source")) for manifest in manifests}
-    data_tasks = {
-        manifest.key: tasks.get(data[0].key)
-        for manifest in manifests
-        if (data := manifest.inputs.get("data"))
-    }
-    return {key: GROUPS.get(task) for key, task in data_tasks.items() if task is not None}
-
-
-def _vtab_task(source: Any) -> Any:
-    """Return the VTAB task of a dataset's source; None if it has none, or another version wrote it differently."""
-    return source.get("task") if isinstance(source, dict) and source.get("kind") == "vtab" else None
+    sources = {manifest.key: manifest.config.get("source") for manifest in manifests}
+    found: Groups = {}
+    for manifest in manifests:
+        source = sources.get(data[0].key) if (data := manifest.inputs.get("data")) else None
+        # Another version may have written it differently.
+        if isinstance(source, dict) and source.get("kind") == "vtab" and source.get("task") is not None:
+            found[manifest.key] = GROUPS.get(source["task"])
+    return found
 
 
 def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:

@@ -10,11 +10,12 @@ and changes nothing except this machine's cache of checked files.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -22,7 +23,6 @@ from pipelines.identity import recorded_key
 from pipelines.results.lookup import find_keys
 from pipelines.spec import AnyStage, Stage
 from pipelines.store import (
-    Attempt,
     Event,
     FileEntry,
     InputRef,
@@ -46,6 +46,7 @@ from pipelines.store import (
 from pipelines.store.file_checks import digest_fault, remember
 from vit_model.errors import UserError
 
+Value = TypeVar("Value")
 READERS = 8  # files read at once
 SAMPLE_BYTES = 64 * 2**20  # `doctor` reads no larger file
 
@@ -123,15 +124,22 @@ def sample(store: Store, count: int) -> Verified:
     return Verified(len(found), len(files), size, tuple(damage), tuple(unread))
 
 
-@contextmanager
-def _noting(name: str, unread: list[Unchecked]) -> Iterator[None]:
-    """Note that an object cannot be read here, which says nothing about it; others are still read."""
+def _read(
+    name: str, unread: list[Unchecked], read: Callable[..., Value], *arguments: Any
+) -> tuple[Value | None, StoreDamaged | None]:
+    """Return what `read` returns, or the damage that it meets.
+
+    An object that cannot be read here is noted, which says nothing about it; others are still read.
+    """
     try:
-        yield
+        return read(*arguments), None
+    except StoreDamaged as error:
+        return None, error
     except (StoreUnreachable, StoreAbsent):
         raise
     except StoreError as error:
         unread.append(Unchecked(name, str(error)))
+        return None, None
 
 
 def _manifests(
@@ -142,19 +150,15 @@ def _manifests(
     found, damage = [], []
     for job, key in keys:
         name = Layout.manifest(job, key)
-        with _noting(name, unread):
-            try:
-                if (artifact := read_with_reference(store, job, key)) is not None:
-                    found.append(artifact)
-            except StoreDamaged as error:
-                do = _rebuild(store, _attempt(store, job, key))
-                damage.append(Damage(name, error.problem, key, None, do))
+        artifact, error = _read(name, unread, read_with_reference, store, job, key)
+        if artifact is not None:
+            found.append(artifact)
+        if error is not None:
+            damage.append(Damage(name, error.problem, key, None, _rebuild(store, job, key)))
         name = Layout.replaced(job, key)
-        with _noting(name, unread):
-            try:
-                list(successors(store, job, key))
-            except StoreDamaged as error:
-                damage.append(Damage(name, error.problem, key, None, error.remedy))
+        _, error = _read(name, unread, lambda *of: list(successors(*of)), store, job, key)
+        if error is not None:
+            damage.append(Damage(name, error.problem, key, None, error.remedy))
     return found, damage
 
 
@@ -246,54 +250,41 @@ def _manifest_damage(store: Store, manifest: Manifest, what: str) -> Damage:
     return Damage(name, what, manifest.key, manifest.stage, rebuild_command(store, manifest))
 
 
-def _attempt(store: Store, job: str, key: str) -> Attempt | None:
-    """Return the last attempt, which names an artifact's stage if its manifest cannot be read."""
-    try:
-        return last_attempt(store, job, key)
-    except StoreError:
-        return None
-
-
-def _rebuild(store: Store, record: Attempt | None) -> str:
-    if record is None:
+def _rebuild(store: Store, job: str, key: str) -> str:
+    """Return the command that makes an artifact again whose manifest cannot be read, but perhaps its last attempt."""
+    attempt = None
+    with suppress(StoreError):
+        attempt = last_attempt(store, job, key)
+    if attempt is None:
         return "vitflow run PIPELINE --force STAGE, or remove its folder if it was copied there"
-    return rebuild_command(store, record)
+    return rebuild_command(store, attempt)
 
 
 def _records(store: Store, unread: list[Unchecked]) -> Iterator[Damage]:
     """Yield damage to the records of runs, and to attempts that are not committed."""
+    remove = "remove the file; results do not depend on it"
     for run in store.names("runs"):
-        name, do = f"{Layout.run(run)}/plan.json", "remove the file; results do not depend on it"
-        with _noting(name, unread):
-            try:
-                read_plan(store, run)
-            except StoreDamaged as error:
-                yield Damage(name, error.problem, None, None, do)
         folder = f"{Layout.run(run)}/events"
-        for name in [f"{folder}/{event}" for event in store.names(folder)]:
-            with _noting(name, unread):
-                try:
-                    read_record(store, name, Event)
-                except StoreDamaged as error:
-                    yield Damage(name, error.problem, None, None, do)
+        events = [f"{folder}/{event}" for event in store.names(folder)]
+        _, error = _read(plan := f"{Layout.run(run)}/plan.json", unread, read_plan, store, run)
+        found = {plan: error} | {
+            name: _read(name, unread, read_record, store, name, Event)[1] for name in events
+        }
+        for name, error in found.items():
+            if error is not None:
+                yield Damage(name, error.problem, None, None, remove)
     for job, key in all_keys(store):
-        name, do = Layout.artifact(job, key), "remove this folder; nothing in it was committed"
-        with _noting(name, unread):
-            try:
-                if not is_committed(store, job, key):
-                    last_attempt(store, job, key)
-            except StoreDamaged as error:
-                yield Damage(name, error.problem, key, None, do)
+        name = Layout.artifact(job, key)
+        _, error = _read(name, unread, lambda *of: is_committed(*of) or last_attempt(*of), store, job, key)
+        if error is not None:
+            yield Damage(name, error.problem, key, None, "remove this folder; nothing in it was committed")
 
 
 def _damaged_files(
     store: Store, files: Sequence[tuple[Manifest, FileEntry]], unread: list[Unchecked]
 ) -> list[Damage]:
     def check(manifest: Manifest, file: FileEntry) -> str | None:
-        fault = None
-        with _noting(f"{manifest.folder}/{file.path}", unread):
-            fault = _file_fault(store, manifest, file)
-        return fault  # noqa: RET504 (None if the file cannot be read)
+        return _read(f"{manifest.folder}/{file.path}", unread, _file_fault, store, manifest, file)[0]
 
     with ThreadPoolExecutor(READERS) as threads:
         faults = list(threads.map(check, *zip(*files, strict=True)) if files else ())

@@ -70,32 +70,31 @@ def costs(
     return found
 
 
-def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, plots.Costs]:
-    """Return the plot of each task, by its name.
+def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[plots.CostPoint]]]:
+    """Return the unit and the points of the plot of each task, by its name.
 
     The cost is the measured speed of the forward pass; or, if not all were measured on the same sort of machine, the
     operations of an image, which do not depend on it.
     """
-    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for group in groups:
-        by_task.setdefault(group["task"], []).append(group)
+        series = f"{group['protocol']}, {group['labels'].partition(' (')[0]}"
+        by_task.setdefault(group["task"], []).extend((series, line) for line in group["lines"])
     found = {}
-    for task, own in by_task.items():
-        lines = [line for group in own for line in group["lines"]]
-        is_one_machine = len({(line["device"], line["threads"]) for line in lines}) == 1
+    for task, lines in by_task.items():
+        is_one_machine = len({(line["device"], line["threads"]) for _, line in lines}) == 1
         unit, cheap = ("images/s", "right") if is_one_machine else ("GFLOPs per image", "left")
-        found[task] = plots.Costs(
+        found[task] = (
             f"{unit}, forward pass ({cheap}: cheaper)",
-            tuple(
+            [
                 plots.CostPoint(
                     line["backbone"],
-                    f"{group['protocol']}, {group['labels'].partition(' (')[0]}",
+                    series,
                     line["forward"]["images_per_second"] if is_one_machine else line["gflops"],
                     line["accuracy"],
                 )
-                for group in own
-                for line in group["lines"]
-            ),
+                for series, line in lines
+            ],
         )
     return found
 

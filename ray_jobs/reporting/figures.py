@@ -5,7 +5,7 @@ In: `Entry`s, the content of report.json, and the logs of trainings. Out: SVG by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,50 +19,24 @@ Measured = Mapping[str, Sequence[plots.Measured]]  # by the artifact of a traini
 
 def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measured) -> dict[str, str]:
     """Draw every plot that has data, by name."""
-    figures = {f"cost {task}": plots.costs(data) for task, data in costs.points(numbers["costs"]).items()}
+    figures = {f"cost {task}": plots.costs(*data) for task, data in costs.points(numbers["costs"]).items()}
     few_shot = [entry for entry in entries if entry.protocol.startswith("few-shot")]
     for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
         alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]
         figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(alike))
-    for artifact, draws in _losses(numbers):
+    losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
+    losses |= {each["artifact"]: [draw["points"] for draw in each["draws"]] for each in numbers["finetuning"]}
+    for artifact, draws in losses.items():
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()))
     for sweep in numbers["sweeps"]:
         if "kind" in sweep:
-            figures[f"search {sweep['artifact']}"] = plots.search(_search(sweep))
+            figures[f"search {sweep['artifact']}"] = plots.search(sweep)
     of_rates = [sweep for sweep in numbers["sweeps"] if "kind" not in sweep]
     for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):
-        panels = [_rates(sweep) for sweep in of_rates if sweep["labels"] == labels]
-        figures[f"sweep {labels}"] = plots.sweeps(panels)
+        figures[f"sweep {labels}"] = plots.sweeps([sweep for sweep in of_rates if sweep["labels"] == labels])
     if numbers["mistakes"] and (matrix := numbers["mistakes"]["confusion"]):
         figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
     return figures
-
-
-def _losses(numbers: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the artifact and the curves of each training, one per draw of labels."""
-    for curve in numbers["pretraining"]:
-        yield curve["artifact"], [curve["points"]]
-    for tuned in numbers["finetuning"]:
-        yield tuned["artifact"], [draw["points"] for draw in tuned["draws"]]
-
-
-def _search(sweep: Mapping[str, Any]) -> plots.Search:
-    trials = sweep["trials"]
-    return plots.Search(
-        points=tuple(trial["point"] for trial in trials),
-        accuracies=tuple(float(np.mean(trial["accuracies"])) for trial in trials),
-        pruned=tuple("pruned_at" in trial for trial in trials),
-        chosen=[trial["number"] for trial in trials].index(sweep["chosen_trial"]),
-    )
-
-
-def _rates(sweep: Mapping[str, Any]) -> plots.Sweep:
-    return plots.Sweep(
-        name=sweep["stage"],
-        learning_rates=tuple(trial["learning_rate"] for trial in sweep["trials"]),
-        accuracies=tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]),
-        chosen=sweep["chosen"],
-    )
 
 
 def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
@@ -107,14 +81,12 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
         return {None: "dev"}
     if manifest.job != "finetune" or not lines:
         return {}
-    if (
-        number := manifest.metrics.get("trial")
-    ) is None:  # without a search, trials are numbered as their rates
+    number = manifest.metrics.get("trial")
+    if number is None:  # without a search, trials are numbered as their rates
         number = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
-    names = {fit: FitName.parse(fit) for fit in sorted({line.fit or "" for line in lines})}
     trials = {
         fit: name.part
-        for fit, name in names.items()
-        if name and (name.kind, name.number) == ("trial", number)
+        for fit in sorted({line.fit or "" for line in lines})
+        if (name := FitName.parse(fit)) and (name.kind, name.number) == ("trial", number)
     }
     return {fit: "held-out labels" if len(trials) == 1 else f"fold {fold}" for fit, fold in trials.items()}

@@ -100,8 +100,7 @@ def gather(context: Context[Report]) -> ReportData:
         predictions,
         figures=figures.draw(entries, numbers, measured),
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
-        images=_images_of_mistakes(numbers["mistakes"], tested)
-        | _images_of_audits(numbers.get("label_issues", []), tested),
+        images=_images(numbers, tested),
     )
 
 
@@ -138,7 +137,7 @@ def _scores(
         ],
         "costs": costs.costs(entries, parts, classes),
         "datasets": [
-            {"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
+            _origin(stage, manifest) | pictures.describe(datasets[manifest.key])
             for stage, manifest, _ in parts
             if manifest.key in datasets
         ],
@@ -147,18 +146,16 @@ def _scores(
 
 def _trainings(parts: Sequence[provenance.Part]) -> dict[str, Any]:
     """Return the curves of trainings and their sweeps."""
-
-    def content(name: str, field: str) -> list[dict[str, Any]]:
-        return [
-            {"stage": stage, "artifact": manifest.key, field: read}
-            for stage, manifest, read in _read_json(parts, name)
-        ]
-
-    return {
-        "pretraining": content("curve.json", "points"),
-        "finetuning": content("curves.json", "draws"),
-        "sweeps": _sweeps(parts),
+    files = {"pretraining": ("curve.json", "points"), "finetuning": ("curves.json", "draws")}
+    curves = {
+        job: [_origin(stage, manifest) | {field: read} for stage, manifest, read in _read_json(parts, name)]
+        for job, (name, field) in files.items()
     }
+    return curves | {"sweeps": _sweeps(parts)}
+
+
+def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
+    return {"stage": stage, "artifact": manifest.key}
 
 
 def _mistakes(entries: Sequence[Entry], tested: Mapping[str, Dataset]) -> dict[str, Any]:
@@ -180,8 +177,7 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
     """Return the lists of likely wrong labels, if there are any."""
     audits = [
         {
-            "stage": stage,
-            "artifact": manifest.key,
+            **_origin(stage, manifest),
             "audited": manifest.metrics["audited"],
             "agreement": manifest.metrics["agreement"],
             "headline": headline_of_audit(manifest.metrics),
@@ -219,8 +215,7 @@ def _read_json(parts: Iterable[provenance.Part], name: str) -> Iterator[tuple[st
 def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
     return [
         {
-            "stage": stage,
-            "artifact": manifest.key,
+            **_origin(stage, manifest),
             "labels": labels_text(manifest.config["labels"]["per_class"], None),
             **sweep,
             **_why_ended(sweep["trials"], manifest.config),
@@ -249,32 +244,20 @@ def _why_ended(trials: Sequence[dict[str, Any]], config: Mapping[str, Any]) -> d
     return {"why_ended": f"{counts} of {evaluations}, because they were {why}"}
 
 
-def _images(
-    dataset: Dataset | None, sample_ids: Sequence[str], splits: Sequence[Split] = ("test",)
-) -> dict[str, str]:
-    """Return the images of these splits with these ids as `data:` URLs, by id."""
+def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[str, str]:
+    """Return the mistakes and the likely wrong labels that the page shows as `data:` URLs, by sample id."""
+    shown: list[tuple[str, Any, tuple[Split, ...]]] = [
+        (audit["artifact"], audit["issues"], ("train", "dev")) for audit in numbers.get("label_issues", ())
+    ]
+    if (main := numbers["mistakes"]) is not None:
+        shown.insert(0, (main["artifact"], main["worst"], ("test",)))
     images: dict[str, str] = {}
-    if dataset is None or not sample_ids:
-        return images
-    for split in splits:
-        rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids(split))}
-        present = [sample_id for sample_id in sample_ids if sample_id in rows]
-        urls = pictures.data_urls(dataset, split, [rows[sample_id] for sample_id in present])
-        images |= zip(present, urls, strict=True)
-    return images
-
-
-def _images_of_mistakes(errors: Mapping[str, Any] | None, tested: Mapping[str, Dataset]) -> dict[str, str]:
-    """Return the main model's mistakes as images, by id."""
-    if errors is None:
-        return {}
-    return _images(tested.get(errors["artifact"]), [mistake["sample_id"] for mistake in errors["worst"]])
-
-
-def _images_of_audits(audits: Sequence[Mapping[str, Any]], tested: Mapping[str, Dataset]) -> dict[str, str]:
-    """Return the images with likely wrong labels that the page shows, by id."""
-    images: dict[str, str] = {}
-    for audit in audits:
-        shown = [issue["sample_id"] for issue in audit["issues"]]
-        images |= _images(tested.get(audit["artifact"]), shown, ("train", "dev"))
+    for artifact, found, splits in shown:
+        if (dataset := tested.get(artifact)) is None or not found:
+            continue
+        for split in splits:
+            rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids(split))}
+            present = [each["sample_id"] for each in found if each["sample_id"] in rows]
+            urls = pictures.data_urls(dataset, split, [rows[sample_id] for sample_id in present])
+            images |= zip(present, urls, strict=True)
     return images

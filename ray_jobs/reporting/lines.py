@@ -154,24 +154,20 @@ def mistakes_line(
     def name(label: int) -> str:
         return classes[label] if dataset else f"class {label}"
 
-    index = (
-        dataset.index("test").select(["sample_id", "key"]).to_pydict()
-        if dataset
-        else {"sample_id": [], "key": []}
-    )
-    files = dict(zip(index["sample_id"], index["key"], strict=True))
-    num_classes = len(classes) or 1 + max(main.labels.max(), main.predictions.max())
-    per_class = mistakes.per_class(main, num_classes)
-    counts = (
-        mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
-    )
+    index = dataset.index("test").select(["sample_id", "key"]).to_pylist() if dataset else ()
+    files = dict(row.values() for row in index)
+    per_class = mistakes.per_class(main, len(classes) or 1 + max(main.labels.max(), main.predictions.max()))
+    confusion = None
+    if dataset and len(classes) <= MAX_CONFUSION:
+        counts = mistakes.confusion(main, len(classes)).tolist()
+        confusion = {"class_names": list(classes), "counts": counts}
     return {
         "task": main.task,
         "method": main.method,
         "protocol": main.protocol,
         "artifact": main.artifact,
         "stage": main.stage,
-        "labels": labels_text(main.labels_per_class, len(classes) if dataset else None),
+        "labels": labels_text(main.labels_per_class, _num_classes(dataset)),
         "draws": len(main.draws),
         "num_images": len(main.sample_ids),
         "ever_wrong": int((~main.correct).any(axis=0).sum()),
@@ -194,5 +190,5 @@ def mistakes_line(
             }
             for result in per_class[:MAX_CLASSES]
         ],
-        "confusion": None if counts is None else {"class_names": list(classes), "counts": counts},
+        "confusion": confusion,
     }

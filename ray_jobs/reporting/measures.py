@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,19 @@ REPORT_ROWS = pa.schema([*_FROM, *ROWS])
 REPORT_PREDICTIONS = pa.schema([*_FROM, *PREDICTIONS])
 
 _ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
+_Draw = dict[str, np.ndarray]
+"""One draw's test images: the arrays of `_COLUMNS`, `in_top5`, and `places`, their ascending indices into all ids."""
+_COLUMNS = {
+    "labels": "label",
+    "predictions": "prediction",
+    "correct": "correct",
+    "probabilities": "probability",
+    "nll": "nll",
+    "calibrated_probabilities": "calibrated_probability",
+    "calibrated_nll": "calibrated_nll",
+}
+_ALWAYS = ("predictions", "correct", "probabilities")  # of an `Entry`; the others may be missing
+_PERHAPS = ("nll", "in_top5", "calibrated_probabilities", "calibrated_nll")
 _ORDER = {"few-shot linear": 0, "linear probe": 1, "fine-tuning": 2, "baseline": 3}
 
 
@@ -198,17 +211,14 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     order = np.array(pc.array_sort_indices(ids))
     rank = np.empty(len(ids), np.int32)
     rank[order] = np.arange(len(ids), dtype=np.int32)
-    places = rank[codes]
-    columns = [
-        predictions[name].to_numpy() for name in ("label", "prediction", "correct", "probability", "nll")
-    ]
-    columns.append(_in_top5(predictions["top5"].combine_chunks(), columns[0]))
-    columns += [predictions[name].to_numpy() for name in ("calibrated_probability", "calibrated_nll")]
-    rows = np.lexsort((places, groups))
+    columns = {name: predictions[column].to_numpy() for name, column in _COLUMNS.items()}
+    columns["in_top5"] = _in_top5(predictions["top5"].combine_chunks(), columns["labels"])
+    columns["places"] = rank[codes]
+    rows = np.lexsort((columns["places"], groups))
     starts = np.flatnonzero(np.diff(groups[rows], prepend=-1))
     keys = predictions.select(names).take(rows[starts]).to_pylist()
     by_draw = {
-        tuple(key.values()): _Draw(places[group], *(column[group] for column in columns))
+        tuple(key.values()): {name: column[group] for name, column in columns.items()}
         for key, group in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
     return _Ids(ids.take(order)), by_draw
@@ -228,20 +238,6 @@ def _in_top5(top5: Any, labels: np.ndarray) -> np.ndarray:
     images = pc.list_parent_indices(top5).to_numpy()
     found[images[pc.list_flatten(top5).to_numpy() == labels[images]]] = 1
     return found
-
-
-class _Draw(NamedTuple):
-    """One draw's test images; `places` are their indices into all sample ids, ascending. The rest is as in `Entry`."""
-
-    places: np.ndarray
-    labels: np.ndarray
-    predictions: np.ndarray
-    correct: np.ndarray
-    probabilities: np.ndarray
-    nll: np.ndarray
-    in_top5: np.ndarray
-    calibrated_probabilities: np.ndarray
-    calibrated_nll: np.ndarray
 
 
 class _Ids:
@@ -267,7 +263,7 @@ def _entry(
     seed: int | None,
 ) -> Entry:
     draws = tuple(sorted(measured))
-    artifact, stage, task, protocol, method, labels_per_class = key
+    artifact, stage, _, protocol, method, labels_per_class = key
     labels = f"{labels_per_class} labels per class" if labels_per_class else "all labels"
     where = f"{stage} ({artifact[:12]}), {protocol}, {method}, {labels}"
     missing = [draw for draw in draws if (*key, draw) not in predicted]
@@ -275,31 +271,21 @@ def _entry(
         raise UserError(f"{where}: missing predictions for draws {missing}; rebuild the stage with --force")
     parts = [predicted[(*key, draw)] for draw in draws]
     first = parts[0]
-    if not np.diff(first.places).all() or any(
-        not np.array_equal(other.places, first.places) or not np.array_equal(other.labels, first.labels)
-        for other in parts
+    if not np.diff(first["places"]).all() or any(
+        not np.array_equal(other[name], first[name]) for other in parts for name in ("places", "labels")
     ):
         raise UserError(f"{where}: every draw must be scored once on each of the same test images")
+    tables: dict[str, Any] = {name: np.stack([part[name] for part in parts]) for name in _ALWAYS}
+    tables |= {name: _stacked([part[name] for part in parts]) for name in _PERHAPS}
     entry = Entry(
-        artifact=artifact,
-        stage=stage,
-        task=task,
-        protocol=protocol,
-        method=method,
-        labels_per_class=labels_per_class,
+        **dict(zip(_ENTRY, key, strict=True)),
         draw_seed=seed,
         draws=draws,
-        sample_ids=ids.at(first.places),
-        labels=first.labels,
-        predictions=np.stack([part.predictions for part in parts]),
-        correct=np.stack([part.correct for part in parts]),
-        probabilities=np.stack([part.probabilities for part in parts]),
+        sample_ids=ids.at(first["places"]),
+        labels=first["labels"],
         selected_on=_distinct(measured, "selected_on"),
         settings=_distinct(measured, "settings"),
-        nll=_stacked([part.nll for part in parts]),
-        in_top5=_stacked([part.in_top5 for part in parts]),
-        calibrated_probabilities=_stacked([part.calibrated_probabilities for part in parts]),
-        calibrated_nll=_stacked([part.calibrated_nll for part in parts]),
+        **tables,
     )
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):
         if not np.isclose(measured[draw]["value"], value, rtol=0, atol=1e-6):

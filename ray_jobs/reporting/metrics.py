@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ray_jobs.evaluation.intervals import Interval, mean_interval
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, MEAN_IOU
 
 Counts = NDArray[np.float64]  # [classes]
@@ -70,16 +69,6 @@ def of_lists(metric: Metric) -> Callable[[Any, Any], Any]:
         return pa.array([value(metric, *(column.values.to_numpy() for column in draw)) for draw in draws])
 
     return values
-
-
-def interval(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> Interval:
-    """Return a computed metric over draws and images with its 95% interval.
-
-    Args:
-        labels: [n].
-        predictions: [draws, n].
-    """
-    return mean_interval(contributions(metric, labels, predictions))
 
 
 def contributions(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> NDArray[np.float64]:

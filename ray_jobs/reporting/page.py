@@ -31,15 +31,8 @@ def render(data: ReportData) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "percent": percent,
-        "points": points,
-        "duration": duration,
-        "number": number,
-        "day": day,
-        "mebibytes": mebibytes,
-        "setting": setting,
-    }
+    filters = (percent, points, duration, number, day, mebibytes, setting)
+    environment.filters |= {function.__name__: function for function in filters}
     return environment.get_template(TEMPLATE.name).render(
         **data.numbers,
         groups=groups(data.numbers["accuracies"]),
@@ -57,13 +50,11 @@ def render(data: ReportData) -> str:
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Group the lines of the table under headings: comparable lines together, best first, parts of test last."""
-
-    def heading(line: dict[str, Any]) -> str:
-        return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
-
+    grouped = groupby(
+        accuracies, lambda line: f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
+    )
     return [
-        (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"])))
-        for name, lines in groupby(accuracies, heading)
+        (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"]))) for name, lines in grouped
     ]
 
 
@@ -87,18 +78,14 @@ def scale(accuracies: list[dict[str, Any]]) -> float:
 def measured_on(costs: list[dict[str, Any]]) -> list[str]:
     """Describe how costs were measured, each way once: 'forward: 32 images in float32, on AMD EPYC with 1 thread'."""
     found = [
-        f"{name}: {speed['images']} images in {speed['dtype']}, on {_machine(line)}"
+        f"{name}: {speed['images']} images in {speed['dtype']}, on {line['device']}"
+        + (f" with {threads} thread{'s' * (threads > 1)}" if (threads := line["threads"]) else "")
         for group in costs
         for line in group["lines"]
         for name in ("forward", "training")
         if (speed := line[name])
     ]
     return list(dict.fromkeys(found))
-
-
-def _machine(line: dict[str, Any]) -> str:
-    threads = line["threads"]
-    return line["device"] + (f" with {threads} thread{'s' * (threads > 1)}" if threads else "")
 
 
 def mebibytes(speed: dict[str, Any]) -> str:

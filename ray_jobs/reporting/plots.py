@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import matplotlib
@@ -29,6 +30,7 @@ _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
 }
 _MARKERS = "osD^vP"
 _FOLDS = (*SERIES[2:], SERIES[1])  # the first is the mean's or the training's
+_RING = {"color": SERIES[1], "marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "vitflow",
@@ -71,26 +73,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """The learning rates of a sweep, and the validation accuracy of each in each fold (fractions)."""
-
-    name: str
-    learning_rates: tuple[float, ...]
-    accuracies: tuple[tuple[float, ...], ...]
-    chosen: float
-
-
-@dataclass(frozen=True)
-class Search:
-    """The trials of a search: their points {field: value}, mean validation accuracies, and which ASHA ended early."""
-
-    points: tuple[Mapping[str, Any], ...]
-    accuracies: tuple[float, ...]
-    pruned: tuple[bool, ...]
-    chosen: int
-
-
-@dataclass(frozen=True)
 class CostPoint:
     """A model's accuracy (a fraction) in one series, and what it costs."""
 
@@ -98,14 +80,6 @@ class CostPoint:
     series: str
     cost: float
     accuracy: float
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Models' accuracies and costs, and what the costs are."""
-
-    unit: str
-    points: tuple[CostPoint, ...]
 
 
 def few_shot(curves: Sequence[Curve]) -> str:
@@ -126,13 +100,13 @@ def few_shot(curves: Sequence[Curve]) -> str:
     return out[0]
 
 
-def costs(given: Costs) -> str:
+def costs(unit: str, points: Sequence[CostPoint]) -> str:
     """Plot accuracy by cost, a colour per series; the name of each model is beside its most accurate point."""
-    series = list(dict.fromkeys(point.series for point in given.points))
+    series = dict.fromkeys(point.series for point in points)
     with _figure(5.6, 3.9) as (figure, out):
         axes = figure.subplots()
         for number, name in enumerate(series):
-            own = [point for point in given.points if point.series == name]
+            own = [point for point in points if point.series == name]
             axes.plot(
                 [point.cost for point in own],
                 [point.accuracy for point in own],
@@ -143,12 +117,12 @@ def costs(given: Costs) -> str:
             )
         axes.set_xscale("log")
         axes.margins(x=0.18, y=0.15)
-        _few_ticks(axes, [point.cost for point in given.points])
-        axes.set(xlabel=given.unit, ylabel="test accuracy")
+        _few_ticks(axes, [point.cost for point in points])
+        axes.set(xlabel=unit, ylabel="test accuracy")
         _percent_axis(axes)
         figure.legend(loc="outside lower center", ncols=2)
         figure.draw_without_rendering()  # fixes the axes, so that names can be placed
-        _name_points(axes, given.points)
+        _name_points(axes, points)
     return out[0]
 
 
@@ -234,53 +208,55 @@ def _fold_style(number: int) -> dict[str, Any]:
     }
 
 
-def sweeps(panels: Sequence[Sweep]) -> str:
-    """Plot validation accuracy by learning rate, one panel per sweep, folds as dots; a ring marks the chosen rate."""
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-        for panel, axes in zip(panels, grid, strict=False):
-            rates, folds = zip(*sorted(zip(panel.learning_rates, panel.accuracies, strict=True)), strict=True)
+def sweeps(panels: Sequence[Mapping[str, Any]]) -> str:
+    """Plot validation accuracy by learning rate, one panel per sweep, folds as dots; a ring marks the chosen rate.
+
+    Args:
+        panels: sweeps of report.json without a search.
+    """
+    with _panels(len(panels)) as (grid, out):
+        for sweep, axes in zip(panels, grid, strict=True):
+            trials = sorted(sweep["trials"], key=itemgetter("learning_rate"))
+            rates, folds = (
+                [trial["learning_rate"] for trial in trials],
+                [trial["accuracies"] for trial in trials],
+            )
             means = [float(np.mean(fold)) for fold in folds]
             for number, accuracies in enumerate(zip(*folds, strict=True)):
                 style = _fold_style(number) | {"label": f"fold {number}", "linestyle": "", "alpha": 0.7}
                 axes.plot(rates, accuracies, **style)
             axes.plot(rates, means, color=SERIES[0], label="mean")
-            chosen = rates.index(panel.chosen)
-            ring = {"marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
-            axes.plot(rates[chosen], means[chosen], color=SERIES[1], **ring)
+            chosen = rates.index(sweep["chosen"])
+            axes.plot(rates[chosen], means[chosen], **_RING)
             _logarithmic(axes, rates, [_short(rate) for rate in rates])
-            axes.set(title=panel.name, xlabel="learning rate")
-            _percent_axis(axes)
+            axes.set(title=sweep["stage"], xlabel="learning rate")
             if len(folds[0]) > 1:
                 axes.legend(fontsize="small")
-        for axes in list(grid):
-            axes.remove()
-        figure.supylabel("validation accuracy", fontsize=10)
     return out[0]
 
 
-def search(trials: Search) -> str:
+def search(sweep: Mapping[str, Any]) -> str:
     """Plot validation accuracy by each searched field: a dot is a trial, hollow if it was ended, a ring the chosen one.
 
     Fields whose values are not all numbers have one place per value.
+
+    Args:
+        sweep: of report.json, with a search.
     """
-    fields = list(trials.points[0])
-    columns = min(2, len(fields))
-    rows = -(-len(fields) // columns)
-    with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-        for field, axes in zip(fields, grid, strict=False):
-            values = [point[field] for point in trials.points]
+    trials = sweep["trials"]
+    means = [float(np.mean(trial["accuracies"])) for trial in trials]
+    chosen = [trial["number"] for trial in trials].index(sweep["chosen_trial"])
+    fields = list(trials[0]["point"])
+    with _panels(len(fields)) as (grid, out):
+        for field, axes in zip(fields, grid, strict=True):
+            values = [trial["point"][field] for trial in trials]
             is_number = _is_numeric(values)
             names = sorted({_value(value) for value in values})
             places = values if is_number else [names.index(_value(value)) for value in values]
-            for place, accuracy, pruned in zip(places, trials.accuracies, trials.pruned, strict=True):
-                fill = "none" if pruned else SERIES[0]
+            for place, accuracy, trial in zip(places, means, trials, strict=True):
+                fill = "none" if "pruned_at" in trial else SERIES[0]
                 axes.plot(place, accuracy, "o", color=SERIES[0], markerfacecolor=fill, markersize=4)
-            ring = {"marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
-            axes.plot(places[trials.chosen], trials.accuracies[trials.chosen], color=SERIES[1], **ring)
+            axes.plot(places[chosen], means[chosen], **_RING)
             if not is_number:
                 axes.set_xticks(range(len(names)), names)
                 axes.set_xlim(-0.5, len(names) - 0.5)
@@ -290,11 +266,22 @@ def search(trials: Search) -> str:
                     axes, [10.0**power for power in powers], [f"{10.0**power:g}" for power in powers]
                 )
             axes.set(xlabel=field.replace("_", " "))
+    return out[0]
+
+
+@contextmanager
+def _panels(count: int) -> Iterator[tuple[list[Any], list[str]]]:
+    """Yield the axes of panels of validation accuracy in two columns, and what `_figure` yields."""
+    columns = min(2, count)
+    rows = -(-count // columns)
+    with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
+        grid = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+        yield grid[:count], out
+        for axes in grid[:count]:
             _percent_axis(axes)
-        for axes in list(grid):
+        for axes in grid[count:]:
             axes.remove()
         figure.supylabel("validation accuracy", fontsize=10)
-    return out[0]
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:

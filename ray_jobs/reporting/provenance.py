@@ -25,6 +25,7 @@ DEFAULTS = "defaults"  # the value of a group of fields that is set, with the de
 def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return a record per stage: key, inputs, duration, metrics, seeds, configuration, settings, code."""
     names = {manifest.key: stage for stage, manifest, _ in parts}
+    moment = datetime.fromisoformat
     return [
         {
             "stage": stage,
@@ -35,7 +36,7 @@ def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
                 field: [reference.key for reference in references]
                 for field, references in manifest.inputs.items()
             },
-            "seconds": _seconds(manifest),
+            "seconds": (moment(manifest.finished) - moment(manifest.started)).total_seconds(),
             "finished": manifest.finished,
             "metrics": manifest.metrics,
             "seeds": dict(_seeds(manifest.config)),
@@ -131,12 +132,6 @@ def at_checkpoint(config: Mapping[str, Any], field: str) -> str:
     if checkpoint == BEST:
         return " at its best step on dev"
     return "" if (step := step_of(checkpoint)) is None else f" at step {step:,}"
-
-
-def _seconds(manifest: Manifest) -> float:
-    return (
-        datetime.fromisoformat(manifest.finished) - datetime.fromisoformat(manifest.started)
-    ).total_seconds()
 
 
 def _seeds(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:

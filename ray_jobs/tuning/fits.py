@@ -3,7 +3,7 @@
 In: a task, labelled images. Out: a `Trial` or a `Refit`, also in the ledger (`ray_jobs.tuning.ledger`), so no fit is
 done twice. One that was running when its attempt ended continues from its checkpoint.
 
-All workers of a fit call `trial` or `refit` together (`by_workers`). The first scores, records and logs.
+All workers of a fit call `trial` or `refit` together (`run`). The first scores, records and logs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from pipelines.store import FileEntry, FitName
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.average_precision import multi_label
 from ray_jobs.evaluation.calibration import fit_temperature
-from ray_jobs.evaluation.cost import Cost
 from ray_jobs.process.context import Context
 from ray_jobs.training.checkpoint import CheckpointManager
-from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.evaluators import Evaluator, accuracy_and_loss, predict, score
 from ray_jobs.training.fit import Stopping, Validation, fit
 from ray_jobs.training.gauges import Gauges
@@ -186,9 +184,11 @@ def refit(
     return Refitted(record, images)
 
 
-def by_workers(function: Callable[..., Any], context: Context[Finetune], *arguments: Any) -> Any:
-    """Call `trial` or `refit` in each worker of a group, and return what the first one returns."""
+def run(function: Callable[..., Any], context: Context[Finetune], *arguments: Any) -> Any:
+    """Call `trial` or `refit` in this process, or in each of the configured workers; return what the first returns."""
     config, group = context.config, secrets.randbits(32)
+    if config.workers == 1:
+        return function(context, *arguments)
     settings = {"function": function, "arguments": (context, *arguments), "group": group}
     name = f"{context.attempt.submission_id}-{group}"
     return run_group(_worker, settings, config.workers, config.threads, name, _START_SECONDS)
@@ -196,11 +196,6 @@ def by_workers(function: Callable[..., Any], context: Context[Finetune], *argume
 
 def _worker(settings: dict[str, Any]) -> Any:
     return settings["function"](*settings["arguments"], worker=this_worker(settings["group"]))
-
-
-def measure_cost(context: Context[Finetune], task: Task) -> Cost:
-    """Measure what the task's model costs."""
-    return finetuning_cost(fetched(context, task))
 
 
 def fetched(context: Context[Finetune], task: Task) -> Task:

@@ -112,11 +112,8 @@ def run_trial(
     """Run a trial in this process, or in as many workers as are configured. `report` is given for a trial of ASHA."""
     from ray_jobs.tuning import fits
 
-    arguments = (context, task, pool, folds, fold, remaining_steps)
-    if task.config.workers > 1:
-        result = fits.by_workers(fits.trial, *arguments)
-    else:
-        result = fits.trial(*arguments) if report is None else fits.trial(*arguments, report)
+    told = () if report is None else (report,)
+    result = fits.run(fits.trial, context, task, pool, folds, fold, remaining_steps, *told)
     assert isinstance(result, Trial)
     return result
 
@@ -127,8 +124,7 @@ def run_refit(
     """Run a refit in this process, or in as many workers as are configured."""
     from ray_jobs.tuning import fits
 
-    arguments = (context, task, pool, draw, remaining_steps)
-    result = fits.refit(*arguments) if task.config.workers == 1 else fits.by_workers(fits.refit, *arguments)
+    result = fits.run(fits.refit, context, task, pool, draw, remaining_steps)
     assert isinstance(result, Refitted)
     return result
 
@@ -244,9 +240,9 @@ def _tune_trial(
         for evaluation in done.evaluations:
             report(evaluation)
     elif time.time() < deadline:
-        arguments = (context, task, pool, folds, fold, remaining_steps(number))
+        told = report if isinstance(search, ASHA) else None
         try:
-            done = run_trial(*arguments, report if isinstance(search, ASHA) else None)
+            done = run_trial(context, task, pool, folds, fold, remaining_steps(number), told)
         except SystemExit:  # ASHA has ended it
             say_progress()
             raise

@@ -117,9 +117,9 @@ def test_speeds_of_different_machines_are_not_plotted(
 ) -> None:
     given = [entry(name) for name in ("small_tuned", "large_tuned")]
     parts = [part(tmp_path, one.stage, device) for one, device in zip(given, devices, strict=True)]
-    plot = costs.points(costs.costs(given, parts, {}))["photos"]
-    assert plot.unit == unit and {point.cost for point in plot.points} == {cost}
-    svg = plots.costs(plot)
+    shown_unit, points = costs.points(costs.costs(given, parts, {}))["photos"]
+    assert shown_unit == unit and {point.cost for point in points} == {cost}
+    svg = plots.costs(unit, points)
     for text in (unit, "small_tuned", "large_tuned", "fine-tuning, all labels"):
         assert f">{text}<" in svg
     assert len(re.findall(r"<use [^>]*var\(--series-1\)", svg)) == 2 + 1, "each point, and one in the legend"

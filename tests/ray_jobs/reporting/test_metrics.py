@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
+from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.reporting import metrics
 
 SKLEARN: dict[str, Callable[..., float]] = {
@@ -25,7 +26,7 @@ def test_values_are_scikit_learns(metric: metrics.Metric) -> None:
     expected = [SKLEARN[metric.name](labels, draw) for draw in predictions]
     assert [metrics.value(metric, labels, draw) for draw in predictions] == pytest.approx(expected)
     assert metrics.contributions(metric, labels, predictions).mean(axis=1) == pytest.approx(expected)
-    value, low, high = metrics.interval(metric, labels, predictions)
+    value, low, high = mean_interval(metrics.contributions(metric, labels, predictions))
     assert value == pytest.approx(np.mean(expected)) and 0 < low < value < high < 1
 
 
@@ -47,7 +48,7 @@ def test_an_images_part_is_what_its_weight_changes(metric: metrics.Metric) -> No
 @pytest.mark.parametrize("metric", metrics.COMPUTED, ids=lambda metric: metric.name)
 def test_without_errors_the_interval_has_a_width(metric: metrics.Metric) -> None:
     labels = np.arange(100) % 5
-    value, low, high = metrics.interval(metric, labels, np.stack([labels, labels]))
+    value, low, high = mean_interval(metrics.contributions(metric, labels, np.stack([labels, labels])))
     assert value == high == 1 and 0.9 < low < 1
 
 
@@ -68,5 +69,5 @@ def test_intervals_cover_the_truth(draws: int, images: int, right: float) -> Non
     labels, predictions = sample(200_000, 40)
     for metric in metrics.COMPUTED:
         truth = np.mean([metrics.value(metric, labels, draw) for draw in predictions])
-        found = [metrics.interval(metric, *sample(images, draws)) for _ in range(400)]
+        found = [mean_interval(metrics.contributions(metric, *sample(images, draws))) for _ in range(400)]
         assert 0.92 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.985

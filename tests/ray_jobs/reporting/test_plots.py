@@ -1,9 +1,10 @@
 """What a plot draws, from its SVG."""
 
 import re
+from typing import Any
 
 from ray_jobs.reporting import plots
-from ray_jobs.reporting.plots import Measured, Sweep
+from ray_jobs.reporting.plots import Measured
 
 POINTS = [{"step": step, "loss": 1.0 / step, "learning_rate": 0.1} for step in range(1, 11)]
 
@@ -12,13 +13,26 @@ def markers(svg: str, series: int) -> int:
     return len(re.findall(rf"<use [^>]*{re.escape(f'var(--series-{series})')}", svg))
 
 
+def sweep(folds: int) -> dict[str, Any]:
+    trials = [
+        {"learning_rate": rate, "accuracies": [rate * 10 + 0.1 * fold for fold in range(folds)]}
+        for rate in (1e-3, 1e-2)
+    ]
+    return {"stage": "digits", "trials": trials, "chosen": 1e-2}
+
+
 def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended() -> None:
-    points = tuple(
+    points = [
         {"learning_rate": rate, "steps": 100, "randaugment": layers}
         for rate in (0.001, 0.1)
         for layers in (None, {"layers": 2, "magnitude": 10})
-    )
-    svg = plots.search(plots.Search(points, (0.1, 0.2, 0.3, 0.4), (False, True, False, True), chosen=2))
+    ]
+    trials = [
+        {"number": number, "point": point, "accuracies": [0.1 * number]}
+        | ({"pruned_at": 9} if number % 2 else {})
+        for number, point in enumerate(points)
+    ]
+    svg = plots.search({"trials": trials, "chosen_trial": 2})
     fills = re.findall(rf"<use [^>]*fill: {re.escape('var(--series-1)')}", svg)
     assert (markers(svg, 1), len(fills), markers(svg, 2)) == (3 * 4, 3 * 2, 3), "two of four are hollow"
     for text in ("learning rate", "0.001", "steps", "randaugment", "none", "magnitude 10"):
@@ -37,9 +51,7 @@ def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_
 
 def test_five_folds_have_five_colours_in_both_figures() -> None:
     folds = [Measured(f"fold {number}", (1, 2), (0.1 * number, 0.5)) for number in range(5)]
-    sweep = Sweep("digits", (1e-3, 1e-2), ((0.1, 0.2, 0.3, 0.4, 0.5), (0.5, 0.6, 0.7, 0.8, 0.9)), 1e-2)
-    for shown in (plots.loss([POINTS], folds), plots.sweeps([sweep])):
+    for shown in (plots.loss([POINTS], folds), plots.sweeps([sweep(5)])):
         assert all(markers(shown, series) >= 2 + 1 for series in range(2, 7))
         assert all(f">fold {number}<" in shown for number in range(5))
-    one = Sweep("digits", (1e-3, 1e-2), ((0.1,), (0.5,)), 1e-2)
-    assert "fold" not in plots.sweeps([one])
+    assert "fold" not in plots.sweeps([sweep(1)])
