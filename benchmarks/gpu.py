@@ -39,7 +39,7 @@ from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain, Zero
 from ray_jobs.training.methods import make_method
-from tests.support.vits import contract_of
+from tests.support.vits import contract_for
 from tests.support.workers import run_workers
 from tests.support.zero_matrix import Case, State, state_of
 from vit_model.build import build
@@ -154,7 +154,7 @@ def worker(rank: int, world: int, fields: dict[str, Any], meeting: str, output: 
     memory = 0 if is_cpu else torch.cuda.max_memory_allocated(on)
     peak = devices.peak_flops(on, torch.bfloat16)
     step = statistics.median(seconds)
-    method = make_method(config, contract_of(architecture), on)
+    method = make_method(config, contract_for(architecture), on)
     flops = method.train_flops * config.batch_size / world
     needed = estimates.memory(method, world).most
     del engine

@@ -101,29 +101,29 @@ def run_workers(
 
 
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    from ray_jobs.training.ancestor import find_ancestor
-    from ray_jobs.training.checkpoint import Saver
+    from ray_jobs.training.checkpoint import CheckpointManager
     from ray_jobs.training.gauges import Gauges
     from ray_jobs.training.log import LogWriter
     from ray_jobs.training.loop import train
+    from ray_jobs.training.model_ref import find_model
     from ray_jobs.training.workers.hangs import named_hangs
     from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
 
     context: Context[Pretrain] = settings["context"]
     worker, store, config = this_worker(settings["group"]), context.open_store(), context.config
-    ancestor, teacher = find_ancestor(context), find_ancestor(context, "teacher")
+    init_from, teacher = find_model(context), find_model(context, "teacher")
 
     def trained(steps: Steps, output: Path | None, writer: LogWriter | None) -> dict[str, float | int | str]:
         with named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS):
-            saver = Saver(store, context.attempt, config, worker, settings["start"], steps)
+            manager = CheckpointManager(store, context.attempt, config, worker, settings["start"], steps)
             dataset = context.dataset(config.cache_gib)
-            return train(config, dataset, output, worker, saver, ancestor, teacher, writer)
+            return train(config, dataset, output, worker, manager, init_from, teacher, writer)
 
     if worker.rank:
         trained(Steps(), None, None)
         return {}
     with context.staging() as staging, count_steps(context) as steps:
-        with LogWriter(store, context.attempt, tell=Gauges(context.attempt).show) as writer:
+        with LogWriter(store, context.attempt, callback=Gauges(context.attempt).show) as writer:
             metrics = trained(steps, staging.path, writer)
         write_log(store, context.attempt, staging.path)
     return {"files": staging.files, "metrics": metrics}

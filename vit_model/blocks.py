@@ -259,7 +259,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, first: int | None = None, factors: Tensor | None = None) -> Tensor:
         """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d].
 
-        `factors` [2, b, 1, 1] multiply the outputs of attention and MLP for each image (`ViT.depth_factors`).
+        `factors` [2, b, 1, 1] multiply the outputs of attention and MLP for each image (`ViT.drop_path_factors`).
         """
         of_attention, of_mlp = (None, None) if factors is None else factors.unbind()
         x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1, of_attention)

@@ -86,25 +86,25 @@ class ViT(ParameterGroups):
     def is_block_matrix(self, name: str) -> bool:
         return name.startswith("blocks.") and name.endswith(".weight") and self.get_parameter(name).ndim == 2
 
-    def forward(self, images: Tensor, depth_draws: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
         """[b, c, height, width] -> logits [b, classes], or the representation [b, d] without a head.
 
-        `depth_draws` [b, blocks, 2] decide about stochastic depth in training, see `depth_factors`.
+        `drop_path_draws` [b, blocks, 2] decide about stochastic depth in training, see `drop_path_factors`.
 
         Raises ValueError if the images' size is not the configuration's, or their dtype not the weights', or for draws
         of another shape.
         """
-        representation, distilled = self.read(images, depth_draws)
+        representation, distilled = self.read(images, drop_path_draws)
         return self.classify(representation, distilled) if self.config.num_classes else representation
 
-    def read(self, images: Tensor, depth_draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def read(self, images: Tensor, drop_path_draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """[b, c, height, width] -> the representation [b, d] and the distillation token [b, d], if there is one.
 
         The last block only computes the tokens that are read, which saves 7% of a training step with 12 blocks, 15%
-        with 4. `depth_draws` and errors: see `forward`.
+        with 4. `drop_path_draws` and errors: see `forward`.
         """
         pooled = 1 + self.config.distillation if self.config.pooling == "cls" else None
-        tokens = self.encode(self.embed(images), pooled, depth_draws)
+        tokens = self.encode(self.embed(images), pooled, drop_path_draws)
         return self.represent(tokens), tokens[:, 1] if self.config.distillation else None
 
     def classify(self, representation: Tensor, distilled: Tensor | None = None) -> Tensor:
@@ -139,20 +139,20 @@ class ViT(ParameterGroups):
         x = self.dropout(x)
         return self.norm_pre(x) if config.norm_first else x  # type: ignore[no-any-return]
 
-    def encode(self, x: Tensor, first: int | None = None, depth_draws: Tensor | None = None) -> Tensor:
+    def encode(self, x: Tensor, first: int | None = None, drop_path_draws: Tensor | None = None) -> Tensor:
         """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed unless the norm comes after pooling.
 
-        With `first`, only the first tokens' part, [b, first, d]. `depth_draws`: see `depth_factors`.
+        With `first`, only the first tokens' part, [b, first, d]. `drop_path_draws`: see `drop_path_factors`.
         """
-        for state in self.states(x, first, depth_draws):
+        for state in self.states(x, first, drop_path_draws):
             x = state
         return x if self.config.norm_after_pooling else self.norm(x)
 
     def states(
-        self, x: Tensor, first: int | None = None, depth_draws: Tensor | None = None
+        self, x: Tensor, first: int | None = None, drop_path_draws: Tensor | None = None
     ) -> Iterator[Tensor]:
         """Eq. 2 and 3: yield the input of each block, with positions added, then the output of the last, [b, n, d]."""
-        config, factors = self.config, self.depth_factors(x, depth_draws)
+        config, factors = self.config, self.drop_path_factors(x, drop_path_draws)
         recomputes = self.activation_checkpointing and torch.is_grad_enabled()
         for index, layer in enumerate(self.blocks):
             block = partial(checkpoint, layer, use_reentrant=False) if recomputes else layer
@@ -168,7 +168,7 @@ class ViT(ParameterGroups):
                 x = block(x, first if index == len(self.blocks) - 1 else None, of_images)
         yield x
 
-    def depth_factors(self, x: Tensor, draws: Tensor | None = None) -> Tensor | None:
+    def drop_path_factors(self, x: Tensor, draws: Tensor | None = None) -> Tensor | None:
         """Return what multiplies the branches of each block for each image of x, [blocks, 2, b, 1, 1], in x's dtype.
 
         Stochastic depth (Huang et al. 2016) leaves a branch out for an image if its draw is below the block's rate,
@@ -187,7 +187,7 @@ class ViT(ParameterGroups):
         if draws is None:
             draws = torch.rand(shape, device=x.device)
         if draws.shape != shape:
-            raise ValueError(f"depth_draws have shape {list(draws.shape)}; expected {list(shape)}")
+            raise ValueError(f"drop_path_draws have shape {list(draws.shape)}; expected {list(shape)}")
         rates = torch.linspace(0, rate, blocks, dtype=torch.float64, device=x.device)[:, None]
         factors = (draws >= rates) / (1 - rates)
         return factors.to(x.dtype).permute(1, 2, 0)[..., None, None]

@@ -24,7 +24,7 @@ from pipelines.store import open_store
 from ray_jobs.data import shards
 from ray_jobs.process import devices
 from ray_jobs.training import loop, optim
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import Plain
 from ray_jobs.training.methods import make_method
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 Arm = Callable[[Size, Place], list[float]]
 
 
-class TimedSaver(Saver):
+class TimedManager(CheckpointManager):
     """Notes when each step ended."""
 
     times: list[float]
@@ -75,13 +75,13 @@ def ours(size: Size, place: Place, **fields: Any) -> list[float]:
             dist.broadcast_object_list(name, 0)
             store = open_store(f"{name[0]}/store")
         worker = loop.Worker(place.rank, place.world, place.rank)
-        saver = TimedSaver(store, make_attempt("pretrain", store_uri=store.uri), config, worker)
-        saver.times = []
+        manager = TimedManager(store, make_attempt("pretrain", store_uri=store.uri), config, worker)
+        manager.times = []
         output = None if place.rank else Path(scratch)
-        loop.train(config, shards.open_dataset(place.folder), output, worker, saver)
+        loop.train(config, shards.open_dataset(place.folder), output, worker, manager)
         if place.world > 1:
             dist.barrier()
-    return saver.times
+    return manager.times
 
 
 def often_saved(size: Size, place: Place) -> list[float]:

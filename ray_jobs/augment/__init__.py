@@ -2,7 +2,8 @@
 
 A training uses `TrainTransform`. Its `crop` says which part of an image the loader decodes. The loop applies the rest
 to a batch: the same crops if the loader took none (`augment`), RandAugment, mixup, CutMix, MoCo's views. Random numbers
-come from `uniform`, a hash of (seed, position in the training stream), as do those of stochastic depth (`depth_draws`).
+come from `uniform`, a hash of (seed, position in the training stream), also those of stochastic depth
+(`drop_path_draws`).
 
 `mixing` imports scipy inside a function, because that takes half a second that only a training with mixup or CutMix
 needs.
@@ -10,7 +11,7 @@ needs.
 
 from ray_jobs.augment.batch import augment
 from ray_jobs.augment.crops import CROPPING, RandomCrop, crop_boxes, crops
-from ray_jobs.augment.random import depth_draws, dropout_seed, uniform
+from ray_jobs.augment.random import drop_path_draws, dropout_seed, uniform
 from ray_jobs.augment.transform import TrainTransform
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     "augment",
     "crop_boxes",
     "crops",
-    "depth_draws",
+    "drop_path_draws",
     "dropout_seed",
     "uniform",
 ]

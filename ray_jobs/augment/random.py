@@ -29,16 +29,17 @@ def uniform(
     return np.asarray(outputs >> np.uint64(11), np.float64) / 2.0**53
 
 
-def depth_draws(
+def drop_path_draws(
     architecture: Architecture,
     seed: int,
     positions: NDArray[np.int64],
     device: torch.device,
     views: int = 1,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the draws of stochastic depth (`ViT.depth_factors`): for each view of the samples, float64 [n, blocks, 2].
+    """Return the draws of stochastic depth (`ViT.drop_path_factors`), for each view of the samples.
 
-    The trained module takes them after its other inputs. Returns () for an architecture without stochastic depth.
+    They are float64 [n, blocks, 2]. The trained module takes them after its other inputs. Returns () for an
+    architecture without stochastic depth.
     """
     if not isinstance(architecture, ViTConfig) or not architecture.stochastic_depth:
         return ()

@@ -1,8 +1,8 @@
 """Checkpoints of a training: each worker's part of the state in one safetensors file, committed together.
 
-A file has the worker's `Piece`s, named kind/parameter@start, and in its header the worker's other state as JSON. So a
-checkpoint can be read by any number of workers, by any engine, and without pickle. Writing happens in a thread, from a
-copy. The worker of rank 0 commits when all files are there, and removes checkpoints that are no longer needed.
+A file has the worker's `StateShard`s, named kind/parameter@start, and in its header the worker's other state as JSON.
+So a checkpoint can be read by any number of workers, by any engine, and without pickle. Writing happens in a thread,
+from a copy. The worker of rank 0 commits when all files are there, and removes checkpoints that are no longer needed.
 
 A pretraining has one series of checkpoints, a fine-tuning one for each running fit.
 """
@@ -45,8 +45,8 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.process.heartbeat import Steps
-from ray_jobs.training.engine import Piece
-from ray_jobs.training.state import STATE, Saved, WorkerState
+from ray_jobs.training.engine import StateShard
+from ray_jobs.training.state import STATE, TrainState, WorkerState
 from ray_jobs.training.workers import ALONE, Worker
 
 _LOOK_SECONDS = 0.2  # between looks for the other workers' files
@@ -73,13 +73,13 @@ def _store_error(future: Future[Any]) -> StoreError | None:
     return error
 
 
-class Saver:
+class CheckpointManager:
     """One worker's part in writing the checkpoints of a training. All workers call its methods together.
 
     Args:
         worker: its group is that of this attempt; a group that died may have left files behind.
         start: the checkpoint that the attempt started from, which is kept.
-        steps: is told how many steps are done.
+        steps: counts how many steps are done.
         fit: with a Finetune, the name of the fit, whose newest checkpoint is kept.
     """
 
@@ -98,17 +98,17 @@ class Saver:
         self._every, self._steps = config.checkpoint_every, steps or Steps()
         self._kept_latest, self._kept_steps, self._end = 1, tuple[int, ...](), config.steps
         self._agreement = dist.new_group(backend="gloo") if worker.world > 1 else None
-        self._telling: tuple[Tensor, dist.Work] | None = None  # rank 0's last wish, on its way
+        self._request: tuple[Tensor, dist.Work] | None = None  # whether rank 0 wanted one, on its way
         self._thread = ThreadPoolExecutor(1)
         self._writing: _Writing | None = None
         self._last = time.monotonic()
-        self._asked = self._answered = 0  # requests for a checkpoint, which only a pretraining gets
+        self._requests = self._answered = 0  # requests for a checkpoint, which only a pretraining gets
         self._any = False  # whether a fit has or had checkpoints
         self.newest = None if start is None else start.step
         """the step of the last checkpoint that is written; None if there is none"""
         if isinstance(config, Pretrain):
             self._kept_latest, self._kept_steps = config.keep_checkpoints, config.keep_steps
-            self._asked = self._answered = checkpoint_requested(store, attempt)
+            self._requests = self._answered = checkpoint_requested(store, attempt)
             if self._rank == 0:
                 threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
 
@@ -116,38 +116,38 @@ class Saver:
         """Return whether a checkpoint after this step is configured, or was asked for. Called after every step."""
         self._steps.done = step
         every = self._every
-        wish = self._is_wished()
-        return wish or step in self._kept_steps or (every.steps is not None and step % every.steps == 0)
+        is_wanted = self._is_requested()
+        return is_wanted or step in self._kept_steps or (every.steps is not None and step % every.steps == 0)
 
-    def _is_wished(self) -> bool:
+    def _is_requested(self) -> bool:
         """Return whether the clock or a request wanted a checkpoint: on rank 0 now, on several at the call before.
 
         So no step waits for the answer of rank 0, which goes to the others during the next step.
         """
-        minutes, wish = self._every.minutes, False
+        minutes, is_wanted = self._every.minutes, False
         if self._rank == 0:  # its clock decides
-            clock, asked = time.monotonic(), self._asked
-            wish = asked > self._answered or (minutes is not None and clock - self._last >= 60 * minutes)
-            self._answered, self._last = asked, clock if wish else self._last
+            clock, asked = time.monotonic(), self._requests
+            is_wanted = asked > self._answered or (minutes is not None and clock - self._last >= 60 * minutes)
+            self._answered, self._last = asked, clock if is_wanted else self._last
         if self._agreement is None:
-            return wish
-        told = torch.tensor([wish])
-        before, self._telling = self._telling, (told, dist.broadcast(told, 0, self._agreement, async_op=True))
+            return is_wanted
+        flag = torch.tensor([is_wanted])
+        before, self._request = self._request, (flag, dist.broadcast(flag, 0, self._agreement, async_op=True))
         if before is None:
             return False
-        told, telling = before
-        telling.wait()
-        return bool(told)
+        flag, work = before
+        work.wait()
+        return bool(flag)
 
     def _listen(self) -> None:
         while True:
             time.sleep(_LISTEN_SECONDS)
             try:
-                self._asked = checkpoint_requested(self._store, self._attempt)
+                self._requests = checkpoint_requested(self._store, self._attempt)
             except StoreError as error:
                 warn(f"cannot see whether a checkpoint is asked for: {error}")
 
-    def save(self, step: int, best: int | None, pieces: Iterable[Piece], state: WorkerState) -> None:
+    def save(self, step: int, best: int | None, shards: Iterable[StateShard], state: WorkerState) -> None:
         """Copy the state after `step` steps, and write it in a thread. First does `wait` for the previous one.
 
         `best` is the step with the highest dev accuracy so far; its checkpoint is kept.
@@ -159,7 +159,7 @@ class Saver:
         self.wait()
         self._any, self._last = True, time.monotonic()
         copies = {
-            f"{piece.kind}/{piece.name}@{piece.start}": piece.values.to("cpu", copy=True) for piece in pieces
+            f"{shard.kind}/{shard.name}@{shard.start}": shard.values.to("cpu", copy=True) for shard in shards
         }
         checkpoint = Checkpoint(
             job=self._attempt.job,
@@ -229,13 +229,13 @@ class Saver:
         dist.all_reduce(flags, dist.ReduceOp.MAX, self._agreement)
         return bool(flags)
 
-    def opened_start(self) -> Saved | None:
+    def opened_start(self) -> TrainState | None:
         """Open the checkpoint that the attempt started from; None if it started from none."""
-        return None if self._start is None else Saved(self._store, self._start)
+        return None if self._start is None else TrainState(self._store, self._start)
 
     def resume(
         self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Saved | None:
+    ) -> TrainState | None:
         """Open the furthest checkpoint of the fit, by these attempts or its own; None if there is none.
 
         Damaged ones, and those of another model or optimizer, are not used, with a line in the log: this costs a part
@@ -250,7 +250,7 @@ class Saver:
 
     def _resume_together(
         self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Saved | None:
+    ) -> TrainState | None:
         """Open the checkpoint that the first worker chooses: an attempt that still lives may add some meanwhile."""
         saved = self._furthest(there, module, optimizer) if self._rank == 0 else None
         chosen = [None if saved is None else (saved.attempt, saved.step)]
@@ -261,17 +261,17 @@ class Saver:
         job, key = self._attempt.job, self._attempt.key
         for checkpoint in checkpoints(self._store, job, key, self._fit, {number}):
             if checkpoint.step == step:
-                return Saved(self._store, checkpoint)
+                return TrainState(self._store, checkpoint)
         raise StoreError(
             f"{self._store.uri}: the checkpoint of step {step} of attempt {number} is no longer there"
         )
 
     def _furthest(
         self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Saved | None:
+    ) -> TrainState | None:
         for checkpoint in there:
             try:
-                saved = Saved(self._store, checkpoint)
+                saved = TrainState(self._store, checkpoint)
                 saved.require(module, optimizer)
             except StoreDamaged as error:
                 print(f"{error.problem}; it is not used", flush=True)
@@ -290,7 +290,7 @@ class Saver:
         if self._any and self._rank == 0:
             remove_checkpoints(self._store, self._attempt, fit=self._fit)
 
-    def named(self, best: int | None) -> list[Saved]:
+    def named(self, best: int | None) -> list[TrainState]:
         """Open the checkpoints before the last step that consumers can name: the best, and the configured steps.
 
         Raises:
@@ -305,7 +305,7 @@ class Saver:
                     f"{self._store.uri}: the checkpoint of step {step}, which the result needs, is missing or damaged",
                     "run the pipeline again to continue from an earlier checkpoint",
                 )
-            found.append(Saved(self._store, checkpoint))
+            found.append(TrainState(self._store, checkpoint))
         return found
 
     def _write_part(

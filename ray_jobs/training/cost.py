@@ -13,7 +13,7 @@ import torch
 
 from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune, Model
-from ray_jobs.augment import depth_draws
+from ray_jobs.augment import drop_path_draws
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.samples import write_samples
 from ray_jobs.data.shards import Dataset, Images, ImageSize, open_dataset
@@ -43,7 +43,7 @@ def finetuning_cost(task: Task) -> Cost:
     parts = config.gradient_accumulation_steps
     images = measuring.random_images(contract, config.batch_size // (parts * config.workers), on)
     labels = torch.arange(len(images), device=on) % len(contract.class_names)
-    depth = depth_draws(contract.architecture, config.seed, np.arange(len(images)), on)
+    depth = drop_path_draws(contract.architecture, config.seed, np.arange(len(images)), on)
 
     def prepare() -> Callable[[], None]:
         _, engine, _ = start(task, task.learning_rate, config.seed)

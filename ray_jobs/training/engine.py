@@ -7,9 +7,9 @@ An engine wraps a module. Each step is `backward` for every micro-batch, then `s
     norm = engine.step(rate)
 
 The float32 master weights are those of the module that `make_engine` gets; with bfloat16 a rounded copy computes the
-gradients. The state that a checkpoint needs is a set of `Piece`s: parts of a parameter's master weight or of one of the
-optimizer's averages, each in exactly one worker. They do not depend on how many workers there were, nor on the engine:
-every engine can read the pieces of every other (`load_state`).
+gradients. The state that a checkpoint needs is a set of `StateShard`s: parts of a parameter's master weight or of one
+of the optimizer's averages, each in exactly one worker. They do not depend on how many workers there were, nor on the
+engine: every engine can read the shards of every other (`load_state`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ray_jobs.process import devices
 from ray_jobs.training import optim
 from vit_model.compute import ModelStates, model_state_bytes
 
-WEIGHTS = "weights"  # the kind of pieces that are master weights; other kinds are averages
+WEIGHTS = "weights"  # the kind of shards that are master weights; other kinds are averages
 EMA = "ema"  # the kind that is the moving average of the weights
 
 
-class Piece(NamedTuple):
+class StateShard(NamedTuple):
     """The values [start, start + n) of a flattened parameter (`WEIGHTS`), or of an average that belongs to it."""
 
     kind: str
@@ -74,7 +74,7 @@ class Engine(Protocol):
         They may be the engine's own memory, which its next step changes.
         """
 
-    def pieces(self) -> Iterator[Piece]:
+    def state_shards(self) -> Iterator[StateShard]:
         """Yield this worker's part of the state. Every value belongs to one worker."""
 
     def load_state(self, read: Read, steps: int) -> None:
@@ -154,7 +154,7 @@ class Plain:
             for name, weight in self.masters.named_parameters()
         }
 
-    def pieces(self) -> Iterator[Piece]:
+    def state_shards(self) -> Iterator[StateShard]:
         """Yield every worker's equal share of the concatenated parameters: all have all of them."""
         total, rank = self._gradients.numel(), dist.get_rank() if self.world > 1 else 0
         first, last = total * rank // self.world, total * (rank + 1) // self.world
@@ -165,11 +165,11 @@ class Plain:
             if low < high:
                 averages = _averages(self.optimizer, weight)
                 for kind, values in {WEIGHTS: weight.detach(), **averages}.items():
-                    yield Piece(kind, name, low, values.flatten()[low:high])
+                    yield StateShard(kind, name, low, values.flatten()[low:high])
         if rank == 0:
             for name, weight in self.masters.named_parameters():
                 if not weight.requires_grad:
-                    yield Piece(WEIGHTS, name, 0, weight.flatten())
+                    yield StateShard(WEIGHTS, name, 0, weight.flatten())
 
     def load_state(self, read: Read, steps: int) -> None:
         self._steps = steps
@@ -243,13 +243,13 @@ class Zero:
             dist.all_reduce(values)  # every value is zero on all workers but one
         return {name: values.cpu() for name, values in whole.items()}
 
-    def pieces(self) -> Iterator[Piece]:
+    def state_shards(self) -> Iterator[StateShard]:
         for name, start, flat, place in self._shares():
             for kind, values in {WEIGHTS: flat.detach(), **_averages(self._zero.optimizer, flat)}.items():
-                yield Piece(kind, name, start, values[place])
+                yield StateShard(kind, name, start, values[place])
         if dist.get_rank() == 0:
             for name, weight in self._frozen.items():
-                yield Piece(WEIGHTS, name, 0, weight.flatten())
+                yield StateShard(WEIGHTS, name, 0, weight.flatten())
 
     def load_state(self, read: Read, steps: int) -> None:
         self._steps = steps

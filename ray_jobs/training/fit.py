@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Finetune, Pretrain
-from ray_jobs.augment import TrainTransform, depth_draws
+from ray_jobs.augment import TrainTransform, drop_path_draws
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain
 from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, accuracy_and_loss
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, Reporting
-from ray_jobs.training.state import Saved, WorkerState, own_state
+from ray_jobs.training.state import TrainState, WorkerState, own_state
 from ray_jobs.training.steps import Course, Curve, Loss, evenly, steps
 from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
@@ -126,9 +126,13 @@ def start_model(task: Task, seed: int) -> Network:
 
 
 def start(
-    task: Task, learning_rate: float, seed: int, saver: Saver | None = None, worker: Worker = ALONE
-) -> tuple[Network, Plain, Saved | None]:
-    """Return the model, its engine, and the saver's last checkpoint, from which they continue, if there is one."""
+    task: Task,
+    learning_rate: float,
+    seed: int,
+    manager: CheckpointManager | None = None,
+    worker: Worker = ALONE,
+) -> tuple[Network, Plain, TrainState | None]:
+    """Return the model, its engine, and the manager's last checkpoint, from which they continue, if there is one."""
     config, device = task.config, devices.device(worker.local_rank)
     dtype = devices.torch_dtype(config.dtype, device)
     model = start_model(task, seed).to(device).train()
@@ -136,7 +140,7 @@ def start(
         model.activation_checkpointing = config.activation_checkpointing
     optim.restrict(model, config, seed)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
-    saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
+    saved = None if manager is None else manager.resume(task.attempts, model, optimizer)
     if saved is not None:
         saved.load(model, WEIGHTS)
     accumulation = config.gradient_accumulation_steps
@@ -171,12 +175,12 @@ def fit(
     data: Images,
     learning_rate: float,
     seed: int,
-    saver: Saver | None = None,
+    manager: CheckpointManager | None = None,
     reporting: Reporting = Reporting(),  # noqa: B008 (never changed)
     validation: Validation | None = None,
     worker: Worker = ALONE,
 ) -> Fitted:
-    """Train the task's model on `data`, from the saver's last checkpoint on if there is one.
+    """Train the task's model on `data`, from the manager's last checkpoint on if there is one.
 
     All weights are trained but those that `freeze` or `lora` exclude. LoRA's matrices are merged at the end.
 
@@ -186,7 +190,7 @@ def fit(
     dropout.
 
     Args:
-        saver: writes the checkpoints; None: none are written.
+        manager: writes the checkpoints; None: none are written.
         worker: this process's place among those that share each batch.
 
     Raises:
@@ -198,9 +202,9 @@ def fit(
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
     estimates.require_fit(task, device)
-    model, engine, saved = start(task, learning_rate, seed, saver, worker)
+    model, engine, saved = start(task, learning_rate, seed, manager, worker)
     before = _state_before(saved, worker, reporting)
-    course, sampler = _course(task, data, learning_rate, seed, engine, saver, worker)
+    course, sampler = _course(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
     with Loader(data, sampler, preprocessing, crop=course.transform.crop, threads=config.threads) as batches:
         is_limit = config.early_stopping is not None and task.last_step is None
@@ -212,9 +216,9 @@ def fit(
             log.continue_from(saved.step, before.log)
         if worker.world > 1:
             devices.let_gloo_yield()
-        curve = _run_steps(course, model, batches, log, before, saver, validation)
-    if saver is not None and worker.world > 1:
-        saver.wait()  # together, because the first worker scores the model alone
+        curve = _run_steps(course, model, batches, log, before, manager, validation)
+    if manager is not None and worker.world > 1:
+        manager.wait()  # together, because the first worker scores the model alone
     model = averaged(model, engine, config)
     if isinstance(model, ViT):
         lora.merge(model)
@@ -224,7 +228,7 @@ def fit(
     return Fitted(model.eval(), curve.points, int(substitutes))
 
 
-def _state_before(saved: Saved | None, worker: Worker, reporting: Reporting) -> WorkerState:
+def _state_before(saved: TrainState | None, worker: Worker, reporting: Reporting) -> WorkerState:
     """Return what a worker continues from; of a fit without a checkpoint, an empty state."""
     if saved is None:
         return WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
@@ -242,7 +246,7 @@ def _course(
     learning_rate: float,
     seed: int,
     engine: Plain,
-    saver: Saver | None,
+    manager: CheckpointManager | None,
     worker: Worker,
 ) -> tuple[Course, Sampler]:
     """Return what the steps of a fit share, and the order of its images."""
@@ -254,7 +258,7 @@ def _course(
     )
     loss, guard = (
         make_loss(task, engine, seed, class_weights(task, data)),
-        Guard(data, sampler, task.steps, saver),
+        Guard(data, sampler, task.steps, manager),
     )
     return Course(
         config, learning_rate, seed, engine, transform, loss, guard, devices.device(worker.local_rank), worker
@@ -268,7 +272,7 @@ def make_loss(task: Task, engine: Plain, seed: int, weights: Tensor | None) -> L
 
     def loss(views: tuple[Tensor, ...], targets: Tensor, positions: NDArray[np.int64]) -> Tensor:
         (images,) = views
-        depth = depth_draws(contract.architecture, seed, positions, images.device)
+        depth = drop_path_draws(contract.architecture, seed, positions, images.device)
         logits = engine(normalise(images, contract.preprocessing, engine.dtype), *depth)
         # a mean over images, also with weights, so that the mean over the parts is the batch's
         return softmax_cross_entropy(logits, targets, smoothing, weights)
@@ -282,7 +286,7 @@ def _run_steps(
     batches: Loader,
     log: Log,
     before: WorkerState,
-    saver: Saver | None,
+    manager: CheckpointManager | None,
     validation: Validation | None,
 ) -> Curve:
     """Run the steps of a fit; add to the curve and the log, evaluate, stop early, write checkpoints."""
@@ -306,12 +310,12 @@ def _run_steps(
         if stopping is not None and stopping.is_over:
             course.guard.check()
             break
-        if saver is not None and step.done < last and saver.is_due(step.done):
+        if manager is not None and step.done < last and manager.is_due(step.done):
             course.guard.check()
             substitutes = before.substitutes + batches.substitutes
             so_far = () if stopping is None else tuple(stopping.evaluations)
             state = curve.state(batches, log.unsaved(), substitutes=substitutes, evaluations=so_far)
-            saver.save(step.done, None, course.engine.pieces(), state)
+            manager.save(step.done, None, course.engine.state_shards(), state)
     return curve
 
 

@@ -33,7 +33,9 @@ class Gauges:
             "attempt": str(attempt.number),
             "fit": fit or "",
         }
-        self._gauges = {name: Gauge(f"vitflow_{name}", said, tuple(tags)) for name, said in _GAUGES.items()}
+        self._gauges = {
+            name: Gauge(f"vitflow_{name}", description, tuple(tags)) for name, description in _GAUGES.items()
+        }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
 

@@ -10,7 +10,7 @@ from pipelines.store import warn
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.training import optim
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.task import DivergenceError
 
 _EVERY = 10  # steps between two looks, because reading a number waits for the device
@@ -23,8 +23,10 @@ class Guard:
     The engines apply no update with gradients that are not finite, so the weights are those of the step before.
     """
 
-    def __init__(self, images: Images, sampler: Sampler, steps: int, saver: Saver | None) -> None:
-        self._images, self._sampler, self._steps, self._saver = images, sampler, steps, saver
+    def __init__(
+        self, images: Images, sampler: Sampler, steps: int, manager: CheckpointManager | None
+    ) -> None:
+        self._images, self._sampler, self._steps, self._manager = images, sampler, steps, manager
         self._norms: dict[int, torch.Tensor | float] = {}
 
     def watch(self, step: int, norm: torch.Tensor | float | None) -> None:
@@ -44,9 +46,9 @@ class Guard:
         values = torch.stack(norms).tolist() if norms else []
         for step, value in zip(self._norms, values, strict=True):
             if not optim.is_finite(value):
-                if self._saver is not None:
+                if self._manager is not None:
                     try:
-                        self._saver.wait()
+                        self._manager.wait()
                     except StoreError as error:
                         warn(f"{error}")
                 raise DivergenceError(self._describe(step, value))
@@ -58,7 +60,7 @@ class Guard:
         names = self._images.rows["key"].take(rows).to_pylist()
         print(f"images of step {step}: {' '.join(names)}", flush=True)
         more = f" and {batch - _NAMED} more, all of them in the log" if batch > _NAMED else ""
-        saved = None if self._saver is None else self._saver.newest
+        saved = None if self._manager is None else self._manager.newest
         return (
             f"gradient norm is {norm} at step {step}, and this update was not applied: lower learning_rate, use a"
             f" longer warm-up, or look at the images of this step: {', '.join(names[:_NAMED])}{more}"

@@ -45,8 +45,8 @@ class LogWriter:
 
         with LogWriter(store, attempt) as writer: ...
 
-    After the block, all lines are in the store; if it ended with an exception, as far as that took no waiting. `tell`
-    gets each line at once.
+    After the block, all lines are in the store; if it ended with an exception, as far as that took no waiting. It gives
+    each line to `callback` at once.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class LogWriter:
         store: Store,
         attempt: Attempt,
         fit: str | None = None,
-        tell: Callable[[LogLine], None] = lambda line: None,
+        callback: Callable[[LogLine], None] = lambda line: None,
     ) -> None:
-        self.fit, self._tell = fit, tell
+        self.fit, self._callback = fit, callback
         self._store, self._attempt = store, attempt
         self._start, self._id, self._number = 0, str(ULID()), 0
         self._last: LogLine | None = None
@@ -87,7 +87,7 @@ class LogWriter:
         with self._lock:
             self._last = line
             self._unsaved.append(line)
-        self._tell(line)
+        self._callback(line)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation after the last step to that step's line.

@@ -28,15 +28,15 @@ from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
-from ray_jobs.training.ancestor import Ancestor, make_contract, take_over
-from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.engine import EMA, WEIGHTS, Engine, Piece, make_engine
+from ray_jobs.training.checkpoint import CheckpointManager
+from ray_jobs.training.engine import EMA, WEIGHTS, Engine, StateShard, make_engine
 from ray_jobs.training.evaluators import Evaluator
 from ray_jobs.training.few_shot import FewShotProbe
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, LogWriter, Reporting
 from ray_jobs.training.methods import Method, make_method
-from ray_jobs.training.state import Saved, own_state
+from ray_jobs.training.model_ref import ModelRef, make_contract, take_over
+from ray_jobs.training.state import TrainState, own_state
 from ray_jobs.training.steps import Course, Curve, evenly, steps
 from ray_jobs.training.task import Evaluation
 from ray_jobs.training.workers import ALONE, Worker
@@ -54,9 +54,9 @@ def train(
     dataset: Dataset,
     output: Path | None,
     worker: Worker = ALONE,
-    saver: Saver | None = None,
-    ancestor: Ancestor | None = None,
-    teacher: Ancestor | None = None,
+    manager: CheckpointManager | None = None,
+    init_from: ModelRef | None = None,
+    teacher: ModelRef | None = None,
     writer: LogWriter | None = None,
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
@@ -67,28 +67,28 @@ def train(
 
     Args:
         output: the folder for the model and its curve; None on every rank but 0.
-        saver: writes the checkpoints, and has the one to continue from; None: none are written.
-        ancestor: the model whose weights training starts from; None: new weights.
+        manager: writes the checkpoints, and has the one to continue from; None: none are written.
+        init_from: the model whose weights training starts from; None: new weights.
         teacher: the model that objective distillation imitates.
         writer: of rank 0, writes the log; None: there is none.
 
     Raises:
         UserError: the workers cannot share a batch evenly, their memory cannot hold the training, the dataset has no
-            training images, the ancestor's weights do not fit the model, or the teacher does not fit the data.
+            training images, the start's weights do not fit the model, or the teacher does not fit the data.
         DivergenceError: the loss or a gradient is not finite.
         StoreDamaged: the checkpoint does not fit the model.
         Superseded: while a checkpoint was committed, there was a newer attempt.
     """
     devices.set_threads(config.threads)
     dataset.require("train")
-    contract = make_contract(config, dataset.info, ancestor)
+    contract = make_contract(config, dataset.info, init_from)
     method = make_method(config, contract, devices.device(worker.local_rank), teacher)
     estimates.check(method, worker)
-    saved = None if saver is None else saver.opened_start()
+    saved = None if manager is None else manager.opened_start()
     with _without_torchs_warnings():
-        training = prepare(method, dataset, worker, saved, ancestor)
+        training = prepare(method, dataset, worker, saved, init_from)
         began, first = time.monotonic(), 0 if saved is None else saved.step
-        curve, loading = _run_steps(training, saver, saved, writer)
+        curve, loading = _run_steps(training, manager, saved, writer)
         seconds = time.monotonic() - began
         loading = _summed(loading, training)
         weights = training.engine.full_weights()
@@ -96,7 +96,7 @@ def train(
         prefix = training.engine.module.model_prefix
         save_model(output, as_model(contract, weights, prefix), contract)
         (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
-        write_named(output, contract, prefix, config.steps, curve.best, saver)
+        write_named(output, contract, prefix, config.steps, curve.best, manager)
     metrics = _speed(training, first, seconds) | {"final_loss": curve.points[-1]["loss"]} | loading
     if (accuracy := curve.points[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = accuracy
@@ -120,10 +120,15 @@ def _speed(training: Training, first: int, seconds: float) -> dict[str, float | 
 
 
 def write_named(
-    output: Path, contract: ModelContract, prefix: str, steps: int, best: int | None, saver: Saver | None
+    output: Path,
+    contract: ModelContract,
+    prefix: str,
+    steps: int,
+    best: int | None,
+    manager: CheckpointManager | None,
 ) -> None:
     """Write the weights of the earlier steps that consumers can name, and checkpoints.json {best, steps}."""
-    named = [] if saver is None else saver.named(best)
+    named = [] if manager is None else manager.named(best)
     for saved in named:
         model = build(contract.architecture)
         saved.load(model, EMA, WEIGHTS, prefix=prefix)
@@ -154,28 +159,30 @@ class Training:
 
 
 def prepare(
-    method: Method, dataset: Dataset, worker: Worker, saved: Saved | None, ancestor: Ancestor | None
+    method: Method, dataset: Dataset, worker: Worker, saved: TrainState | None, init_from: ModelRef | None
 ) -> Training:
     """Return a training before its first step, or after the last one of a checkpoint."""
     config, preprocessing = method.config, method.contract.preprocessing
     probe = None
     if config.fewshot is not None:
         probe = FewShotProbe(config.fewshot, dataset, preprocessing, method.device, worker)
-    engine = start(method, worker, saved, ancestor)
+    engine = start(method, worker, saved, init_from)
     dev = Evaluator(Images(dataset, dataset.index("dev")), preprocessing, worker)
     return Training(method, engine, worker, dataset, dev, probe)
 
 
-def start(method: Method, worker: Worker, saved: Saved | None, ancestor: Ancestor | None = None) -> Engine:
+def start(
+    method: Method, worker: Worker, saved: TrainState | None, init_from: ModelRef | None = None
+) -> Engine:
     """Return the engine, and give the method what it keeps beside the trained module.
 
-    They are as a checkpoint has them, or else as the ancestor and, for what it lacks, the seed give them.
+    They are as a checkpoint has them, or else as the init_from and, for what it lacks, the seed give them.
     """
     config, contract = method.config, method.contract
     model = build(contract.architecture)
     model.initialise(config.seed)
-    if ancestor is not None and saved is None:
-        lines = take_over(model, contract, ancestor, config.objective)
+    if init_from is not None and saved is None:
+        lines = take_over(model, contract, init_from, config.objective)
         if worker.rank == 0:
             print(*lines, sep="\n", flush=True)
     if isinstance(model, ViT):
@@ -216,7 +223,7 @@ def full_model(training: Training) -> Network:
 
 
 def _run_steps(
-    training: Training, saver: Saver | None, saved: Saved | None, writer: LogWriter | None
+    training: Training, manager: CheckpointManager | None, saved: TrainState | None, writer: LogWriter | None
 ) -> tuple[Curve, dict[str, float | int]]:
     """Run the steps that remain; return the curve, and the loader's metrics of this worker."""
     method, engine, worker, dataset = training.method, training.engine, training.worker, training.dataset
@@ -231,7 +238,7 @@ def _run_steps(
         rank=worker.rank,
         world=worker.world,
     )
-    guard, loss = Guard(images, sampler, config.steps, saver), partial(method.loss, engine)
+    guard, loss = Guard(images, sampler, config.steps, manager), partial(method.loss, engine)
     course = Course(
         config, config.learning_rate, config.seed, engine, transform, loss, guard, method.device, worker
     )
@@ -243,16 +250,21 @@ def _run_steps(
             curve.load(own_state(saved.states, worker))
             log.continue_from(saved.step, saved.states[0].log)
         devices.let_gloo_yield()
-        _take_steps(training, course, batches, curve, log, saver)
-    if saver is not None:
-        saver.wait()
+        _take_steps(training, course, batches, curve, log, manager)
+    if manager is not None:
+        manager.wait()
     return curve, batches.metrics()
 
 
 def _take_steps(
-    training: Training, course: Course, batches: Loader, curve: Curve, log: Log, saver: Saver | None
+    training: Training,
+    course: Course,
+    batches: Loader,
+    curve: Curve,
+    log: Log,
+    manager: CheckpointManager | None,
 ) -> None:
-    """Take the steps; write the curve's points, the log, and checkpoints with a saver."""
+    """Take the steps; write the curve's points, the log, and checkpoints with a manager."""
     last = training.method.config.steps
     points, evaluations = evenly(last, _CURVE_POINTS), evenly(last, _DEV_EVALUATIONS)
     for step in steps(course, batches, log.first, last):
@@ -266,16 +278,16 @@ def _take_steps(
             loss = curve.add_point(step, dev_accuracy=None if evaluation is None else evaluation.accuracy)
         log.add(step, loss, evaluation, few_shot)
         is_best = evaluation is not None and curve.best == step.done
-        if saver is not None and step.done < last and (saver.is_due(step.done) or is_best):
+        if manager is not None and step.done < last and (manager.is_due(step.done) or is_best):
             course.guard.check()
-            saver.save(step.done, curve.best, _pieces(training), curve.state(batches, log.unsaved()))
+            manager.save(step.done, curve.best, _state_shards(training), curve.state(batches, log.unsaved()))
 
 
-def _pieces(training: Training) -> Iterator[Piece]:
-    yield from training.engine.pieces()
+def _state_shards(training: Training) -> Iterator[StateShard]:
+    yield from training.engine.state_shards()
     for kind, module in training.method.beside.items() if training.worker.rank == 0 else ():
         for name, weight in module.named_parameters():
-            yield Piece(kind, name, 0, weight.flatten())
+            yield StateShard(kind, name, 0, weight.flatten())
 
 
 def evaluate(training: Training, step: int) -> Evaluation | None:

@@ -24,7 +24,7 @@ STATE = "state"  # the key of the worker's JSON in a file's header
 
 
 class WorkerState(Frozen):
-    """The state of a worker besides its pieces."""
+    """The state of a worker besides its shards."""
 
     # Between two points of the curve, a loss that is no longer finite is not yet an error.
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
     key: str
 
 
-class Saved:
+class TrainState:
     """The state in a checkpoint's files, for any number of workers.
 
     Raises:

@@ -22,7 +22,7 @@ from ray_jobs.evaluation.average_precision import multi_label
 from ray_jobs.evaluation.calibration import fit_temperature
 from ray_jobs.evaluation.cost import Cost
 from ray_jobs.process.context import Context
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.evaluators import Evaluator, accuracy_and_loss, predict, score
 from ray_jobs.training.fit import Stopping, Validation, fit
@@ -63,11 +63,11 @@ def trial(
     preprocessing = task.contract.preprocessing
     stopping = make_stopping(context.config, task.config.steps, report)
     held_out = Evaluator(outside, preprocessing, worker)
-    saver = make_saver(context, str(name), worker)
+    manager = make_manager(context, str(name), worker)
     writer = None if worker.rank else make_log(context, name)
     try:
         with writer or nullcontext():
-            given = fetched(context, task), inside, task.learning_rate, task.config.seed, saver
+            given = fetched(context, task), inside, task.learning_rate, task.config.seed, manager
             reporting = Reporting(writer, f"{title}, step", remaining_steps)
             fitted = fit(*given, reporting, Validation(held_out, stopping), worker)
             if writer is None:
@@ -79,20 +79,20 @@ def trial(
             outcome += f", best at step {result.step} of {stopping.evaluations[-1].step}"
     except DivergenceError as error:  # a sweep may include rates that are too high
         if writer is None:
-            saver.wait()
+            manager.wait()
             return None
         result, outcome = Trial(accuracy=0.0, loss=DIVERGED, step=task.config.steps), str(error)
     except SystemExit:
         assert stopping is not None
         result = pruned(stopping.evaluations, time.monotonic() - began)
-        _record(context, name, result, saver)
+        _record(context, name, result, manager)
         print(f"{title}: {result.outcome}", flush=True)
         raise
     evaluations = (
         storable(stopping.evaluations) if stopping and isinstance(context.config.search, ASHA) else ()
     )
     result = result.model_copy(update={"evaluations": evaluations, "seconds": time.monotonic() - began})
-    _record(context, name, result, saver)
+    _record(context, name, result, manager)
     print(f"{title}: {outcome}", flush=True)
     return result
 
@@ -124,9 +124,9 @@ def score_trial(
     return Trial(**evaluation._asdict(), temperature=fit_temperature(logits.numpy(), labels.numpy()))
 
 
-def _record(context: Context[Finetune], name: FitName, result: Trial, saver: Saver) -> None:
+def _record(context: Context[Finetune], name: FitName, result: Trial, manager: CheckpointManager) -> None:
     add_trial(context, name, result)
-    saver.remove()
+    manager.remove()
 
 
 def refit(
@@ -145,14 +145,14 @@ def refit(
     if worker.world == 1 and (finished := Ledger(context, []).refit(task, draw)) is not None:
         return finished
     name = task.refit(draw)
-    saver = make_saver(context, str(name), worker)
+    manager = make_manager(context, str(name), worker)
     with nullcontext() if worker.rank else make_log(context, name) as writer:
         fitted = fit(
             fetched(context, task),
             pool,
             task.learning_rate,
             task.config.seed + draw,
-            saver,
+            manager,
             Reporting(writer, f"draw {draw}, step", remaining_steps),
             worker=worker,
         )
@@ -181,7 +181,7 @@ def refit(
         files=files,
     )
     add_refit(context, draw, record)
-    saver.remove()
+    manager.remove()
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return Refitted(record, images)
 
@@ -208,11 +208,13 @@ def fetched(context: Context[Finetune], task: Task) -> Task:
     return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
 
-def make_saver(context: Context[Finetune], fit: str, worker: Worker) -> Saver:
-    """Return a worker's saver of a fit with this name."""
+def make_manager(context: Context[Finetune], fit: str, worker: Worker) -> CheckpointManager:
+    """Return a worker's manager of the checkpoints of a fit."""
     # Ray may run a task twice at once, if it has lost sight of a node.
     group = worker.group if worker.world > 1 else secrets.randbits(32)
-    return Saver(context.open_store(), context.attempt, context.config, worker._replace(group=group), fit=fit)
+    return CheckpointManager(
+        context.open_store(), context.attempt, context.config, worker._replace(group=group), fit=fit
+    )
 
 
 def make_log(context: Context[Finetune], name: FitName) -> LogWriter:

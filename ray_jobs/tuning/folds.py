@@ -23,7 +23,7 @@ from ray_jobs.training.fit import fit
 from ray_jobs.training.log import Reporting
 from ray_jobs.training.task import Task
 from ray_jobs.training.workers import ALONE
-from ray_jobs.tuning.fits import fetched, make_saver
+from ray_jobs.tuning.fits import fetched, make_manager
 from ray_jobs.tuning.ledger import Ledger, add_fold
 from vit_model.errors import UserError
 
@@ -68,13 +68,13 @@ def fit_fold(
     """
     if (finished := Ledger(context, task.attempts).fold(number)) is not None:
         return finished
-    saver = make_saver(context, f"fold-{number}", ALONE)
+    manager = make_manager(context, f"fold-{number}", ALONE)
     model = fit(
         fetched(context, task),
         pool.take(np.flatnonzero(folds != number)),
         task.learning_rate,
         task.config.seed,
-        saver,
+        manager,
         Reporting(unit=f"fold {number}, step", remaining_steps=remaining_steps),
     ).model
     held_out = pool.take(np.flatnonzero(folds == number))
@@ -83,7 +83,7 @@ def fit_fold(
         path = staging.path / f"probabilities/{number}.parquet"
         write_probabilities(path, held_out.rows["sample_id"], probabilities)
     add_fold(context, number, staging.files)
-    saver.remove()
+    manager.remove()
     agreement = float(np.mean(probabilities.argmax(axis=1) == held_out.labels))
     print(f"fold {number}: agrees with {agreement:.1%} of its labels", flush=True)
     return staging.files

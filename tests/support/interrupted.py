@@ -21,10 +21,10 @@ from pipelines.store import Store, checkpoints, choose_start, open_store, runnin
 from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import log, loop, optim
-from ray_jobs.training.ancestor import Ancestor
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.log import LogWriter
+from ray_jobs.training.model_ref import ModelRef
 from tests.support import datasets, objectives
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
@@ -104,7 +104,7 @@ def configuration(**fields: Any) -> Pretrain:
     return Pretrain.model_validate(base | fields)
 
 
-def write_ancestor(folder: Path, dataset: Path, resolution: int = 16) -> Ancestor:
+def write_model(folder: Path, dataset: Path, resolution: int = 16) -> ModelRef:
     """Write a model of 16x16 images with random weights, positions included, as if a pretraining had made it."""
     config = configuration(resolution=resolution)
     assert config.model is not None
@@ -115,14 +115,14 @@ def write_ancestor(folder: Path, dataset: Path, resolution: int = 16) -> Ancesto
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
     save_model(folder, model, contract)
-    return Ancestor(folder, "first (pretrain 0123456789ab)")
+    return ModelRef(folder, "first (pretrain 0123456789ab)")
 
 
-def write_inputs(config: Pretrain, folder: Path, dataset: Path) -> Ancestor | None:
+def write_inputs(config: Pretrain, folder: Path, dataset: Path) -> ModelRef | None:
     """Write the model that a case starts from, or imitates, if it names one."""
     if config.teacher is not None:
-        return write_ancestor(folder, dataset, resolution=config.resolution)
-    return write_ancestor(folder, dataset) if config.init_from else None
+        return write_model(folder, dataset, resolution=config.resolution)
+    return write_model(folder, dataset) if config.init_from else None
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -159,12 +159,12 @@ def run_attempt(
     number: int = 1,
     world: int = 2,
     kill: Kill | None = None,
-    ancestor: Ancestor | None = None,
+    init_from: ModelRef | None = None,
 ) -> bool:
     """Train in `world` processes, from the last checkpoint on; return False if the kill has ended them."""
     with tempfile.TemporaryDirectory() as meeting:
         meeting_place = f"file://{meeting}/store"
-        arguments = (world, meeting_place, config, dataset, store.uri, output, number, kill, ancestor)
+        arguments = (world, meeting_place, config, dataset, store.uri, output, number, kill, init_from)
         try:
             run_workers(world, _worker, *arguments)
         except ProcessExitedException as error:
@@ -186,17 +186,17 @@ def run_with_kills(
     kills: int,
     rng: random.Random,
     world: int = 2,
-    ancestor: Ancestor | None = None,
+    init_from: ModelRef | None = None,
 ) -> list[tuple[Kill, int]]:
     """Train with at most so many kills; return each with the step at which the next attempt continued."""
     record: list[tuple[Kill, int]] = []
     while len(record) < kills and (first := _saved_step(store)) < config.steps - _LAST:
         kill = draw_kill(rng, world, first, config.steps)
-        assert not run_attempt(config, dataset, store, output, len(record) + 1, world, kill, ancestor), (
+        assert not run_attempt(config, dataset, store, output, len(record) + 1, world, kill, init_from), (
             "the kill came too late"
         )
         record.append((kill, _saved_step(store)))
-    assert run_attempt(config, dataset, store, output, len(record) + 1, world, ancestor=ancestor)
+    assert run_attempt(config, dataset, store, output, len(record) + 1, world, init_from=init_from)
     return record
 
 
@@ -215,7 +215,7 @@ def _worker(
     output: Path,
     number: int,
     kill: Kill | None,
-    ancestor: Ancestor | None,
+    init_from: ModelRef | None,
 ) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
@@ -224,14 +224,14 @@ def _worker(
     if kill is not None and kill.rank == rank:
         arm(kill)
     place = loop.Worker(rank, world, rank)
-    saver = Saver(store, attempt, config, place, start)
-    given: dict[str, Any] = {"teacher" if config.teacher else "ancestor": ancestor}
+    manager = CheckpointManager(store, attempt, config, place, start)
+    given: dict[str, Any] = {"teacher" if config.teacher else "init_from": init_from}
     log.SEGMENT_SECONDS = 0.02  # a part of the lines is in the store when a worker dies
     if rank:
-        loop.train(config, open_dataset(dataset), None, place, saver, **given)
+        loop.train(config, open_dataset(dataset), None, place, manager, **given)
     else:
         with LogWriter(store, attempt) as writer:
-            loop.train(config, open_dataset(dataset), output, place, saver, writer=writer, **given)
+            loop.train(config, open_dataset(dataset), output, place, manager, writer=writer, **given)
     dist.destroy_process_group()
 
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from pipelines.spec import ModelSize, Pretrain, objective_properties
 from ray_jobs.training import optim
-from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from ray_jobs.training.methods import Method, make_method
+from ray_jobs.training.model_ref import ModelRef
 from tests.support.objectives import CASES as OBJECTIVES
 from tests.support.vits import contract_for
 from tests.support.workers import run_workers
@@ -245,7 +245,7 @@ def make_task(objective: str, dtype: str, seed: int = 0) -> tuple[Method, Parame
         mlp_dim=768,
         num_classes=3 * labelled,
     )
-    teacher = Ancestor(_teacher(), "teacher") if config.teacher else None
+    teacher = ModelRef(_teacher(), "teacher") if config.teacher else None
     method = make_method(config, contract_for(architecture), torch.device("cpu"), teacher)
     model, generator = ViT(architecture), torch.Generator().manual_seed(seed)
     module = method.module(model)
@@ -386,8 +386,8 @@ def train(engine: Engine, method: Method, case: Case, steps: Iterable[int], rank
 
 
 def state_of(engine: Engine, case: Case) -> State:
-    """Put the pieces of all workers together, flattened. Every value belongs to one worker."""
-    own = [(piece.kind, piece.name, piece.start, piece.values.clone()) for piece in engine.pieces()]
+    """Put the shards of all workers together, flattened. Every value belongs to one worker."""
+    own = [(shard.kind, shard.name, shard.start, shard.values.clone()) for shard in engine.state_shards()]
     everyone = [own]
     if case.workers > 1:
         everyone = [[] for _ in range(case.workers)]

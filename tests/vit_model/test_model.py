@@ -425,7 +425,7 @@ def test_axial_blocks_are_torchs_own_under_masks_of_rows_and_columns() -> None:
 def test_stochastic_depth_keeps_the_mean_and_leaves_later_blocks_out_more_often() -> None:
     model = ViT(ViTConfig.model_validate({**SMALL, "stochastic_depth": 0.5})).train()
     torch.manual_seed(0)
-    factors = model.depth_factors(torch.zeros(4000, 1, 1))
+    factors = model.drop_path_factors(torch.zeros(4000, 1, 1))
     assert factors is not None and factors.shape == (3, 2, 4000, 1, 1)
     for rate, of_block in zip([0, 0.25, 0.5], factors, strict=True):
         for of_branch in of_block:
@@ -434,7 +434,7 @@ def test_stochastic_depth_keeps_the_mean_and_leaves_later_blocks_out_more_often(
             assert of_branch.mean().item() == pytest.approx(1, abs=0.07)
     correlation = factors[1:].flatten(0, 1).flatten(1).corrcoef()
     assert (correlation - torch.eye(4)).abs().max() < 0.06, "all branches are decided by themselves"
-    assert model.eval().depth_factors(torch.zeros(4, 1, 1)) is None
+    assert model.eval().drop_path_factors(torch.zeros(4, 1, 1)) is None
 
 
 def test_an_images_draws_decide_which_of_its_branches_are_left_out() -> None:
@@ -443,7 +443,7 @@ def test_an_images_draws_decide_which_of_its_branches_are_left_out() -> None:
     images = random_images(config, 6).double()
     draws = torch.rand(6, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     draws[0], draws[1] = 0.0, 0.5
-    found = model.encode(model.embed(images), depth_draws=draws)
+    found = model.encode(model.embed(images), drop_path_draws=draws)
     for tokens, image, of_image in zip(found, images, draws, strict=True):
         x = model.embed(image[None])
         for block, rate, (of_attention, of_mlp) in zip(model.blocks, [0, 0.25, 0.5], of_image, strict=True):
@@ -452,7 +452,7 @@ def test_an_images_draws_decide_which_of_its_branches_are_left_out() -> None:
             if of_mlp >= rate:
                 x = x + block.mlp(block.norm2(x)) / (1 - rate)  # type: ignore[operator]
         torch.testing.assert_close(tokens, model.norm(x)[0])
-    with pytest.raises(ValueError, match=r"depth_draws have shape \[1, 3, 2\]; expected \[6, 3, 2\]"):
+    with pytest.raises(ValueError, match=r"drop_path_draws have shape \[1, 3, 2\]; expected \[6, 3, 2\]"):
         model(images, draws[:1])
     model.eval()
     assert torch.equal(model(images, draws), model(images))

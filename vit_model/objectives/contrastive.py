@@ -92,7 +92,7 @@ class MoCo(AroundModel):
 
         Args:
             keys_of_one, keys_of_other: [B, d], the keys of all workers' views.
-            draws_of_one, draws_of_other: [b, blocks, 2], see `ViT.depth_factors`.
+            draws_of_one, draws_of_other: [b, blocks, 2], see `ViT.drop_path_factors`.
 
         Raises ValueError if the numbers of views differ, or if their size is not the model's.
         """

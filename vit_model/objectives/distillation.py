@@ -75,16 +75,18 @@ class Student(AroundModel):
             self.projection.weight.copy_(drawn)
             self.projection.bias.zero_()
 
-    def forward(self, images: Tensor, depth_draws: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, images: Tensor, drop_path_draws: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """[b, c, height, width] -> in training (what learns the labels [b, classes], what learns from the teacher).
 
         The second is the logits of the distillation token, those of the classifier, or the projected representation
-        [b, t]. In evaluation the model's own logits are returned. `depth_draws`: see `ViT.depth_factors`.
+        [b, t]. In evaluation the model's own logits are returned. `drop_path_draws`: see `ViT.drop_path_factors`.
         """
         if not self.training:
             logits: Tensor = self.model(images)
             return logits
-        representation, distilled = _read(self.model, images, depth_draws)
+        representation, distilled = _read(self.model, images, drop_path_draws)
         if self.projection is not None:
             return _classify(self.model, representation, distilled), self.projection(representation)
         if isinstance(self.model, ViT) and distilled is not None:
@@ -125,10 +127,12 @@ class Teacher:
         return logits[:, self._classes]
 
 
-def _read(model: Network, images: Tensor, depth_draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _read(
+    model: Network, images: Tensor, drop_path_draws: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return `ViT.read` for a ViT; a ResNet's representation and None."""
     if isinstance(model, ViT):
-        return model.read(images, depth_draws)
+        return model.read(images, drop_path_draws)
     return model.forward_features(images)[1], None
 
 

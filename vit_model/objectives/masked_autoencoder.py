@@ -107,7 +107,7 @@ class MaskedAutoencoder(AroundModel):
         self.decoder.initialise(seed)
 
     def forward(
-        self, images: Tensor, pixels: Tensor, draws: Tensor, depth_draws: Tensor | None = None
+        self, images: Tensor, pixels: Tensor, draws: Tensor, drop_path_draws: Tensor | None = None
     ) -> Tensor:
         """Return the loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
 
@@ -116,14 +116,14 @@ class MaskedAutoencoder(AroundModel):
         Args:
             pixels: the same images before normalisation, uint8 [b, height, width, c].
             draws: float64 [b, n] in [0, 1); the patches with the smallest numbers are visible.
-            depth_draws: [b, blocks, 2], see `ViT.depth_factors`.
+            drop_path_draws: [b, blocks, 2], see `ViT.drop_path_factors`.
 
         Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
         check_batch(config, images, pixels, draws)
         order = draws.argsort(dim=1, stable=True)
-        predicted = in_full(self.predict(images, order, depth_draws))
+        predicted = in_full(self.predict(images, order, drop_path_draws))
         expected = targets(pixels, config.patch_size, "pixels")
         masked = order[:, -predicted.shape[1] :]
         expected = expected.gather(1, masked[:, :, None].expand(-1, -1, expected.shape[2]))
@@ -131,7 +131,7 @@ class MaskedAutoencoder(AroundModel):
             expected = normalised(expected)
         return F.mse_loss(predicted, expected.to(predicted.dtype))
 
-    def predict(self, images: Tensor, order: Tensor, depth_draws: Tensor | None = None) -> Tensor:
+    def predict(self, images: Tensor, order: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
         """Return the predicted pixels of masked patches, [b, k, p * p * c]; the first v patches in `order` are visible.
 
         `order` is int64 [b, n].
@@ -141,7 +141,7 @@ class MaskedAutoencoder(AroundModel):
         seen = order[:, : self.options.visible(config.num_patches)]
         prefix, patches = x[:, : config.num_prefix_tokens], x[:, config.num_prefix_tokens :]
         visible = patches.gather(1, seen[:, :, None].expand(-1, -1, config.width))
-        tokens = model.encode(torch.cat([prefix, visible], dim=1), depth_draws=depth_draws)
+        tokens = model.encode(torch.cat([prefix, visible], dim=1), drop_path_draws=drop_path_draws)
         if config.norm_after_pooling:
             tokens = model.fc_norm(tokens)
         predicted: Tensor = self.decoder(tokens, order, model.activation_checkpointing)

@@ -173,7 +173,7 @@ class MaskedPatches(AroundModel):
         nn.init.zeros_(self.head.bias)
 
     def forward(
-        self, images: Tensor, pixels: Tensor, draws: Tensor, depth_draws: Tensor | None = None
+        self, images: Tensor, pixels: Tensor, draws: Tensor, drop_path_draws: Tensor | None = None
     ) -> Tensor:
         """Return the loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
 
@@ -183,7 +183,7 @@ class MaskedPatches(AroundModel):
         Args:
             pixels: the same images before normalisation, uint8 [b, height, width, c].
             draws: float64 [b, n, 2] in [0, 1), see `corruption`.
-            depth_draws: [b, blocks, 2], see `ViT.depth_factors`.
+            drop_path_draws: [b, blocks, 2], see `ViT.drop_path_factors`.
 
         Raises ValueError for images, pixels or draws of another shape or dtype.
         """
@@ -191,7 +191,7 @@ class MaskedPatches(AroundModel):
         check_batch(config, images, pixels, draws, DRAWS)
         plan = corruption(draws)
         patches = corrupt(self.model.patch_embed(images), self.mask_token, plan)
-        tokens = self._tokens(patches, depth_draws)
+        tokens = self._tokens(patches, drop_path_draws)
         tokens = tokens.gather(1, plan.predicted[:, :, None].expand(-1, -1, config.width))
         expected = targets(pixels, config.patch_size, self.target)
         expected = expected.gather(1, plan.predicted[:, :, None].expand(-1, -1, expected.shape[2]))
@@ -200,9 +200,9 @@ class MaskedPatches(AroundModel):
             return F.mse_loss(predicted, expected.to(predicted.dtype))
         return F.cross_entropy(predicted.view(-1, self.classes), expected.flatten())
 
-    def _tokens(self, patches: Tensor, depth_draws: Tensor | None) -> Tensor:
+    def _tokens(self, patches: Tensor, drop_path_draws: Tensor | None) -> Tensor:
         """Encode patch embeddings [b, n, d] without positions; return the patches' normed tokens [b, n, d]."""
-        tokens = self.model.encode(self.model.assemble(patches), depth_draws=depth_draws)
+        tokens = self.model.encode(self.model.assemble(patches), drop_path_draws=drop_path_draws)
         if self.model.config.norm_after_pooling:
             tokens = self.model.fc_norm(tokens)
         return tokens[:, self.model.config.num_prefix_tokens :]
@@ -226,11 +226,11 @@ class PatchesBesideLabels(AroundModel):
         images: Tensor,
         pixels: Tensor | None = None,
         draws: Tensor | None = None,
-        depth_draws: Tensor | None = None,
-        depth_draws_of_patches: Tensor | None = None,
+        drop_path_draws: Tensor | None = None,
+        drop_path_draws_of_patches: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the logits [b, classes], and the loss of `MaskedPatches` if there are pixels and draws for it."""
-        logits: Tensor = self.patches.model(images, depth_draws)
+        logits: Tensor = self.patches.model(images, drop_path_draws)
         if pixels is None:
             return logits
-        return logits, self.patches(images, pixels, draws, depth_draws_of_patches)
+        return logits, self.patches(images, pixels, draws, drop_path_draws_of_patches)

@@ -11,20 +11,20 @@ from typing import assert_never
 import torch
 
 from pipelines.spec import Pretrain
-from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.methods.base import Method
 from ray_jobs.training.methods.contrastive import Contrastive
 from ray_jobs.training.methods.distillation import Distillation
 from ray_jobs.training.methods.mae import Autoencoder
 from ray_jobs.training.methods.masked_patches import LabelsAndPatches, Patches
 from ray_jobs.training.methods.supervised import Supervised
+from ray_jobs.training.model_ref import ModelRef
 from vit_model.contract import ModelContract
 
 __all__ = ["Method", "make_method"]
 
 
 def make_method(
-    config: Pretrain, contract: ModelContract, device: torch.device, teacher: Ancestor | None = None
+    config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef | None = None
 ) -> Method:
     """Return the method of a configuration's objective.
 

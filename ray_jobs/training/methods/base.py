@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Pretrain, objective_properties
-from ray_jobs.augment import depth_draws
+from ray_jobs.augment import drop_path_draws
 from ray_jobs.process import devices
 from vit_model import compute
 from vit_model.blocks import is_fused
@@ -46,7 +46,7 @@ class Method(ABC):
         self.config, self.contract, self.device = config, contract, device
         self.dtype = devices.torch_dtype(config.dtype, device)
         self.beside: dict[str, torch.nn.Module] = {}
-        """{kind of its pieces in a checkpoint: a module that the optimizer does not train}, made by `module`"""
+        """{kind of its shards in a checkpoint: a module that the optimizer does not train}, made by `module`"""
 
     @abstractmethod
     def module(self, model: Network) -> ParameterGroups:
@@ -106,9 +106,11 @@ class Method(ABC):
         """Return uint8 images [n, h, w, c] as the model takes them."""
         return normalise(view, self.contract.preprocessing, self.dtype)
 
-    def depth_draws(self, positions: NDArray[np.int64]) -> tuple[Tensor, ...]:
+    def drop_path_draws(self, positions: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Return the draws of stochastic depth for each pass over the samples."""
-        return depth_draws(self.contract.architecture, self.config.seed, positions, self.device, self.passes)
+        return drop_path_draws(
+            self.contract.architecture, self.config.seed, positions, self.device, self.passes
+        )
 
 
 def activation_bytes(

@@ -49,7 +49,7 @@ class Contrastive(Method):
         positions: NDArray[np.int64],
     ) -> Tensor:
         one, other = map(self.inputs, views)
-        depth = self.depth_draws(positions)
+        depth = self.drop_path_draws(positions)
         with torch.autocast(one.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             keys = self._momentum_encoder.keys(one, other, *depth)
         loss: Tensor = engine(one, other, *keys, *depth)

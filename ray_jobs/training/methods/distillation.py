@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.spec import Pretrain
-from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.methods.base import Method
+from ray_jobs.training.model_ref import ModelRef
 from vit_model import compute
 from vit_model.build import Network
 from vit_model.contract import ModelContract
@@ -33,7 +33,7 @@ class Distillation(Method):
     frozen = "teacher"
 
     def __init__(
-        self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: Ancestor
+        self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef
     ) -> None:
         super().__init__(config, contract, device)
         self._folder, theirs = teacher.folder, read_teacher(teacher, config, contract)
@@ -61,7 +61,7 @@ class Distillation(Method):
         positions: NDArray[np.int64],
     ) -> Tensor:
         (images,), settings = views, self.config.distillation
-        inputs, depth = self.inputs(images), self.depth_draws(positions)
+        inputs, depth = self.inputs(images), self.drop_path_draws(positions)
         taught = self._teacher.answers(images)  # before the student's activations are kept
         logits, answers = engine(inputs, *depth)
         learned = imitation(settings.kind, answers, taught, settings.temperature)
@@ -73,7 +73,7 @@ class Distillation(Method):
         return super().train_flops + self.teacher_flops
 
 
-def read_teacher(teacher: Ancestor, config: Pretrain, contract: ModelContract) -> ModelContract:
+def read_teacher(teacher: ModelRef, config: Pretrain, contract: ModelContract) -> ModelContract:
     """Return the contract of a teacher that the model with this contract can imitate.
 
     Raises:
@@ -95,7 +95,7 @@ def read_teacher(teacher: Ancestor, config: Pretrain, contract: ModelContract) -
     return theirs
 
 
-def columns(teacher: Ancestor, ours: ModelContract, theirs: ModelContract) -> list[int]:
+def columns(teacher: ModelRef, ours: ModelContract, theirs: ModelContract) -> list[int]:
     """Return, for each class of the student, the number of the teacher's class with the same name.
 
     The teacher may know more classes. Their logits are left out, so its probabilities are those of an image that is

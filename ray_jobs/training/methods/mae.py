@@ -43,7 +43,7 @@ class Autoencoder(Method):
         (images,) = views
         drawn = uniform(self.config.seed, positions, self.vit.num_patches, "masked autoencoder")
         draws = torch.from_numpy(drawn).to(self.device)
-        loss: Tensor = engine(self.inputs(images), images, draws, *self.depth_draws(positions))
+        loss: Tensor = engine(self.inputs(images), images, draws, *self.drop_path_draws(positions))
         return loss
 
     @property

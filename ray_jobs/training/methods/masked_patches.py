@@ -41,7 +41,7 @@ class Patches(Method):
     ) -> Tensor:
         (images,) = views
         draws = self.draws(positions)
-        loss: Tensor = engine(self.inputs(images), images, draws, *self.depth_draws(positions))
+        loss: Tensor = engine(self.inputs(images), images, draws, *self.drop_path_draws(positions))
         return loss
 
     def draws(self, positions: NDArray[np.int64]) -> Tensor:
@@ -69,6 +69,6 @@ class LabelsAndPatches(Patches):
         assert self.config.auxiliary is not None
         (images,) = views
         draws = self.draws(positions)
-        logits, of_patches = engine(self.inputs(images), images, draws, *self.depth_draws(positions))
+        logits, of_patches = engine(self.inputs(images), images, draws, *self.drop_path_draws(positions))
         supervised = self.cross_entropy(logits, targets, self.config.label_smoothing)
         return supervised + self.config.auxiliary.masked_patches * of_patches

@@ -28,5 +28,5 @@ class Supervised(Method):
         positions: NDArray[np.int64],
     ) -> Tensor:
         (images,) = views
-        logits = engine(self.inputs(images), *self.depth_draws(positions))
+        logits = engine(self.inputs(images), *self.drop_path_draws(positions))
         return self.cross_entropy(logits, targets, self.config.label_smoothing)

@@ -78,12 +78,12 @@ class _Watch(threading.Thread):
                 self._store.set(f"{step or 0}/{self._rank}", self._place())
                 if self.over.wait((_HEARD - _SUSPICIOUS) * self._seconds) or self._steps.done != step:
                     continue
-                places = {rank: self._said(step or 0, rank) for rank in range(self._world)}
+                places = {rank: self._place_of(step or 0, rank) for rank in range(self._world)}
                 self.message = describe(step or 0, time.monotonic() - since, places)
                 if self._rank == min(rank for rank, place in places.items() if place):
                     print(self.message, flush=True)
 
-    def _said(self, step: int, rank: int) -> str | None:
+    def _place_of(self, step: int, rank: int) -> str | None:
         """Return where a worker is; if it hangs right after its update, it is still at the step before."""
         keys = (f"{near}/{rank}" for near in (step, step - 1, step + 1))
         return next((self._store.get(key).decode() for key in keys if self._store.check([key])), None)
@@ -92,7 +92,9 @@ class _Watch(threading.Thread):
         """Return where the training is, file:line in function, after a `*` if it waits for the other workers there."""
         frame = sys._current_frames()[self._training]
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        waits = name == "_is_wished" or re.search("/(deepspeed|torch/distributed)/", frame.f_code.co_filename)
+        waits = name == "_is_requested" or re.search(
+            "/(deepspeed|torch/distributed)/", frame.f_code.co_filename
+        )
         return f"{'*' if waits else ''}{path.parent.name}/{path.name}:{frame.f_lineno} in {name}"
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ray_jobs.augment import augment, crop_boxes, depth_draws, uniform
+from ray_jobs.augment import augment, crop_boxes, drop_path_draws, uniform
 from ray_jobs.augment.batch import POLICIES, shift
 from vit_model.config import ResNetConfig, ViTConfig
 
@@ -40,14 +40,14 @@ def test_draws_are_uniform_and_uncorrelated() -> None:
 def test_a_samples_stochastic_depth_is_the_same_in_any_batch() -> None:
     sizes = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 3, "num_heads": 1, "mlp_dim": 8}
     config, positions, cpu = ViTConfig(**sizes, stochastic_depth=0.1), np.arange(50, 114), torch.device("cpu")
-    one, other = depth_draws(config, 5, positions, cpu, views=2)
+    one, other = drop_path_draws(config, 5, positions, cpu, views=2)
     assert one.shape == (64, 3, 2) and len(torch.stack([one, other]).unique()) == 2 * 64 * 3 * 2
     for part in (slice(0, 16), slice(16, 64), slice(40, 41)):
-        again = depth_draws(config, 5, positions[part], cpu, views=2)
+        again = drop_path_draws(config, 5, positions[part], cpu, views=2)
         assert torch.equal(again[0], one[part]) and torch.equal(again[1], other[part])
-    assert not torch.equal(depth_draws(config, 6, positions, cpu, views=2)[0], one)
-    assert depth_draws(ViTConfig(**sizes), 5, positions, cpu) == ()
-    assert depth_draws(ResNetConfig.variant("R50x1", image_size=32), 5, positions, cpu) == ()
+    assert not torch.equal(drop_path_draws(config, 6, positions, cpu, views=2)[0], one)
+    assert drop_path_draws(ViTConfig(**sizes), 5, positions, cpu) == ()
+    assert drop_path_draws(ResNetConfig.variant("R50x1", image_size=32), 5, positions, cpu) == ()
 
 
 def test_shift_moves_by_one_pixel_and_brings_in_zeros() -> None:

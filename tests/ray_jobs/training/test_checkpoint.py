@@ -9,11 +9,11 @@ from pipelines.spec import Pretrain
 from pipelines.store import Checkpoint, Store, StoreDamaged, checkpoints, open_store
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop
-from ray_jobs.training.ancestor import make_contract
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods import make_method
-from ray_jobs.training.state import Saved, WorkerState
+from ray_jobs.training.model_ref import make_contract
+from ray_jobs.training.state import TrainState, WorkerState
 from tests.support.interrupted import SIZE, configuration, write_noise
 from tests.support.records import make_attempt
 
@@ -25,7 +25,7 @@ def dataset(tmp_path: Path) -> Path:
     return write_noise(tmp_path / "dataset")
 
 
-def start(config: Pretrain, dataset: Path, saved: Saved | None = None) -> Engine:
+def start(config: Pretrain, dataset: Path, saved: TrainState | None = None) -> Engine:
     method = make_method(config, make_contract(config, open_dataset(dataset).info), CPU)
     return loop.start(method, loop.ALONE, saved)
 
@@ -35,9 +35,9 @@ def save(config: Pretrain, dataset: Path, store: Store) -> Checkpoint:
     engine = start(config, dataset)
     engine.backward(engine(torch.ones(2, 1, 8, 8)).square().sum())
     engine.step(1e-3)
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config)
-    saver.save(1, None, engine.pieces(), WorkerState(loader={}, points=(), loss_sum=0.0, summed=0))
-    saver.wait()
+    manager = CheckpointManager(store, make_attempt("pretrain", store_uri=store.uri), config)
+    manager.save(1, None, engine.state_shards(), WorkerState(loader={}, points=(), loss_sum=0.0, summed=0))
+    manager.wait()
     return checkpoints(store, "pretrain", "k")[0]
 
 
@@ -77,7 +77,7 @@ def test_a_state_of_another_optimizer_or_architecture_is_refused(
 ):
     store = open_store(str(tmp_path / "s"))
     config = configuration(dtype="float32", **then)
-    saved = Saved(store, save(config, dataset, store))
+    saved = TrainState(store, save(config, dataset, store))
     start(config, dataset, saved)
     monkeypatch.setattr(loop, "make_engine", lambda *_: pytest.fail("training has started"))
     with pytest.raises(StoreDamaged, match=rf"cannot be used: it has {problem}") as refused:
@@ -91,4 +91,4 @@ def test_a_damaged_file_is_refused(dataset, tmp_path):
     path = tmp_path / "s" / checkpoint.folder / checkpoint.files[0].path
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(StoreDamaged, match=r"rank-00000\.safetensors is damaged"):
-        Saved(store, checkpoint)
+        TrainState(store, checkpoint)

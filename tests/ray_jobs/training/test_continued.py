@@ -1,4 +1,4 @@
-"""Continued pretraining: what is taken over from the ancestor, bit for bit, and what starts anew."""
+"""Continued pretraining: what is taken over from the start, bit for bit, and what starts anew."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,9 @@ from pipelines.spec import ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
 from ray_jobs.data import shards
 from ray_jobs.training import loop
-from ray_jobs.training.ancestor import Ancestor, find_ancestor, make_contract, same_classes, take_over
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.methods import make_method
+from ray_jobs.training.model_ref import ModelRef, find_model, make_contract, same_classes, take_over
 from tests.support import datasets
 from tests.support.interrupted import SIZE, configuration, run_attempt
 from tests.support.objectives import MOCO
@@ -56,9 +56,9 @@ def write(folder: Path, classes: tuple[str, ...]) -> Path:
     return folder
 
 
-def make_ancestor(
+def make_start(
     folder: Path, dataset: Path, classifier: bool = True, objective: str = "softmax", **model: Any
-) -> Ancestor:
+) -> ModelRef:
     """A model of that dataset whose weights, all of them, are random and not those of bfloat16."""
     size, info = ModelSize.model_validate(SIZE | model), shards.open_dataset(dataset).info
     contract = model_contract(size, 8, info, classifier=classifier)
@@ -69,13 +69,13 @@ def make_ancestor(
         for weight in network.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) / 7)
     save_model(folder, network, contract)
-    return Ancestor(folder, "first (pretrain 0123456789ab)", objective)
+    return ModelRef(folder, "first (pretrain 0123456789ab)", objective)
 
 
 def train(
-    config: Pretrain, dataset: Path, output: Path, ancestor: Ancestor | None
+    config: Pretrain, dataset: Path, output: Path, init_from: ModelRef | None
 ) -> tuple[ViT, ModelContract]:
-    loop.train(config, shards.open_dataset(dataset), output, ancestor=ancestor)
+    loop.train(config, shards.open_dataset(dataset), output, init_from=init_from)
     network, contract = load_model(output)
     assert isinstance(network, ViT)
     return network, contract
@@ -100,10 +100,10 @@ def test_training_in_bfloat16_starts_from_the_float32_weights(
     dataset: Path, tmp_path: Path, zero_stage: int | None
 ) -> None:
     """Steps too small to be seen give the same float32 weights back; rounded masters would be others."""
-    ancestor = make_ancestor(tmp_path / "first", dataset)
+    init_from = make_start(tmp_path / "first", dataset)
     config, store = configuration(**STILL, zero_stage=zero_stage or 0), open_store(str(tmp_path / "store"))
     world = 1 if zero_stage is None else 2
-    assert run_attempt(config, dataset, store, tmp_path / "more", world=world, ancestor=ancestor)
+    assert run_attempt(config, dataset, store, tmp_path / "more", world=world, init_from=init_from)
     first, more = (load_model(tmp_path / name)[0].state_dict() for name in ("first", "more"))
     assert_equal(more, first)
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in first.values())
@@ -117,9 +117,9 @@ def test_training_in_bfloat16_starts_from_the_float32_weights(
 def test_another_objective_at_another_resolution_starts_from_the_encoder(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any]
 ) -> None:
-    ancestor = make_ancestor(tmp_path / "first", dataset)
+    init_from = make_start(tmp_path / "first", dataset)
     more, contract = train(
-        configuration(**STILL | fields, resolution=16), dataset, tmp_path / "more", ancestor
+        configuration(**STILL | fields, resolution=16), dataset, tmp_path / "more", init_from
     )
     first, source = load_model(tmp_path / "first")
     expected = encoder(first) | {
@@ -138,11 +138,11 @@ def test_another_objective_at_another_resolution_starts_from_the_encoder(
 
 
 def test_the_momentum_encoder_starts_as_the_trained_one(dataset: Path, tmp_path: Path) -> None:
-    ancestor = make_ancestor(tmp_path / "first", dataset)
+    init_from = make_start(tmp_path / "first", dataset)
     config = configuration(**STILL | MOCO)
-    contract = make_contract(config, shards.open_dataset(dataset).info, ancestor)
+    contract = make_contract(config, shards.open_dataset(dataset).info, init_from)
     method = make_method(config, contract, CPU)
-    assert isinstance(loop.start(method, loop.ALONE, None, ancestor).module, MoCo)
+    assert isinstance(loop.start(method, loop.ALONE, None, init_from).module, MoCo)
     averaged, _ = method.beside["momentum_encoder"].encoder
     assert_equal(encoder(averaged), encoder(load_model(tmp_path / "first")[0]))
 
@@ -155,8 +155,8 @@ def test_the_same_training_from_the_same_weights_is_the_same_bytes_and_another_s
     network, contract = build_new(config, dataset)
     save_model(tmp_path / "first", network, contract)
     train(config, dataset, tmp_path / "new", None)
-    train(config, dataset, tmp_path / "continued", Ancestor(tmp_path / "first", "first"))
-    train(config, dataset, tmp_path / "other", make_ancestor(tmp_path / "random", dataset))
+    train(config, dataset, tmp_path / "continued", ModelRef(tmp_path / "first", "first"))
+    train(config, dataset, tmp_path / "other", make_start(tmp_path / "random", dataset))
     new, continued, other = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for name in ("new", "continued", "other")
@@ -201,13 +201,13 @@ def test_the_classifier_is_kept_for_the_same_classes_and_objective(
     started: str,
     line: str,
 ) -> None:
-    ancestor = make_ancestor(tmp_path / "first", dataset, objective=started)
+    init_from = make_start(tmp_path / "first", dataset, objective=started)
     info = shards.open_dataset(write(tmp_path / "other", classes)).info
     config = configuration(**STILL | fields)
-    contract = make_contract(config, info, ancestor)
+    contract = make_contract(config, info, init_from)
     network = build(contract.architecture)
     network.initialise(0)
-    assert take_over(network, contract, ancestor, config.objective)[-1] == line
+    assert take_over(network, contract, init_from, config.objective)[-1] == line
     first = load_model(tmp_path / "first")[0]
     if "kept" in line:
         rows = [CLASSES.index(name) for name in classes]
@@ -229,15 +229,15 @@ def test_classes_with_one_name_are_told_apart_by_their_order_alone(dataset: Path
 
 def test_without_a_model_the_ancestors_is_taken(dataset: Path, tmp_path: Path) -> None:
     options = {"stochastic_depth": 0.1, "representation_head": True, "registers": 2, "gelu": "exact"}
-    ancestor, info = make_ancestor(tmp_path / "first", dataset, **options), shards.open_dataset(dataset).info
+    init_from, info = make_start(tmp_path / "first", dataset, **options), shards.open_dataset(dataset).info
     labelled = make_contract(
-        configuration(init_from="first", model=None, resolution=16), info, ancestor
+        configuration(init_from="first", model=None, resolution=16), info, init_from
     ).architecture
     first = load_model(tmp_path / "first")[1].architecture
     assert labelled == first.model_copy(update={"image_size": 16})
     config = configuration(**MOCO, init_from="first", model=None)
     changed = {"num_classes": 0, "representation_head": False}
-    assert make_contract(config, info, ancestor).architecture == first.model_copy(update=changed)
+    assert make_contract(config, info, init_from).architecture == first.model_copy(update=changed)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_without_a_model_the_ancestors_is_taken(dataset: Path, tmp_path: Path) -
 def test_a_model_that_does_not_fit_is_refused_before_the_first_step(
     dataset: Path, tmp_path: Path, theirs: dict[str, Any], ours: dict[str, Any], message: str
 ) -> None:
-    ancestor = make_ancestor(tmp_path / "first", dataset, **theirs)
+    init_from = make_start(tmp_path / "first", dataset, **theirs)
     with pytest.raises(ValueError, match=message):
-        train(configuration(**STILL | ours), dataset, tmp_path / "more", ancestor)
+        train(configuration(**STILL | ours), dataset, tmp_path / "more", init_from)
     assert not (tmp_path / "more").exists()
 
 
@@ -270,26 +270,26 @@ def test_the_stage_finds_its_ancestor_and_what_its_classifier_was_trained_with(
 ) -> None:
     store = open_store(str(tmp_path / "store"))
     with store.staging(st.Layout.files("pretrain", "first", 1)) as staging:
-        make_ancestor(staging.path, dataset)
-        make_ancestor(staging.path / "checkpoints" / "5", dataset)
+        make_start(staging.path, dataset)
+        make_start(staging.path / "checkpoints" / "5", dataset)
         (staging.path / "checkpoints.json").write_text('{"best": 5, "steps": [5, 40]}')
     manifest = make_manifest("pretrain", key="first", files=staging.files, config={"objective": "sigmoid"})
     config = configuration(init_from="first")
-    found = find_ancestor(make_context(store, config, init_from=manifest))
+    found = find_model(make_context(store, config, init_from=manifest))
     assert found is not None and found.objective == "sigmoid" and "first" in found.name
     best = configuration(init_from={"stage": "first", "checkpoint": "best"})
-    at_best = find_ancestor(make_context(store, best, init_from=manifest))
+    at_best = find_model(make_context(store, best, init_from=manifest))
     assert at_best is not None and at_best.folder != found.folder and at_best.name.endswith("best)")
     for without in (configuration(), configuration(init_from="latest")):
-        assert find_ancestor(make_context(store, without)) is None
+        assert find_model(make_context(store, without)) is None
 
 
 def test_an_objective_adds_its_parts_anew(dataset: Path, tmp_path: Path) -> None:
-    ancestor = make_ancestor(tmp_path / "first", dataset, classifier=False)
+    init_from = make_start(tmp_path / "first", dataset, classifier=False)
     config = configuration(**STILL, objective="masked_patches")
-    contract = make_contract(config, shards.open_dataset(dataset).info, ancestor)
+    contract = make_contract(config, shards.open_dataset(dataset).info, init_from)
     method = make_method(config, contract, CPU)
-    engine = loop.start(method, loop.ALONE, None, ancestor)
+    engine = loop.start(method, loop.ALONE, None, init_from)
     fresh = method.module(build(contract.architecture))
     for name in ("mask_token", "head.weight", "head.bias"):
         assert torch.equal(engine.full_weights()[name], fresh.state_dict()[name])

@@ -9,7 +9,7 @@ from ray_jobs.training.engine import EngineBytes
 from ray_jobs.training.estimates import Memory
 from ray_jobs.training.methods import make_method
 from ray_jobs.training.task import Task
-from tests.support.vits import contract_of
+from tests.support.vits import contract_for
 from vit_model.build import build
 from vit_model.compute import ModelStates
 from vit_model.errors import UserError
@@ -22,7 +22,7 @@ def huge(**fields: object) -> tuple[Pretrain, Memory]:
     """Return ViT-H/14 with a batch of 65,536 on two workers."""
     base = {"job": "pretrain", "data": "d", "resolution": 224, "steps": 1, "learning_rate": 0.1}
     config = Pretrain.model_validate(base | {"model": "H/14", "batch_size": 2**16} | fields)
-    contract = contract_of(config.model.architecture(224, 3, 10))
+    contract = contract_for(config.model.architecture(224, 3, 10))
     return config, estimates.memory(make_method(config, contract, CPU), 2)
 
 
@@ -85,7 +85,7 @@ def fit(batch_size: int, **fields: object) -> Task:
         "steps": 1,
     }
     config = Finetune.model_validate(base | {"batch_size": batch_size} | fields)
-    return Task(config, contract_of(config.model.architecture(384, 3, 10)), None)
+    return Task(config, contract_for(config.model.architecture(384, 3, 10)), None)
 
 
 def test_a_fit_that_cannot_fit_is_refused_with_advice_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

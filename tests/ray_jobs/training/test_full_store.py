@@ -12,9 +12,9 @@ from pipelines.store import Store, StoreError, checkpoints, choose_start, open_s
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import checkpoint as module
 from ray_jobs.training import loop
-from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.engine import WEIGHTS, Piece
-from ray_jobs.training.state import Saved, WorkerState
+from ray_jobs.training.checkpoint import CheckpointManager
+from ray_jobs.training.engine import WEIGHTS, StateShard
+from ray_jobs.training.state import TrainState, WorkerState
 from tests.support.interrupted import configuration, write_noise
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
@@ -23,16 +23,16 @@ STATE = WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def pieces(step: int) -> list[Piece]:
+def state_shards(step: int) -> list[StateShard]:
     """What a checkpoint of this step has: 400 KB."""
-    return [Piece(WEIGHTS, "w", 0, torch.full((100_000,), float(step)))]
+    return [StateShard(WEIGHTS, "w", 0, torch.full((100_000,), float(step)))]
 
 
 def steps_of(store: Store) -> list[int]:
     """The checkpoints that are listed, each of which is complete and its own."""
     there = checkpoints(store, "pretrain", "k")
     for each in there:
-        assert Saved(store, each).read(WEIGHTS, "w", 99_999, 1).item() == each.step
+        assert TrainState(store, each).read(WEIGHTS, "w", 99_999, 1).item() == each.step
     return [each.step for each in there]
 
 
@@ -57,23 +57,23 @@ def fail_at(store: Store, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 def test_the_checkpoint_before_remains_and_the_next_one_is_another_try(tmp_path, monkeypatch, capfd, what):
     store = open_store(str(tmp_path / "s"))
     attempt = make_attempt("pretrain", store_uri=store.uri)
-    saver = Saver(store, attempt, configuration(keep_steps=()))
+    manager = CheckpointManager(store, attempt, configuration(keep_steps=()))
     for step in (3, 6):
-        saver.save(step, None, pieces(step), STATE)
-    saver.wait()
+        manager.save(step, None, state_shards(step), STATE)
+    manager.wait()
     with monkeypatch.context() as patch:
         fail_at(store, patch, what)
-        saver.save(9, None, pieces(9), STATE)
-        saver.wait()
-    assert saver.newest == 6 and steps_of(store) == [6, 3]
+        manager.save(9, None, state_shards(9), STATE)
+        manager.wait()
+    assert manager.newest == 6 and steps_of(store) == [6, 3]
     said = capfd.readouterr().err
     assert "cannot write the checkpoint of step 9: " in said
     assert "; the last checkpoint is of step 6, and training continues" in said
     assert "No space left on device" in said
     start = choose_start(store, make_attempt("pretrain", number=2, store_uri=store.uri))
     assert start is not None and start.step == 6, "the one that another attempt would start from"
-    saver.save(12, None, pieces(12), STATE)
-    saver.wait()
+    manager.save(12, None, state_shards(12), STATE)
+    manager.wait()
     assert steps_of(store) == [12, 6]
     assert not (tmp_path / "s" / start.folder).with_name("9").exists(), "what was half written is removed"
 
@@ -82,27 +82,31 @@ def test_the_checkpoint_before_remains_and_the_next_one_is_another_try(tmp_path,
 def test_a_checkpoint_that_the_result_needs_ends_the_training(tmp_path, monkeypatch, step, best):
     """So that another attempt, from the checkpoint before, makes it."""
     store = open_store(str(tmp_path / "s"))
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=(10,)))
-    saver.save(6, None, pieces(6), STATE)
-    saver.wait()
+    manager = CheckpointManager(
+        store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=(10,))
+    )
+    manager.save(6, None, state_shards(6), STATE)
+    manager.wait()
     fail_at(store, monkeypatch, "file")
-    saver.save(step, best, pieces(step), STATE)
+    manager.save(step, best, state_shards(step), STATE)
     with pytest.raises(StoreError, match=rf"cannot write .*/{step}: .*No space left on device"):
-        saver.wait()
+        manager.wait()
     assert steps_of(store) == [6]
 
 
 def test_a_disk_that_is_really_full(tmp_path, capfd):
     """No file may be larger than 100 KB, which is what the system says with another number than ENOSPC."""
     store = open_store(str(tmp_path / "s"))
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=()))
-    saver.save(3, None, pieces(3), STATE)
-    saver.wait()
+    manager = CheckpointManager(
+        store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=())
+    )
+    manager.save(3, None, state_shards(3), STATE)
+    manager.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        saver.save(6, None, pieces(6), STATE)
-        saver.wait()
+        manager.save(6, None, state_shards(6), STATE)
+        manager.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert steps_of(store) == [3]
@@ -123,8 +127,10 @@ def _train(rank: int, meeting: Path, uri: str, dataset: Path, failing: int) -> N
             save_file(copies, path, metadata)
 
         module.save_file = fail_once  # type: ignore[assignment]
-    saver = Saver(store, make_attempt("pretrain", store_uri=uri), config, loop.Worker(rank, 2, rank))
-    loop.train(config, open_dataset(dataset), None, loop.Worker(rank, 2, rank), saver)
+    manager = CheckpointManager(
+        store, make_attempt("pretrain", store_uri=uri), config, loop.Worker(rank, 2, rank)
+    )
+    loop.train(config, open_dataset(dataset), None, loop.Worker(rank, 2, rank), manager)
     if rank == 0:
         (meeting / "steps").write_text(str([each.step for each in checkpoints(store, "pretrain", "k")]))
     dist.destroy_process_group()

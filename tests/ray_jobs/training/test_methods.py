@@ -15,13 +15,13 @@ from pipelines.identity import identity_fields
 from pipelines.spec import ModelSize, Objective, Pretrain, objective_properties
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import estimates, loop
-from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.methods import Method, make_method
-from tests.support.interrupted import SIZE, configuration, write_ancestor, write_noise
+from ray_jobs.training.model_ref import ModelRef
+from tests.support.interrupted import SIZE, configuration, write_model, write_noise
 from tests.support.kept import kept_bytes
 from tests.support.objectives import CASES
 from tests.support.paths import ROOT
-from tests.support.vits import contract_of
+from tests.support.vits import contract_for
 from tests.support.workers import run_workers
 from vit_model.build import Network, build
 from vit_model.weights import load_model
@@ -35,14 +35,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Ancestor:
-    return write_ancestor(tmp_path_factory.mktemp("teacher"), dataset, resolution=8)
+def teacher(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> ModelRef:
+    return write_model(tmp_path_factory.mktemp("teacher"), dataset, resolution=8)
 
 
-def method_of(config: Pretrain, teacher: Ancestor) -> tuple[Method, Network]:
+def method_of(config: Pretrain, teacher: ModelRef) -> tuple[Method, Network]:
     assert isinstance(config.model, ModelSize)
     classes = 3 if objective_properties(config.objective).classifier else 0
-    contract = contract_of(config.model.architecture(8, 1, classes))
+    contract = contract_for(config.model.architecture(8, 1, classes))
     names = tuple("abc"[:classes])
     method = make_method(config, contract.model_copy(update={"class_names": names}), CPU, teacher)
     return method, build(contract.architecture)
@@ -64,7 +64,7 @@ def test_only_what_differs_from_labels_enters_the_key(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case].loss is not None])
-def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: Ancestor) -> None:
+def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: ModelRef) -> None:
     method, model = method_of(configuration(**CASES[case].fields, dtype="float32"), teacher)
     module, by_hand = method.module(model), CASES[case].loss
     assert by_hand is not None
@@ -76,7 +76,7 @@ def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: Ancestor) -> N
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimated_memory_is_what_the_module_and_its_activations_take(
-    case: str, teacher: Ancestor
+    case: str, teacher: ModelRef
 ) -> None:
     """The loss itself is not estimated; wide tokens make it small."""
     size = SIZE | {"width": 96, "depth": 4, "pooling": "gap"}
@@ -99,7 +99,7 @@ def test_the_estimated_memory_is_what_the_module_and_its_activations_take(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_starts_from_another_model(
-    case: str, dataset: Path, tmp_path: Path, teacher: Ancestor
+    case: str, dataset: Path, tmp_path: Path, teacher: ModelRef
 ) -> None:
     """With a rate that no weight notices, what comes out is what it started from; parts of an objective are left."""
     fields = {"learning_rate": 1e-30, "optimizer": {"weight_decay": 0.0}, "steps": 2, "keep_steps": ()}
@@ -108,7 +108,7 @@ def test_a_training_starts_from_another_model(
         config,
         open_dataset(dataset),
         tmp_path,
-        ancestor=teacher,
+        init_from=teacher,
         teacher=teacher if config.teacher else None,
     )
     started, ended = (load_model(folder)[0].state_dict() for folder in (teacher.folder, tmp_path))
@@ -119,7 +119,7 @@ def test_a_training_starts_from_another_model(
             assert torch.equal(ended[name], started[name]), name
 
 
-def _worker(rank: int, folder: Path, configs: dict[str, Pretrain], dataset: Path, teacher: Ancestor) -> None:
+def _worker(rank: int, folder: Path, configs: dict[str, Pretrain], dataset: Path, teacher: ModelRef) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     for case, config in configs.items():
@@ -130,7 +130,7 @@ def _worker(rank: int, folder: Path, configs: dict[str, Pretrain], dataset: Path
 
 
 @pytest.mark.slow
-def test_two_workers_agree_with_one(dataset: Path, tmp_path: Path, teacher: Ancestor) -> None:
+def test_two_workers_agree_with_one(dataset: Path, tmp_path: Path, teacher: ModelRef) -> None:
     """Mixed labels, keys of both workers' images, and the blocks that are left out for each image."""
     configs = {
         case: configuration(

@@ -15,9 +15,9 @@ from ray_jobs.augment.randaugment import randaugment
 from ray_jobs.augment.views import two_views
 from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
-from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.evaluators import predict, score
 from ray_jobs.training.fit import fit
+from ray_jobs.training.model_ref import ModelRef
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from vit_model import compute
@@ -232,8 +232,8 @@ def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(data
         seed=3,
         model=SIZE | {"distillation": True},
     )
-    ancestor = Ancestor(tmp_path / "teacher", "t")
-    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path / "out", teacher=ancestor)
+    init_from = ModelRef(tmp_path / "teacher", "t")
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path / "out", teacher=init_from)
     student = Student(new_model(config, tmp_path / "out"), 24 if kind == "features" else None, seed=3)
     reference = Reference(config, dataset, tmp_path / "out", student)
     for step, images, labels, _ in reference.batches():
@@ -291,7 +291,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_first_step(dataset, t
             config,
             shards.open_dataset(dataset),
             tmp_path / "out",
-            teacher=Ancestor(tmp_path / "teacher", "t"),
+            teacher=ModelRef(tmp_path / "teacher", "t"),
         )
     assert not (tmp_path / "out").exists()
 

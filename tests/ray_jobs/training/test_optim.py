@@ -291,9 +291,9 @@ def test_steps_of_muon_are_a_plain_loops(decay):
         whole = named[name] - start[name] if name in momenta else named[name]
         bound = 5e-3 if name in momenta else 1e-6
         assert (weight - named[name]).norm() <= bound * whole.norm(), name
-    for piece in engine.pieces():
-        if piece.kind == "momentum_buffer":
-            torch.testing.assert_close(piece.values, momenta[piece.name].flatten(), rtol=1e-5, atol=1e-7)
+    for shard in engine.state_shards():
+        if shard.kind == "momentum_buffer":
+            torch.testing.assert_close(shard.values, momenta[shard.name].flatten(), rtol=1e-5, atol=1e-7)
 
 
 def test_steps_too_small_for_bfloat16_are_not_lost():
@@ -321,14 +321,16 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
         engine = Plain(model, optim.make_optimizer(model, optimizer, base=1.0), torch.float32, clip_norm=1.0)
         for broken in (False, True):
             before = (
-                [(kind, name, values.clone()) for kind, name, _, values in engine.pieces()] if broken else []
+                [(kind, name, values.clone()) for kind, name, _, values in engine.state_shards()]
+                if broken
+                else []
             )
             loss = engine(torch.ones(2, 1, 8, 8)).square().sum()
             engine.backward(loss * math.inf if broken else loss)
             assert math.isfinite(engine.step(1e-2)) == (not broken)
-        for (kind, name, values), piece in zip(before, engine.pieces(), strict=True):
+        for (kind, name, values), shard in zip(before, engine.state_shards(), strict=True):
             if kind != EMA:  # which moves towards the weights
-                assert torch.equal(values, piece.values), (kind, name)
+                assert torch.equal(values, shard.values), (kind, name)
 
 
 def test_a_training_step_does_not_import_torchs_compiler():

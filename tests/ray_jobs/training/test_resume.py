@@ -12,8 +12,8 @@ from pipelines.spec import ModelSize
 from pipelines.store import StoreDamaged, StoreUnreachable, checkpoints, choose_start, open_store
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop
-from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.state import Saved
+from ray_jobs.training.checkpoint import CheckpointManager
+from ray_jobs.training.state import TrainState
 from tests.support.interrupted import (
     CASES,
     SIZE,
@@ -46,9 +46,11 @@ KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) f
 def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     config, rng = configuration(**CASES[case]), random.Random(case)
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
-    ancestor = write_inputs(config, tmp_path / "first", dataset)
-    assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=world_of(case), ancestor=ancestor)
-    record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case), ancestor)
+    init_from = write_inputs(config, tmp_path / "first", dataset)
+    assert run_attempt(
+        config, dataset, undisturbed, tmp_path / "a", world=world_of(case), init_from=init_from
+    )
+    record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case), init_from)
     assert len(record) == 2
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
     assert "checkpoints/10/model.safetensors" in files_below(tmp_path / "a")
@@ -95,7 +97,7 @@ def test_all_workers_save_when_the_clock_of_the_first_says_so(dataset, tmp_path)
     store = open_store(str(tmp_path / "store"))
     config = configuration(zero_stage=0, keep_steps=(), checkpoint_every={"minutes": 1e-6})
     assert not run_attempt(config, dataset, store, tmp_path / "a", kill=Kill(1, 25, 0.0))
-    saved = Saved(store, checkpoints(store, "pretrain", "k")[0])
+    saved = TrainState(store, checkpoints(store, "pretrain", "k")[0])
     assert len(saved.states) == 2
     assert 20 <= saved.step <= 25, "each step, the latest of which may not be written yet"
 
@@ -145,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_training(dataset, tmp_
     path = tmp_path / "s" / checkpoint.folder / checkpoint.files[0].path
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(StoreDamaged, match=r"rank-00000\.safetensors is damaged"):
-        Saved(store, checkpoint)
+        TrainState(store, checkpoint)
 
 
 def test_an_outage_of_the_store_only_delays_a_checkpoint(dataset, tmp_path, monkeypatch):
@@ -158,7 +160,7 @@ def test_an_outage_of_the_store_only_delays_a_checkpoint(dataset, tmp_path, monk
         return create(name, data)
 
     monkeypatch.setattr(store, "create", unreliable)
-    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config)
-    loop.train(config, open_dataset(dataset), tmp_path / "a", loop.ALONE, saver)
+    manager = CheckpointManager(store, make_attempt("pretrain", store_uri=store.uri), config)
+    loop.train(config, open_dataset(dataset), tmp_path / "a", loop.ALONE, manager)
     assert not outages
     assert checkpoints(store, "pretrain", "k")

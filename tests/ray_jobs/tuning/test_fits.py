@@ -19,7 +19,7 @@ from pipelines.store import Checkpoint, Layout, checkpoints, open_store
 from ray_jobs import finetune
 from ray_jobs.process.context import Context
 from ray_jobs.training import optim
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.task import Evaluation, at_point, make_task
 from ray_jobs.training.workers import ALONE, Worker
 from ray_jobs.tuning import fits
@@ -105,11 +105,11 @@ def run_until(
     patch: pytest.MonkeyPatch, step: int, given: Context[Any], rate: int = 0, backbone: Path | None = None
 ) -> None:
     """Run it in this process until a step, when all its checkpoints are written."""
-    save, learning_rate = Saver.save, optim.learning_rate
+    save, learning_rate = CheckpointManager.save, optim.learning_rate
 
-    def save_now(saver: Saver, *arguments: Any) -> None:
-        save(saver, *arguments)
-        saver.wait()
+    def save_now(manager: CheckpointManager, *arguments: Any) -> None:
+        save(manager, *arguments)
+        manager.wait()
 
     def rate_or_die(now: int, *arguments: Any) -> float:
         if now == step:
@@ -117,7 +117,7 @@ def run_until(
         return learning_rate(now, *arguments)
 
     with patch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(Saver, "save", save_now)
+        inner.setattr(CheckpointManager, "save", save_now)
         inner.setattr(optim, "learning_rate", rate_or_die)
         run(given, rate, backbone=backbone)
 

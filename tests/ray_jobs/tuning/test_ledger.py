@@ -27,7 +27,7 @@ from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
 from ray_jobs.process.context import Context, Result
 from ray_jobs.training import optim
-from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.task import Score, at_point, make_task
 from ray_jobs.tuning import fits as fits_module
 from ray_jobs.tuning import ledger, runner
@@ -165,11 +165,11 @@ def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
 ) -> None:
     """With a checkpoint after every step, none of which is left, and several fits begun, as when they run at once."""
     steps, last = 0, sys.maxsize
-    save, learning_rate = Saver.save, optim.learning_rate
+    save, learning_rate = CheckpointManager.save, optim.learning_rate
 
-    def save_now(saver: Saver, *arguments: Any) -> None:
-        save(saver, *arguments)
-        saver.wait()
+    def save_now(manager: CheckpointManager, *arguments: Any) -> None:
+        save(manager, *arguments)
+        manager.wait()
 
     def rate_or_die(*arguments: Any) -> float:
         nonlocal steps
@@ -178,7 +178,7 @@ def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
         steps += 1
         return learning_rate(*arguments)
 
-    monkeypatch.setattr(Saver, "save", save_now)
+    monkeypatch.setattr(CheckpointManager, "save", save_now)
     monkeypatch.setattr(optim, "learning_rate", rate_or_die)
     shutil.rmtree(store / "artifacts/finetune")
     fits.run(attempt(store, 1))

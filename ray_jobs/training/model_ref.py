@@ -22,7 +22,7 @@ from vit_model.errors import UserError, reasons
 from vit_model.weights import load_model, read_contract, transfer_backbone
 
 
-class Ancestor(NamedTuple):
+class ModelRef(NamedTuple):
     """The model that a pretraining starts from, or the teacher that it imitates."""
 
     folder: Path
@@ -32,30 +32,30 @@ class Ancestor(NamedTuple):
     """which its classifier was trained with, if it has one; assumed of imported weights"""
 
 
-def find_ancestor(
+def find_model(
     context: Context[Pretrain], field: Literal["init_from", "teacher"] = "init_from"
-) -> Ancestor | None:
+) -> ModelRef | None:
     """Return the model that a stage names in a field, with its files on this machine; None if it names none."""
     if field not in context.inputs:  # null, or latest without an earlier model
         return None
     (manifest,) = context.inputs[field]
     checkpoint = context.config.checkpoints().get(field)
     name = f"{manifest.stage} ({manifest.job} {manifest.key[:12]}{f', {checkpoint}' if checkpoint else ''})"
-    return Ancestor(context.input(field), name, manifest.config.get("objective", "softmax"))
+    return ModelRef(context.input(field), name, manifest.config.get("objective", "softmax"))
 
 
-def make_contract(config: Pretrain, info: DatasetInfo, ancestor: Ancestor | None = None) -> ModelContract:
+def make_contract(config: Pretrain, info: DatasetInfo, init_from: ModelRef | None = None) -> ModelContract:
     """Return the contract of a pretraining's model, which may start from another one.
 
     Raises:
         UserError: the configured model has another encoder; or, without one, the configuration does not fit the
-            ancestor's.
+            start's.
     """
     labelled = objective_properties(config.objective).classifier is not None
-    if ancestor is None:
+    if init_from is None:
         assert config.model is not None
         return model_contract(config.model, config.resolution, info, config.eval_crop, labelled)
-    source, where = read_contract(ancestor.folder), f"init_from {ancestor.name}"
+    source, where = read_contract(init_from.folder), f"init_from {init_from.name}"
     classes = len(info.class_names) if labelled else 0
     architecture = config.check_start(where, source.architecture, classes)
     try:
@@ -64,18 +64,20 @@ def make_contract(config: Pretrain, info: DatasetInfo, ancestor: Ancestor | None
         raise UserError(f"{where}: {reasons(error)}") from error
 
 
-def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: Objective) -> list[str]:
-    """Copy the ancestor's weights to a new model; return a line for each part that is not just copied.
+def take_over(
+    model: Network, contract: ModelContract, init_from: ModelRef, objective: Objective
+) -> list[str]:
+    """Copy the start's weights to a new model; return a line for each part that is not just copied.
 
     Raises:
         UserError: the weights are damaged, or their positions have no counterpart at the new resolution.
     """
-    source, theirs = load_model(ancestor.folder)
+    source, theirs = load_model(init_from.folder)
     classes = None
     # The logits of another cross-entropy have another scale.
-    if objective_properties(objective).classifier == objective_properties(ancestor.objective).classifier:
+    if objective_properties(objective).classifier == objective_properties(init_from.objective).classifier:
         classes = same_classes(contract, theirs)
-    return [f"starting from the weights of {ancestor.name}", *transfer_backbone(model, source, classes)]
+    return [f"starting from the weights of {init_from.name}", *transfer_backbone(model, source, classes)]
 
 
 def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:
