@@ -11,6 +11,7 @@ from pipelines.spec import Baselines
 from pipelines.store import open_store
 from ray_jobs import baselines
 from ray_jobs.data import shards
+from ray_jobs.data.columns import Sample
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 
@@ -23,7 +24,7 @@ def dataset(tmp_path: Path) -> Path:
     rng, folder = np.random.default_rng(0), tmp_path / "dataset"
     splits = {
         split: [
-            shards.Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2)
+            Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2)
             for row in range(count)
         ]
         for split, count in COUNTS.items()

@@ -105,7 +105,7 @@ def test_more_is_asked_of_a_model_if_guessing_is_often_right() -> None:
         {"agreement": 0.97, "largest_class": 0.9}
     )
     old = {"agreement": 0.61, "label_issues": 3, "audited": 9}
-    assert headline(old) == "3 of 9 labels "
+    assert headline(old).startswith("3 of 9 labels ")
     assert headline(old | {"agreement": 0.5}).startswith(
         "the model agrees with only 50.0% of the labels; below 60.0%"
     )

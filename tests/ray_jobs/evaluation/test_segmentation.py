@@ -96,7 +96,7 @@ def shapes(store: Store) -> Manifest:
     config = Ingest.model_validate({"job": "ingest", "source": source, "max_distance": None})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ingest, "_in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+            ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
         )
         result = ingest.main(make_context(store, config))
     return make_manifest("ingest", files=result.files, content_digest=result.content_digest)
@@ -197,7 +197,7 @@ def test_pets_from_their_archives_are_scored_at_the_size_of_their_trimaps(tmp_pa
     store = open_store(str(tmp_path / "store"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ingest, "_in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+            ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
         )
         result = ingest.main(make_context(store, config))
     data = make_manifest("ingest", files=result.files, content_digest=result.content_digest)
@@ -237,7 +237,7 @@ def test_data_without_masks_is_named(store: Store, tmp_path: Path, shapes: Manif
     other = open_store(str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ingest, "_in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+            ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
         )
         result = ingest.main(make_context(other, config))
     plain = make_manifest("ingest", files=result.files)

@@ -172,7 +172,7 @@ def test_when_files_are_added_only_they_are_read(
 def test_of_several_folders_the_one_that_moved_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     store = open_store(str(tmp_path / "store"))
     for number, name in enumerate(("first", "second", "third")):
         put_images(tmp_path / name, 20 * number, 20 * number + 20)
@@ -188,7 +188,7 @@ def test_of_several_folders_the_one_that_moved_is_known(
 def test_only_images_that_a_decoder_reads_anew_change_their_set_also_if_they_are_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
 
     def digest() -> str:
@@ -281,12 +281,12 @@ def test_of_a_file_that_changes_while_it_is_read_nothing_is_remembered(
         file.unlink() if gone else file.write_bytes(other.read_bytes())
         return [do(*shared, one) for one in each]
 
-    monkeypatch.setattr(ingest, "_in_tasks", changed_meanwhile)
+    monkeypatch.setattr(ingest, "in_tasks", changed_meanwhile)
     first = context_of(store, stage(root))
     with pytest.raises(ValueError, match=r"the source changed while it was read.*6\.png"):
         ingest.main(first)
     file.write_bytes(own)
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     again = ingest.main(context_of(store, stage(root), number=2))
     assert said(capsys.readouterr().out) == (20, 0)
     assert again == ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
@@ -303,15 +303,15 @@ def test_files_that_come_while_the_stage_waits_or_reads_are_left_for_the_next_ti
         put_images(root, 30, 35)
         return [do(*shared, one) for one in each]
 
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     before = ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
     put_images(root, 20, 30)
     (root / "c").mkdir()
     (root / "c" / "metadata.csv").write_text("not read before the next time")
-    monkeypatch.setattr(ingest, "_in_tasks", grown_meanwhile)
+    monkeypatch.setattr(ingest, "in_tasks", grown_meanwhile)
     assert ingest.main(waiting) == before
     (root / "c" / "metadata.csv").unlink()
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     assert run(planned(store, stage(root))).metrics["images"] == 35
 
     waiting = planned(store, stage(root))
@@ -338,13 +338,13 @@ def test_a_new_version_of_ingest_does_not_move_the_content_of_a_dataset(
     source: dict[str, object], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that was trained on it stays cached."""
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     config = Ingest.model_validate({"job": "ingest", "source": source})
     assert ingest.main(make_context(open_store(str(tmp_path)), config)).content_digest == digest
 
 
 def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     put_parquet(
         tmp_path / "data" / "test-00000-of-00001.parquet",
         [image(i) for i in range(9)],
@@ -362,7 +362,7 @@ def test_the_same_on_s3(
     moto: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the tasks of the module's Ray do not know this test's server
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root = tmp_path / "images"
     put_images(root, 0, 30)
     with used(moto, monkeypatch):
@@ -401,7 +401,7 @@ def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path
 def test_images_are_stored_smaller_under_the_same_names_and_in_the_same_splits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 40)
     Image.new("RGB", (16, 9), "red").save(root / "a" / "small.png")
@@ -430,7 +430,7 @@ def test_images_are_stored_smaller_under_the_same_names_and_in_the_same_splits(
 def test_images_out_of_records_are_stored_smaller(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     (tmp_path / "data").mkdir()
     if kind == "tfds":
         put_tfds(tmp_path / "data", "array_record")
@@ -449,7 +449,7 @@ def test_images_out_of_records_are_stored_smaller(
 def test_of_many_bad_images_all_are_listed_where_the_message_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     put_images(tmp_path / "images", 0, 4)
     for number in range(30):
         (tmp_path / "images" / "a" / f"bad{number}.jpg").write_bytes(b"no image")
@@ -470,7 +470,7 @@ def test_arrays_of_pixels_are_not_stored_smaller(tmp_path: Path) -> None:
 
 
 def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 60)
@@ -499,7 +499,7 @@ def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Folders of one or two images: about 3 in 10 images draw dev or test."""
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     for number in range(60):
         (root / f"c{number % 40:02d}").mkdir(parents=True, exist_ok=True)
@@ -530,7 +530,7 @@ def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
 def test_where_too_few_classes_have_a_training_image_ingest_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     put_images(tmp_path / "images", 0, 40)
     for path in (tmp_path / "images" / "a").iterdir():
         path.write_bytes(b"no image")
@@ -543,7 +543,7 @@ def test_where_too_few_classes_have_a_training_image_ingest_says_so(
 def test_the_same_bytes_in_two_classes_are_named_in_the_log_the_notes_and_the_card(
     duplicates: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 40)
     first = dataset_of(store, context_of(store, stage(root)))
@@ -571,7 +571,7 @@ def test_the_same_bytes_in_two_classes_are_named_in_the_log_the_notes_and_the_ca
 def test_mirrored_copies_of_test_images_are_left_out_of_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     rng = np.random.default_rng(0)
     for number in range(40):

@@ -37,6 +37,7 @@ from pipelines.spec import (
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
 from ray_jobs import report
 from ray_jobs.data import shards
+from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
@@ -245,14 +246,14 @@ class Artifacts:
         return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
 
 
-def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> shards.Sample:
+def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> Sample:
     data = image.tobytes()
     if not raw:
         buffer = io.BytesIO()
         Image.fromarray(image).save(buffer, "PNG")
         data = buffer.getvalue()
     height, width, channels = image.shape
-    return shards.Sample(
+    return Sample(
         sample_id(sha256(data).digest(), key),
         key,
         data,

@@ -22,6 +22,7 @@ from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import Attempt, Store, checkpoints, now, open_store
 from ray_jobs import pretrain
 from ray_jobs.data import shards
+from ray_jobs.data.columns import Sample
 from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop, optim
@@ -335,7 +336,7 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
     for number in range(40):
         file, name = io.BytesIO(), f"{number:02d}"
         Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file, "JPEG")
-        samples.append(shards.Sample(name, name, file.getvalue(), "jpeg", 30, 20, 3, number % 3))
+        samples.append(Sample(name, name, file.getvalue(), "jpeg", 30, 20, 3, number % 3))
     splits = {"train": samples[:32], "dev": samples[32:36], "test": samples[36:]}
     datasets.put(tmp_path / "data", "jpegs", CLASSES, None, splits)
     config = configuration(steps=4, augment="crop_flip", workers=1)
