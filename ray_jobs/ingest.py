@@ -50,14 +50,8 @@ from ray_jobs.ingesting.parts import (
     with_digests,
     write_part,
 )
-from ray_jobs.ingesting.reuse import (
-    finished_parts,
-)
-from ray_jobs.ingesting.splits import (
-    Trainable,
-    assign_splits,
-    without_untrained,
-)
+from ray_jobs.ingesting.reuse import finished_parts
+from ray_jobs.ingesting.splits import Trainable, assign_splits, without_untrained
 from ray_jobs.process.context import Context, Result, SourceChangedError
 from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
@@ -108,9 +102,8 @@ def _dataset(context: Context[Ingest]) -> Result:
     facts, reused = numbered(written), sum(part.reused for part in written)
     print(f"read {quantity(len(facts) - reused, 'new image')}, reused {reused:,}", flush=True)
     unusable = [*listing.unusable, *_unusable(facts)]
-    with (
-        context.staging() as staging
-    ):  # first, so that users can read it if too many bad images fail the stage
+    # first, so that users can read it if too many bad images fail the stage
+    with context.staging() as staging:
         _write_quarantine(staging.path / "quarantine.parquet", unusable)
     quarantine = staging.files
     _check_unusable(context, unusable, len(facts) + len(listing.unusable))

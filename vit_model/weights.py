@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -209,17 +209,31 @@ def _empty_model(
         )
     with torch.device("meta"):
         model = build(contract.architecture)
-    expected_shapes = {name: (tuple(tensor.shape), "F32") for name, tensor in model.state_dict().items()}
-    if unknown := sorted(headers.keys() - expected_shapes.keys()):
-        raise UserError(f"{path}: unexpected tensors for this architecture: {', '.join(unknown[:5])}")
-    if missing := sorted(expected_shapes.keys() - headers.keys()):
-        raise UserError(f"{path}: missing tensors for this architecture: {', '.join(missing[:5])}")
-    for name, expected_shape in expected_shapes.items():
-        if headers[name] != expected_shape:
-            raise UserError(
-                f"{path}: tensor {name!r} is {headers[name]}, the architecture needs {expected_shape}"
-            )
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    require_shapes(f"{path}: ", shapes, {name: shape for name, (shape, _) in headers.items()})
+    if other := [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype != "F32"]:
+        raise UserError(f"{path}: {', '.join(other)}; the architecture needs F32")
     return model
+
+
+def require_shapes(
+    where: str, expected: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise UserError, naming the tensors, unless those of a file have the names and shapes of the architecture."""
+    for problem, names in (
+        ("missing", sorted(expected.keys() - held.keys())),
+        ("unexpected", sorted(held.keys() - expected.keys())),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            named = ", ".join(name[:200] for name in names[:5])
+            raise UserError(f"{where}{problem} tensors for this architecture: {named}{more}")
+    if wrong := [
+        f"{name} {list(held[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if held[name] != shape
+    ]:
+        raise UserError(f"{where}wrong shapes: {', '.join(wrong)}")
 
 
 def require_finite(name: str, tensor: Tensor) -> None:

@@ -37,10 +37,8 @@ from vit_model.errors import UserError
 WRITERS = 8
 SAMPLE = 8  # files to verify
 CLOCK_SECONDS = 60.0  # S3 refuses requests from 15 minutes on; runs are sorted by the drivers' clocks
-SAFE_RAY = (
-    2,
-    54,
-)  # older versions: CVE-2025-62593 and CVE-2026-27482, by which a visited web page may run code
+# older versions: CVE-2025-62593 and CVE-2026-27482, by which a visited web page may run code
+SAFE_RAY = (2, 54)
 
 
 def examine(uri: str, address: str | None, token_file: Path | None) -> list[Finding]:

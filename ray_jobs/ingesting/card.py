@@ -103,10 +103,7 @@ def _counts(dataset: Dataset, unusable: Sequence[Unusable], copies: pa.Table) ->
         split: np.bincount(dataset.labels(split), minlength=len(info.class_names)) for split in SPLITS
     }
     kinds = Counter(zip(copies["kind"].to_pylist(), copies["done"].to_pylist(), strict=True))
-    percentiles = {
-        name: np.percentile(index[name].to_numpy(), (0, 50, 100)).astype(int).tolist()
-        for name in ("width", "height")
-    }
+    sizes = {name: np.percentile(index[name].to_numpy(), (0, 50, 100)) for name in ("width", "height")}
     return {
         "name": info.name,
         "images": len(index),
@@ -119,8 +116,8 @@ def _counts(dataset: Dataset, unusable: Sequence[Unusable], copies: pa.Table) ->
         "formats": dict(Counter(index["format"].to_pylist()).most_common()),
         "channels": {str(number): count for number, count in Counter(index["channels"].to_pylist()).items()},
         "sizes": {
-            name: dict(zip(("least", "median", "most"), values, strict=True))
-            for name, values in percentiles.items()
+            name: dict(zip(("least", "median", "most"), map(int, values), strict=True))
+            for name, values in sizes.items()
         },
         "copies": [{"kind": kind, "done": done, "images": n} for (kind, done), n in sorted(kinds.items())],
         "quarantine": dict(Counter(one.reason for one in unusable).most_common()),

@@ -14,17 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.spec import quantity
+from ray_jobs.sources.readers.features import listed
 from vit_model.errors import UserError
 
-EXCLUDED = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("class_name", pa.string(), nullable=False),
-        pa.field("split", pa.string(), nullable=False),
-        pa.field("done", pa.string(), nullable=False),  # "left out" | "kept"
-        pa.field("reason", pa.string(), nullable=False),
-    ]
+EXCLUDED = pa.schema(  # done is "left out" or "kept"
+    pa.field(name, pa.string(), nullable=False)
+    for name in ("key", "sample_id", "class_name", "split", "done", "reason")
 )
 COLUMN = "sample_id"
 NAMED = 5  # unknown ids, or classes, in a message
@@ -60,27 +55,26 @@ def read_list(name: str, data: bytes) -> list[str]:
 
 
 def exclude(
-    name: str, listed: list[str], images: pa.Table, class_names: tuple[str, ...]
+    name: str, wanted: list[str], images: pa.Table, class_names: tuple[str, ...]
 ) -> tuple[pa.Array, pa.Table]:
     """Return which images leave [n], and EXCLUDED.
 
     Args:
         name: of the list, for messages.
-        listed: sample ids.
+        wanted: sample ids.
         images: columns key, sample_id, label and split (train, dev or test).
 
     Raises:
         UserError: an id is not one of these images.
     """
     ids = images["sample_id"].combine_chunks()
-    wanted = pa.array(sorted(set(listed)), pa.string())
-    if unknown := wanted.filter(pc.invert(pc.is_in(wanted, ids))).to_pylist():
-        more = f" and {len(unknown) - NAMED:,} more" if len(unknown) > NAMED else ""
+    ids_wanted = pa.array(sorted(set(wanted)), pa.string())
+    if unknown := ids_wanted.filter(pc.invert(pc.is_in(ids_wanted, ids))).to_pylist():
         raise UserError(
             f"exclude: {name} lists {len(unknown):,} ids that the source does not have:"
-            f" {', '.join(unknown[:NAMED])}{more}. Remove these lines; ids change when a file is renamed or edited"
+            f" {listed(unknown, NAMED)}. Remove these lines; ids change when a file is renamed or edited"
         )
-    is_listed = pc.is_in(ids, wanted)
+    is_listed = pc.is_in(ids, ids_wanted)
     is_test = pc.equal(images["split"], "test").combine_chunks()
     is_out = pc.and_not(is_listed, is_test)
     rows, tests = images.filter(is_listed), is_test.filter(is_listed)
@@ -92,7 +86,7 @@ def exclude(
         "done": pc.if_else(tests, "kept", "left out"),
         "reason": pc.if_else(tests, _TEST, _LISTED),
     }
-    return is_out, pa.table([columns[field.name] for field in EXCLUDED], schema=EXCLUDED).sort_by("key")
+    return is_out, pa.table(columns, schema=EXCLUDED).sort_by("key")
 
 
 def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: tuple[str, ...]) -> None:
@@ -108,9 +102,8 @@ def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: t
     )
     left = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
     if lost := sorted({*out["class_name"].to_pylist()} - {class_names[label] for label in left}):
-        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
         raise UserError(
-            f"exclude: {name} leaves no training image of {', '.join(lost[:NAMED])}{more}, because their others, if"
+            f"exclude: {name} leaves no training image of {listed(lost, NAMED)}, because their others, if"
             " any, are copies and left out; remove the line of one"
         )
 

@@ -35,13 +35,8 @@ from ray_jobs.data.columns import INDEX
 from ray_jobs.sources import hash_fraction
 
 FRACTIONS = {"test": 0.2, "dev": 0.1}  # of the images without an official split; the rest is train
-SET_ASIDE = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("class_name", pa.string(), nullable=False),
-        pa.field("split", pa.string(), nullable=False),  # to which it returns with its class
-    ]
-)
+# `split` is the one to which an image returns with its class
+SET_ASIDE = pa.schema(pa.field(name, pa.string(), nullable=False) for name in ("key", "class_name", "split"))
 
 
 def assign_splits(images: pa.Table, salt: str | None, official: Collection[str | None]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,7 @@ from ray_jobs.sources.readers.features import one_spelling
 from ray_jobs.sources.vtab import pet_masks
 from vit_model.errors import UserError
 
-_MODULES = {
+_MODULES: dict[str, ModuleType] = {
     "digits": digits,
     "folder": folder,
     "glyphs": glyphs,
@@ -47,15 +47,7 @@ _MODULES = {
     "cifar": cifar,
     "shapes": shapes,
 }
-_WITH_MASKS = {"shapes": shape_masks, "vtab": pet_masks}
-
-
-class _Rows(Protocol):
-    """A module with images in arrays or records."""
-
-    def rows(
-        self, source: Any, files: Files, numbers: list[int]
-    ) -> Iterator[bytes | NDArray[np.uint8] | UserError]: ...
+_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks}
 
 
 def listing(source: Source, files: Files) -> Listing:
@@ -64,7 +56,7 @@ def listing(source: Source, files: Files) -> Listing:
     Raises:
         UserError: a file is not in its authors' format; the message names the file.
     """
-    listed: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
+    listed: Listing = _MODULES[source.kind].listing(source, files)
     return listed._replace(entries=_with_one_spelling(listed.entries))
 
 
@@ -85,35 +77,23 @@ def images(
     """Yield the image of each entry, in order: a file's bytes, pixels [h, w, c], or why it cannot be read."""
     codecs = set(entries["codec"].to_pylist())
     if codecs == {"row"}:
-        module = cast(_Rows, _MODULES[source.kind])
-        yield from module.rows(source, files, entries["offset"].to_pylist())
+        yield from _MODULES[source.kind].rows(source, files, entries["offset"].to_pylist())
     else:
         assert "row" not in codecs, "a source has its images in arrays or in files"
-        contents = containers.read(files, entries)
-        if processed := getattr(_MODULES[source.kind], "processed", None):
-            yield from _processed(processed, source, entries["key"].to_pylist(), contents)
-        else:
-            yield from contents
+        processed = getattr(_MODULES[source.kind], "processed", lambda _source, _key, image: image)
+        for key, image in zip(entries["key"].to_pylist(), containers.read(files, entries), strict=True):
+            try:
+                yield image if isinstance(image, UserError) else processed(source, key, image)
+            except UserError as error:
+                yield error
 
 
 def mask_classes(source: Source) -> tuple[str, ...]:
     """Return the names of the classes in the masks of a source's images; empty if it is read without masks."""
-    return _WITH_MASKS[source.kind].MASK_CLASSES if getattr(source, "masks", False) else ()
+    names: tuple[str, ...] = _WITH_MASKS[source.kind].MASK_CLASSES if getattr(source, "masks", False) else ()
+    return names
 
 
 def masks(source: Source, files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
     """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
-    yield from _WITH_MASKS[source.kind].masks(cast(Any, source), files, entries)
-
-
-def _processed(
-    processed: Callable[[Source, str, bytes], bytes],
-    source: Source,
-    keys: Iterable[str],
-    contents: Iterable[bytes | UserError],
-) -> Iterator[bytes | UserError]:
-    for key, image in zip(keys, contents, strict=True):
-        try:
-            yield image if isinstance(image, UserError) else processed(source, key, image)
-        except UserError as error:
-            yield error
+    yield from _WITH_MASKS[source.kind].masks(source, files, entries)

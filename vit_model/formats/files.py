@@ -20,7 +20,7 @@ from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.model import ViT
-from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite
+from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite, require_shapes
 
 TENSOR_NAMES = re.compile(
     r"collections OrderedDict|torch (\w+Storage|\w*float\w*|Size)|torch\._utils _rebuild_(tensor|tensor_v2|parameter)"
@@ -223,17 +223,7 @@ def to_ours(
     infinite values.
     """
     expected = {name: source.shape for source in sources.values() for name in source.names}
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise UserError(f"{path}: missing tensors for this architecture: {', '.join(missing)}")
-    if surplus := sorted(tensors.keys() - expected.keys()):
-        raise UserError(f"{path}: unexpected tensors for this architecture: {', '.join(surplus)}")
-    wrong = [
-        f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if tuple(tensors[name].shape) != shape
-    ]
-    if wrong:
-        raise UserError(f"{path}: wrong shapes: {', '.join(wrong)}")
+    require_shapes(f"{path}: ", expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if other := [
         f"{name} is {tensors[name].dtype}" for name in expected if tensors[name].dtype not in FLOATS
     ]:

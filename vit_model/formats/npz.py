@@ -21,10 +21,10 @@ from vit_model.config import Architecture, ResNetConfig, ViTConfig, ViTOptions
 from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 from vit_model.formats.imported import Imported
-from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
+from vit_model.formats.npz_archive import Stored, as_float32, headers, opened
 from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, POSITIONS, Part, layout, newer, put, taken
 from vit_model.variants import stem_stride
-from vit_model.weights import checked_weights, require_finite
+from vit_model.weights import checked_weights, require_finite, require_shapes
 
 # The files of sincos2d models and ResNets do not contain the image size; Google trains these models at this one.
 UNSAID_IMAGE_SIZE = 224
@@ -50,15 +50,13 @@ def write(path: Path, model: Network, contract: ModelContract) -> list[str]:
     config = model.config
     weights = checked_weights(model, contract)
     _require_expressible(config, contract.preprocessing)
+    name_of = newer if isinstance(config, ViTConfig) and _is_big_visions(config) else str
     with zipfile.ZipFile(path, "w") as archive:
         for part in layout(config):
-            name = (
-                newer(part.theirs)
-                if isinstance(config, ViTConfig) and _is_big_visions(config)
-                else part.theirs
-            )
             # ZipInfo's own date is 1980, so that the bytes depend on the weights only.
-            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+            with archive.open(
+                zipfile.ZipInfo(f"{name_of(part.theirs)}.npy"), "w", force_zip64=True
+            ) as member:
                 np.lib.format.write_array(member, taken(part, weights[part.ours]), allow_pickle=False)
     return _lost(contract)
 
@@ -73,7 +71,8 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
         lines.append(
             "head: dropped; a tower's head maps to the space shared with texts and is not a classifier"
         )
-    config = _architecture({name: array.shape for name, array in stored.items()})
+    shapes = {name: array.shape for name, array in stored.items()}
+    config = _architecture(shapes)
     if isinstance(config, ResNetConfig):
         lines.append(f"image_size: not in the file; assumed {config.image_size}, at which BiT was trained")
     elif config.position == "sincos2d":
@@ -81,7 +80,7 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
             f"position: no table in the file, so sincos2d, with big_vision's image_size {config.image_size}"
         )
     parts = {part.theirs: part for part in layout(config)}
-    _require_same_arrays(stored, parts)
+    require_shapes("", {name: part.shape for name, part in parts.items()}, shapes)
     weights, halves = _weights(archive, stored, parts, config)
     if halves:
         lines.append(f"converted {halves} arrays of half precision to float32")
@@ -198,18 +197,6 @@ def _preprocessing(config: Architecture) -> Preprocessing | None:
         return None
     half = (0.5,) * config.in_channels
     return Preprocessing(mean=half, std=half, resolution=height, channels=config.in_channels)
-
-
-def _require_same_arrays(stored: dict[str, Stored], parts: dict[str, Part]) -> None:
-    if missing := sorted(parts.keys() - stored.keys()):
-        raise UserError(f"missing arrays for this model: {some(missing)}")
-    if unknown := sorted(stored.keys() - parts.keys()):
-        raise UserError(f"unexpected arrays for a ViT of Google: {some(unknown)}")
-    for name, part in parts.items():
-        if stored[name].shape != part.shape:
-            raise UserError(
-                f"array {name!r} is {list(stored[name].shape)}, the model needs {list(part.shape)}"
-            )
 
 
 def _weights(

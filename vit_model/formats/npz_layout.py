@@ -17,6 +17,7 @@ from vit_model.config import Architecture, ResNetConfig, ViTConfig
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 BLOCK = "Transformer/encoderblock_"
+_GROUP_NORM = ("gamma", "beta")
 BIT_ROOT = "resnet/root_block/standardized_conv2d/kernel"
 # The paper's name and big_vision's. Newer versions of flax number the modules of a block by kind.
 RENAMED = (
@@ -140,21 +141,16 @@ def _bit(config: ResNetConfig) -> list[Part]:
             for place, (name, shape) in enumerate(kernels.items(), 1):
                 kernel = f"{theirs}/{name}/standardized_conv2d/kernel"
                 parts.append(_convolution(kernel, f"{ours}.conv{place}.weight", shape))
-                parts += _group_norm(f"{theirs}/{name}/group_norm", f"{ours}.norm{place}", shape[2])
+                parts += _norm(f"{theirs}/{name}/group_norm", f"{ours}.norm{place}", shape[2], _GROUP_NORM)
             if unit == 0:
                 kernel = f"{theirs}/a/proj/standardized_conv2d/kernel"
                 parts.append(_convolution(kernel, f"{ours}.downsample.conv.weight", (1, 1, into, 4 * middle)))
-    parts += _group_norm("resnet/group_norm", "norm", config.width)
+    parts += _norm("resnet/group_norm", "norm", config.width, _GROUP_NORM)
     if config.num_classes:
         kernel = "resnet/head/conv2d/kernel"
         parts.append(_convolution(kernel, "head.weight", (1, 1, config.width, config.num_classes)))
         parts.append(_as_it_is("resnet/head/conv2d/bias", "head.bias", (config.num_classes,)))
     return parts
-
-
-def _group_norm(theirs: str, ours: str, channels: int) -> list[Part]:
-    gamma = _as_it_is(f"{theirs}/gamma", f"{ours}.weight", (channels,))
-    return [gamma, _as_it_is(f"{theirs}/beta", f"{ours}.bias", (channels,))]
 
 
 def _as_it_is(theirs: str, ours: str, shape: tuple[int, ...], share: int = 0, shares: int = 1) -> Part:
@@ -165,9 +161,9 @@ def _convolution(theirs: str, ours: str, shape: tuple[int, int, int, int]) -> Pa
     return Part(theirs, shape, ours, (3, 2, 0, 1))
 
 
-def _norm(theirs: str, ours: str, width: int) -> list[Part]:
-    scale = _as_it_is(f"{theirs}/scale", f"{ours}.weight", (width,))
-    return [scale, _as_it_is(f"{theirs}/bias", f"{ours}.bias", (width,))]
+def _norm(theirs: str, ours: str, width: int, names: tuple[str, str] = ("scale", "bias")) -> list[Part]:
+    leaves = zip(names, ("weight", "bias"), strict=True)
+    return [_as_it_is(f"{theirs}/{their}", f"{ours}.{our}", (width,)) for their, our in leaves]
 
 
 def _dense(theirs: str, ours: str, inputs: int, outputs: int) -> list[Part]:

@@ -27,9 +27,8 @@ from pipelines.scratch import named_if_full, scratch_folder
 from ray_jobs.sources.archives import sandbox
 from vit_model.errors import UserError
 
-MAX_RATIO = (
-    200  # unpacked to packed bytes: photographs reach 1.1, arrays of labels some hundred, but they are small
-)
+# unpacked to packed bytes: photographs reach 1.1, arrays of labels some hundred, but they are small
+MAX_RATIO = 200
 FREE_BYTES = 2**30  # to which a file may unpack, regardless of its ratio
 MAX_DICTIONARY = 2**29  # bytes of memory to unpack xz; its largest preset needs 2**26
 BLOCK, LOCAL_BLOCK = 2**20, 2**12  # read at once: one request to S3; neighbouring headers of a local file
@@ -93,9 +92,8 @@ class Reader(io.RawIOBase):
         self.blob, self.largest = blob, largest
         self.size, self.block = blob.size, block if blob.remote else LOCAL_BLOCK
         self.place = 0
-        self.read_block = lru_cache(maxsize=2)(
-            self._block
-        )  # a read may begin in one block and end in the next
+        # a read may begin in one block and end in the next
+        self.read_block = lru_cache(maxsize=2)(self._block)
 
     def seekable(self) -> bool:
         return True
@@ -176,8 +174,6 @@ def _opened(path: str, _version: str) -> _Opened:
 
 def _read(extent: Extent) -> bytes:
     if extent.remote:
-        from pipelines.files import s3
-
         return s3.read_range(extent.location, extent.start, extent.length, extent.version)
     file = _opened(extent.location, extent.version)
     return os.pread(file.descriptor, extent.length, extent.start)

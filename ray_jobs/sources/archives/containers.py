@@ -42,7 +42,7 @@ from ray_jobs.sources.archives.blobs import (
     unpacker,
 )
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
-from ray_jobs.sources.archives.headers import THREADS, Refused, RegularFile, listed
+from ray_jobs.sources.archives.headers import THREADS, Refused, listed
 from vit_model.errors import UserError
 
 MAX_IMAGE_BYTES = 2**28  # of one entry, unpacked
@@ -75,10 +75,7 @@ def contents(files: Files, file: str) -> Contents:
     if place.crc is not None and not place.blob.read(0, min(4, place.blob.size)).startswith(b"PK"):
         _check_crc(place.blob, place.crc)  # a zip has the checksum of each member, a tar has none
     regular, refused = _listed(place.blob)
-    inside = [
-        Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size, one.crc)
-        for one in regular
-    ]
+    inside = [one._replace(file=place.file, offset=place.offset + one.offset) for one in regular]
     return Contents(inside, [Unusable(f"{file}/{one.path}", one.reason, file) for one in refused])
 
 
@@ -224,23 +221,23 @@ def _locations(files: Files, name: str) -> list[str]:
 
 
 @lru_cache(maxsize=4)  # for nested archives, the outer one is listed for each inner one
-def _listed(blob: Blob) -> tuple[list[RegularFile], list[Refused]]:
-    regular: list[RegularFile] = []
+def _listed(blob: Blob) -> tuple[list[Member], list[Refused]]:
+    regular: list[Member] = []
     refused: list[Refused] = []
     for one in listed(blob):
-        regular.append(one) if isinstance(one, RegularFile) else refused.append(one)
+        regular.append(one) if isinstance(one, Member) else refused.append(one)
     return regular, refused
 
 
 @lru_cache(maxsize=4)
-def _by_path(blob: Blob) -> dict[str, RegularFile]:
+def _by_path(blob: Blob) -> dict[str, Member]:
     return {one.path: one for one in _listed(blob)[0]}
 
 
 # ------------------------------------------------------------------------------------------------- bytes
 
 
-def _content(blob: Blob, member: RegularFile) -> Blob:
+def _content(blob: Blob, member: Member) -> Blob:
     """Return a member as a blob: a range of the archive, or the content that was unpacked from it."""
     extents = blob.slice(member.offset, member.length)
     if member.codec == "stored":

@@ -8,8 +8,8 @@ list of bytes (1), floats (2) or int64 (3). The parser works on positions, so th
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO
 
 import crc32c
@@ -21,18 +21,14 @@ _MASK = 0xA282EAD8
 Values = list[bytes] | list[int] | list[float]
 
 
-def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of the payload of every record of a TFRecord file, after verifying its checksums.
+def tfrecords(file: IO[bytes], start: int = 0, end: int = sys.maxsize) -> Iterator[tuple[int, int]]:
+    """Yield (offset, length) of the payload of every TFRecord in [start, end) of a file, after verifying its checksums.
 
     Raises:
         UserError: the file is damaged or truncated; the message has the record's number.
     """
-    if isinstance(file, Path):
-        with file.open("rb") as opened:
-            yield from tfrecords(opened)
-        return
-    start = number = 0
-    while True:
+    number = 0
+    while start < end:
         file.seek(start)  # the caller may read the file between records
         header = file.read(12)
         if not header:
@@ -40,13 +36,13 @@ def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
         if len(header) < 12:
             raise UserError(f"record {number} is truncated")
         length = int.from_bytes(header[:8], "little")
-        if _masked(_crc(header[:8])) != int.from_bytes(header[8:], "little"):
+        if _masked(crc32c.crc32c(header[:8])) != int.from_bytes(header[8:], "little"):
             raise UserError(f"record {number} has a damaged length")
         left, crc = length, 0
         while left and (chunk := file.read(min(_CHUNK, left))):
-            left, crc = left - len(chunk), _crc(chunk, crc)
+            left, crc = left - len(chunk), crc32c.crc32c(chunk, crc)
         footer = file.read(4)
-        if left or len(footer) < 4:
+        if left or len(footer) < 4 or start + 16 + length > end:
             raise UserError(f"record {number} is truncated")
         if _masked(crc) != int.from_bytes(footer, "little"):
             raise UserError(f"record {number} is damaged: its checksum does not match")
@@ -158,11 +154,6 @@ def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
         if data[place] < 0x80:
             return value & (2**64 - 1), place + 1
     raise UserError("truncated or damaged example")
-
-
-def _crc(data: bytes, before: int = 0) -> int:
-
-    return crc32c.crc32c(data, before)
 
 
 def _masked(crc: int) -> int:

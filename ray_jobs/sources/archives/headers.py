@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 from pipelines.file_names import left_by_a_system
 from ray_jobs.sources.archives.blobs import Blob, Reader
+from ray_jobs.sources.archives.entries import Member
 from vit_model.errors import UserError
 
 MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; all of ImageNet-1k has 1.3 million
 MAX_PATH = 1024  # characters
 MAX_DEFLATE_RATIO = 1032  # the most that deflate can reach
 _MAX_TAR_HEADER, _MAX_ZIP_DIRECTORY = 2**20, 2**28
-_LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # of a zip's member: magic, length of its name, length of its extra field
+# of a zip's member: magic, length of its name, length of its extra field
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _CODECS = {zipfile.ZIP_STORED: "stored", zipfile.ZIP_DEFLATED: "deflate"}
 _METHODS = {9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd", 99: "AES encryption"}
 _SHOWN = 200
@@ -39,18 +39,6 @@ _PLAIN = re.compile(  # the header of a regular file in a tar, without a prefix
 THREADS = 16  # requests to S3 in flight
 
 
-class RegularFile(NamedTuple):
-    """A regular file in an archive. `offset` and `length` are those of its bytes in the archive."""
-
-    path: str
-    offset: int
-    length: int
-    codec: str
-    size: int
-    crc: int | None = None
-    """CRC-32 of its content, in a zip."""
-
-
 class Refused(NamedTuple):
     """A member that cannot be used, with the reason; its path is escaped for display."""
 
@@ -58,8 +46,9 @@ class Refused(NamedTuple):
     reason: str
 
 
-def listed(blob: Blob) -> Iterator[RegularFile | Refused]:
-    """Yield the members of a tar or a zip in its order, without folders and hidden files. Each path is yielded once.
+def listed(blob: Blob) -> Iterator[Member | Refused]:
+    """Yield the members of a tar or a zip in its order, without folders and hidden files. Each path is yielded once,
+    its file as "" and its offset in the blob.
 
     Raises:
         UserError: it is neither, truncated or damaged.
@@ -72,7 +61,7 @@ def listed(blob: Blob) -> Iterator[RegularFile | Refused]:
         path = clean_path(one.path)
         if not path:
             continue
-        if isinstance(one, RegularFile) and (reason := _unfit(path, seen)):
+        if isinstance(one, Member) and (reason := _unfit(path, seen)):
             one = Refused(path, reason)
         if isinstance(one, Refused):
             yield Refused(path.encode("unicode_escape").decode()[:_SHOWN], one.reason)
@@ -103,7 +92,7 @@ def _unfit(path: str, seen: set[str]) -> str | None:
 # ------------------------------------------------------------------------------------------------- tar
 
 
-def _in_tar(blob: Blob) -> Iterator[RegularFile | Refused]:
+def _in_tar(blob: Blob) -> Iterator[Member | Refused]:
     """Yield the members of an uncompressed tar (v7, ustar, GNU, pax)."""
     reader = Reader(blob, _MAX_TAR_HEADER)
     start = reader.read(tarfile.BLOCKSIZE)
@@ -138,7 +127,7 @@ def _in_tar(blob: Blob) -> Iterator[RegularFile | Refused]:
         raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
 
 
-def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[RegularFile]:
+def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[Member]:
     """Yield the regular files from `offset` up to the first member with another kind of header.
 
     Their headers are plain ones of a POSIX or GNU tar, with an ASCII name and the right checksum. The library finds
@@ -152,19 +141,19 @@ def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[RegularF
         name, size, checksum = plain[1].partition(b"\0")[0], int(plain[2], 8), int(plain[3], 8)
         if not name or not name.isascii() or checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             return
-        member = RegularFile(name.decode(), offset + tarfile.BLOCKSIZE, size, "stored", size)
+        member = Member(name.decode(), "", offset + tarfile.BLOCKSIZE, size, "stored", size)
         if member.offset + size > blob.size:
             return
         yield member
         offset = _after(member)
 
 
-def _after(member: RegularFile) -> int:
+def _after(member: Member) -> int:
     """Return where the header after a member of a tar begins."""
     return member.offset + -(-member.length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _tar_member(blob: Blob, info: tarfile.TarInfo) -> RegularFile | Refused | None:
+def _tar_member(blob: Blob, info: tarfile.TarInfo) -> Member | Refused | None:
     if info.isdir():
         return None
     if info.issparse():
@@ -175,7 +164,7 @@ def _tar_member(blob: Blob, info: tarfile.TarInfo) -> RegularFile | Refused | No
         raise UserError(
             f"{info.name!r} ends at byte {info.offset_data + info.size:,}, but the file at {blob.size:,}"
         )
-    return RegularFile(info.name, info.offset_data, info.size, "stored", info.size)
+    return Member(info.name, "", info.offset_data, info.size, "stored", info.size)
 
 
 def _unknown(blob: Blob, start: bytes) -> str:
@@ -189,7 +178,7 @@ def _unknown(blob: Blob, start: bytes) -> str:
 # ------------------------------------------------------------------------------------------------- zip
 
 
-def _in_zip(blob: Blob) -> Iterator[RegularFile | Refused]:
+def _in_zip(blob: Blob) -> Iterator[Member | Refused]:
     """Yield the members of a zip or ZIP64, from its directory at the end and the header before each member."""
     try:
         with zipfile.ZipFile(Reader(blob, _MAX_ZIP_DIRECTORY)) as archive:
@@ -227,7 +216,7 @@ def _start(blob: Blob, info: zipfile.ZipInfo) -> int:
     return start
 
 
-def _zip_member(info: zipfile.ZipInfo, start: int) -> RegularFile | Refused:
+def _zip_member(info: zipfile.ZipInfo, start: int) -> Member | Refused:
     path, method = info.filename.replace("\\", "/"), info.compress_type
     if info.flag_bits & 1:
         return Refused(path, "it is encrypted")
@@ -240,4 +229,4 @@ def _zip_member(info: zipfile.ZipInfo, start: int) -> RegularFile | Refused:
     length, size = info.compress_size, info.file_size
     if size > length * MAX_DEFLATE_RATIO or (method == zipfile.ZIP_STORED and size != length):
         return Refused(path, f"it can't have {size:,} bytes in {length:,}")
-    return RegularFile(path, start, length, _CODECS[method], size, info.CRC)
+    return Member(path, "", start, length, _CODECS[method], size, info.CRC)

@@ -6,8 +6,8 @@ files, in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.arrays import unpickle_arrays
-from ray_jobs.sources.archives.entries import Files, Listing, Member, table
+from ray_jobs.sources.archives.entries import Files, Listing, table
 from vit_model.errors import UserError
 
 PIXELS = 3 * 32 * 32
@@ -72,7 +72,8 @@ def _read(source: CifarSource, located: tuple[tuple[str, str], ...]) -> Images:
     for version in ("binary", "python"):
         _, names = CIFAR_FILES[source.classes, version]
         if all(name in files for name in names):
-            return read(source.classes, version, partial(containers.read_file, files, limit=MAX_BYTES))
+            contents = {name: containers.read_file(files, name, MAX_BYTES) for name in names}
+            return read(source.classes, version, contents)
     [archive] = files
     return read_archive(files, archive, source.classes)[0]
 
@@ -84,31 +85,26 @@ def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]
         folder, names = CIFAR_FILES[classes, version]
         by_name = {name: members[path] for name in names if (path := f"{folder}/{name}") in members}
         if len(by_name) == len(names):
-            return read(classes, version, partial(_member, files, by_name)), version
+            contents = {
+                name: containers.read_member(files, member, MAX_BYTES) for name, member in by_name.items()
+            }
+            return read(classes, version, contents), version
     expected = " or ".join("/".join((CIFAR_FILES[classes, each][0], "...")) for each in ("binary", "python"))
     raise UserError(
         f"{archive} does not contain the CIFAR-{classes} files (expected {expected}). Use the authors' archive"
     )
 
 
-def _member(files: Files, members: Mapping[str, Member], name: str) -> bytes:
-    return containers.read_member(files, members[name], MAX_BYTES)
-
-
-def read(classes: int, version: str, content: Callable[[str], bytes]) -> Images:
-    """Read the images of "binary" or "python" files. `content` returns a file's bytes by its name. Raises UserError."""
+def read(classes: int, version: str, contents: Mapping[str, bytes]) -> Images:
+    """Read the images of "binary" or "python" files, from their contents by name. Raises UserError."""
     _, (meta, *train, test) = CIFAR_FILES[classes, version]
     key = "label_names" if classes == 10 else "fine_label_names"
-    data = content(meta)
-    class_names = tuple(containers.lines(data, meta)) if version == "binary" else _texts(data, meta, key)
+    is_binary, data = version == "binary", contents[meta]
+    class_names = tuple(containers.lines(data, meta)) if is_binary else _texts(data, meta, key)
     if len(class_names) != classes:
         raise UserError(f"{meta} has {len(class_names)} names, but CIFAR-{classes} has {classes} classes")
-    parts = [
-        _records(content(name), name, classes)
-        if version == "binary"
-        else _batch(content(name), name, classes)
-        for name in (*train, test)
-    ]
+    parse = _records if is_binary else _batch
+    parts = [parse(contents[name], name, classes) for name in (*train, test)]
     labels = np.concatenate([part_labels for _, part_labels in parts])
     if labels.min() < 0 or labels.max() >= classes:
         raise UserError(f"labels are from {labels.min()} to {labels.max()}, not 0 to {classes - 1}")

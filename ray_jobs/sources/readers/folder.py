@@ -84,11 +84,6 @@ class Listing(NamedTuple):
     special: tuple[str, ...] = ()
     """Keys of FIFOs, sockets and devices, which are never opened."""
 
-    def counts(self) -> dict[str, int]:
-        """Number of images of each class, by class name."""
-        number = Counter(entry.label for entry in self.entries)
-        return {name: number[label] for label, name in enumerate(self.class_names)}
-
 
 def scan(root: Path, columns: Columns = IMAGEFOLDER, only: Collection[str] = ()) -> Listing:
     """List the images below `root`. `columns` are those of its tables of labels.
@@ -156,40 +151,27 @@ def arrange(
     return Listing(str(root), class_names, entries, ignored)
 
 
-class FolderImages(NamedTuple):
-    """The images of a source, the position of each file's bytes by its key, and the files that cannot be used."""
-
-    listing: Listing
-    members: dict[str, Member]
-    unusable: list[Unusable]
-
-
-def find(source: FolderSource, files: Files) -> FolderImages:
+def listing(source: FolderSource, files: Files) -> entries.Listing:
     """List every image below the root, or in the archive. Raises as `scan`, and for an archive that is damaged."""
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
-        scanned = scan(Path(source.root), columns, files.keys())
+        scanned, unusable = scan(Path(source.root), columns, files.keys()), list[Unusable]()
         members = {
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in scanned.entries
         }
-        return FolderImages(scanned, members, [])
-    members, unusable = _members(source, files)
-    if unusable and not members:
-        raise UserError(
-            f"{source.root}: none of its {len(unusable):,} files can be used, such as {unusable[0].key}: "
-            f"{unusable[0].reason}"
-        )
-    tables = {
-        key: containers.read_member(files, members[key])
-        for key in check_tables(source.root, members, EXTENSIONS)
-    }
-    return FolderImages(arrange(source.root, list(members), tables, columns), members, unusable)
-
-
-def listing(source: FolderSource, files: Files) -> entries.Listing:
-    """List every image below the root, or in the archive, with the position of its bytes."""
-    scanned, members, unusable = find(source, files)
+    else:
+        members, unusable = _members(source, files)
+        if unusable and not members:
+            raise UserError(
+                f"{source.root}: none of its {len(unusable):,} files can be used, such as {unusable[0].key}: "
+                f"{unusable[0].reason}"
+            )
+        tables = {
+            key: containers.read_member(files, members[key])
+            for key in check_tables(source.root, members, EXTENSIONS)
+        }
+        scanned = arrange(source.root, list(members), tables, columns)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
     return entries.Listing(
         scanned.class_names, entries.table(rows), unusable=tuple(unusable), notes=_notes(scanned)

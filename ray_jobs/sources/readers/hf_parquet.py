@@ -67,7 +67,8 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
                 raise UserError(f"{name}: its columns or classes differ from those of the files before it")
             columns = columns_of_file
             groups[name] = _groups(name, file, columns.image)
-            labels += _labels(name, file, columns)
+            values = _values(name, file, columns_of_file.label)
+            labels += [UNLABELLED if label is None else label for label in values]
             together += _together(source, name, file)
     assert columns is not None, "the source has a file"
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
@@ -211,10 +212,6 @@ def _bytes(file: pq.ParquetFile, group: int, image: str) -> int:
         for column in columns
         if column.path_in_schema.partition(".")[0] == image
     )
-
-
-def _labels(name: str, file: pq.ParquetFile, columns: _Columns) -> list[int | str]:
-    return [UNLABELLED if label is None else label for label in _values(name, file, columns.label)]
 
 
 def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:

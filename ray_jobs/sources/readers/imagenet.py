@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from ray_jobs.sources.archives.containers import (
     read_member,
 )
 from ray_jobs.sources.archives.entries import Files, Listing, Member, Unusable, place, table
+from ray_jobs.sources.readers.features import listed
 from vit_model.errors import UserError
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
@@ -80,17 +81,10 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     names = tuple(f"{wnid} {words}" for wnid, words in zip(devkit.wnids, devkit.words, strict=True))
     notes = (
         f"test is the authors' validation set, dev {source.dev_fraction:.2%} of train by a hash of names",
-        *_missing_classes(lost),
+        *([f"{len(lost):,} classes have no image to train on: {listed(lost, 5)}"] if lost else ()),
         *_real_note(entries.filter(pc.equal(entries["split"], "test")), files),
     )
     return Listing(names, entries, unusable=tuple(unusable), notes=notes)
-
-
-def _missing_classes(lost: Sequence[str]) -> tuple[str, ...]:
-    if not lost:
-        return ()
-    more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
-    return (f"{len(lost):,} classes have no image to train on: {', '.join(lost[:5])}{more}",)
 
 
 def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:

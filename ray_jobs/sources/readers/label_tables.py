@@ -95,7 +95,9 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
 def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
     """Return the header, and (position, cells) of each row."""
     try:
-        reader = csv.reader(io.StringIO(_decoded(data), newline=""), strict=True, skipinitialspace=True)
+        reader = csv.reader(
+            io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True, skipinitialspace=True
+        )
         header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not CSV in UTF-8: {error}") from error
@@ -112,7 +114,7 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
     header: dict[str, None] = {}
     located = []
     try:
-        lines = _decoded(data).split("\n")
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text in UTF-8: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -142,10 +144,6 @@ def _parquet(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[st
         (f"{path} row {number}", dict(zip(header, row, strict=True)))
         for number, row in enumerate(rows, start=1)
     ]
-
-
-def _decoded(data: bytes) -> str:
-    return data.decode("utf-8-sig")
 
 
 def _check_columns(path: str, header: Sequence[str], columns: Columns) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader
 
@@ -27,14 +27,6 @@ _BATCH = 256  # records
 _FILE_BITS = 40  # of an entry's number above the record's
 
 
-class _Places(NamedTuple):
-    """The position of each image, in little memory: names of files are shared."""
-
-    files: list[str]
-    offsets: array[int]
-    lengths: array[int]
-
-
 def listing(source: TfdsSource, files: Files) -> Listing:
     """List every image that has a label. All records are read and their checksums verified."""
     info, features = _json(files, "dataset_info.json"), _json(files, "features.json")
@@ -44,7 +36,8 @@ def listing(source: TfdsSource, files: Files) -> Listing:
             f"dataset_info.json: unsupported fileFormat {form!r}; expected tfrecord or array_record"
         )
     image, label = _named(source, features)
-    places = _Places([], array("q"), array("q"))
+    # the position of each image, in little memory: names of files are shared
+    names, offsets, lengths = list[str](), array("q"), array("q")
     labels: list[int | str] = []
     groups: list[str | None] = []
     notes: list[str] = []
@@ -63,9 +56,9 @@ def listing(source: TfdsSource, files: Files) -> Listing:
                     groups.append(None if source.group is None else _group(values, source.group))
                 except UserError as error:
                     raise UserError(f"{file}, at {start}: {error}") from error
-                places.files.append(file)
-                places.offsets.append(start + offset if form == "tfrecord" else start)
-                places.lengths.append(size)
+                names.append(file)
+                offsets.append(start + offset if form == "tfrecord" else start)
+                lengths.append(size)
         splits[name] = len(labels) - before
     if not labels:
         raise UserError(f"dataset_info.json has no known split: {'; '.join(notes) or 'it has none'}")
@@ -77,7 +70,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
         | {"file": file, "offset": offset, "length": length}
         | {"codec": "stored" if form == "tfrecord" else "row"}
         for (split, key), value, group, file, offset, length in zip(
-            keys, labels, groups, *places, strict=True
+            keys, labels, groups, names, offsets, lengths, strict=True
         )
         if value != UNLABELLED
     )
@@ -220,7 +213,6 @@ def _array_records(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _reader(files: Files, name: str) -> Any:
-
     reader = ArrayRecordReader(str(containers.local(files, name)))
     if not reader.ok():
         raise UserError(f"{name} is not an array_record file, or damaged")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import cv2
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Member
+from ray_jobs.sources.vtab.splits import Records
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, open_image
 
@@ -18,6 +19,21 @@ from vit_model.preprocessing import MAX_PIXELS, open_image
 def by_path(files: Files, file: str) -> dict[str, Member]:
     """Return the members of an archive by their paths."""
     return {member.path: member for member in containers.members(files, file)}
+
+
+def by_folder(
+    lists: Mapping[str, Sequence[str]], prefix: str, members: Mapping[str, Member]
+) -> tuple[list[str], dict[str, Records]]:
+    """Return the classes, which are the folders of the listed images, and the records of each list."""
+    folder = {key: key.rpartition("/")[0] for keys in lists.values() for key in keys}
+    names = sorted(set(folder.values()))
+    label = {name: number for number, name in enumerate(names)}
+    return names, {
+        part: Records(
+            keys, [label[folder[key]] for key in keys], [members.get(f"{prefix}{key}") for key in keys]
+        )
+        for part, keys in lists.items()
+    }
 
 
 def lines_of(files: Files, file: str, members: dict[str, Member], path: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
-from ray_jobs.sources.vtab.splits import Records
 
 _FILE = "dtd-r1.0.1.tar.gz"
 _LISTS = {"train": "train1", "validation": "val1", "test": "test1"}
@@ -18,14 +17,4 @@ def listing(source: VtabSource, files: Files) -> Listing:
         part: archives.lines_of(files, _FILE, members, f"dtd/labels/{name}.txt")
         for part, name in _LISTS.items()
     }
-    names = sorted({line.partition("/")[0] for keys in lists.values() for line in keys})
-    label = {name: number for number, name in enumerate(names)}
-    parts = {
-        part: Records(
-            keys,
-            [label[key.partition("/")[0]] for key in keys],
-            [members.get(f"dtd/images/{key}") for key in keys],
-        )
-        for part, keys in lists.items()
-    }
-    return splits.listing(source, names, parts)
+    return splits.listing(source, *archives.by_folder(lists, "dtd/images/", members))

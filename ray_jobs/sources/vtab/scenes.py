@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources.archives import containers
@@ -131,10 +131,10 @@ def _dmlab(files: Files) -> dict[str, Records]:
 
 def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
     """Yield name, label and position in the tar of the image in each record of a TFRecord file."""
-    for start, length in tfrecords(cast(IO[bytes], _Window(tar, file.offset, file.length))):
+    for start, length in tfrecords(tar, file.offset, file.offset + file.length):
         if length > containers.MAX_IMAGE_BYTES:
             raise UserError(f"has a record of {length:,} bytes")
-        tar.seek(file.offset + start)
+        tar.seek(start)
         data = tar.read(length)
         features = parse_example(data)
         names, labels = features.get("filename", []), features.get("label", [])
@@ -144,23 +144,7 @@ def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
             )
         offset, size = feature_range(data, "image")
         key = names[0].decode()
-        yield key, int(labels[0]), Member(key, file.file, file.offset + start + offset, size, "stored", size)
-
-
-class _Window:
-    """A part of a file with a file's methods `seek` and `read`."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def seek(self, place: int) -> None:
-        self._at = place
-
-    def read(self, size: int) -> bytes:
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(min(size, max(self._length - self._at, 0)))
-        self._at += len(data)
-        return data
+        yield key, int(labels[0]), Member(key, file.file, start + offset, size, "stored", size)
 
 
 def _records(rows: Sequence[_Row]) -> Records:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import PurePosixPath
 from typing import Any, cast
 
 import cv2
@@ -12,7 +11,6 @@ from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
-from ray_jobs.sources.vtab.splits import Records
 from vit_model.errors import UserError
 
 _FILE = "SUN397.tar.gz"
@@ -32,15 +30,7 @@ _NOTES = {
 def listing(source: VtabSource, files: Files) -> Listing:
     """List images of 397 classes; class names are the sorted folders, such as "/c/car_interior/backseat"."""
     members = archives.by_path(files, _FILE)
-    lists = keys(files)
-    names = sorted({_class(key) for each in lists.values() for key in each})
-    label = {name: number for number, name in enumerate(names)}
-    parts = {
-        part: Records(
-            each, [label[_class(key)] for key in each], [members.get(f"SUN397{key}") for key in each]
-        )
-        for part, each in lists.items()
-    }
+    names, parts = archives.by_folder(keys(files), "SUN397", members)
     return splits.listing(source, names, parts, notes=(_NOTES[source.pixels],))
 
 
@@ -59,10 +49,6 @@ def _list(files: Files, name: str) -> list[str]:
     if wrong := [line for line in lines if not line.startswith("/") or line.count("/") < 3]:
         raise UserError(f"{name}: expected lines like /a/abbey/sun_aaalbzqrimafwbiv.jpg, not {wrong[0]!r}")
     return [line for line in lines if line not in _SKIPPED]
-
-
-def _class(key: str) -> str:
-    return str(PurePosixPath(key).parent)
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:

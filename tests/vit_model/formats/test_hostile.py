@@ -160,7 +160,6 @@ HF = {
     "heads": (config(num_attention_heads=5), "width 64 is not a multiple of num_heads 5"),
     "no number": (config(hidden_size="64"), "hidden_size is '64'; expected a number"),
     "no activation": (config(hidden_act="relu"), "hidden_act 'relu' is not supported; gelu"),
-    "activation list": (config(hidden_act=["gelu"]), r"hidden_act \['gelu'\] is not supported"),
     "quantised": (config(quantization_config={}), "quantized weights"),
     "RoPE": (
         config(model_type="dinov3_vit"),
@@ -173,7 +172,6 @@ HF = {
         "'ViTForMaskedImageModeling'.* is not supported",
     ),
     "too few labels": (config(id2label={"0": "a"}), "id2label must name the 2 classes"),
-    "labels of lists": (config(id2label={"0": [], "1": []}), "id2label must name the 2 classes"),
     "pixels nested": (
         text("preprocessor_config.json", '{"size":' * 10**5),
         "preprocessor_config.json is not valid JSON",

@@ -360,17 +360,6 @@ def test_what_readers_would_take_for_another_model_is_not_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_not_square_another_contract_and_nan_are_not_written(tmp_path: Path) -> None:
-    model = ViT(configuration())
-    with pytest.raises(ValueError, match="contract is for"):
-        npz.write(tmp_path / "model.npz", model, contract_for(configuration(num_classes=3)))
-    with torch.no_grad():
-        model.norm.bias[0] = math.nan
-    with pytest.raises(ValueError, match=r"weight 'norm\.bias' holds NaN"):
-        npz.write(tmp_path / "model.npz", model, contract_for(model.config))
-    assert not list(tmp_path.iterdir())
-
-
 def test_writing_says_what_the_file_cannot(tmp_path: Path) -> None:
     config = configuration()
     lines = npz.write(tmp_path / "model.npz", ViT(config), contract_for(config, crop="center"))
@@ -469,20 +458,13 @@ def twice(path: Path) -> None:
 KERNEL = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel.npy"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda path: path.unlink(), "is missing"),
-    "empty": (lambda path: path.write_bytes(b""), "not a readable checkpoint"),
-    "text": (lambda path: path.write_text("weights"), "not a readable checkpoint"),
-    "a pickle": (
-        lambda path: path.write_bytes(b"\x80\x04\x95" + bytes(60)),
-        "not a readable checkpoint",
-    ),
     "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "it is not a zip archive"),
     "another model": (lambda path: save(path, {"w": np.ones(3)}), "no array 'embedding/kernel'.*it has 'w'"),
     "objects": (with_objects, "array 'evil.npy' holds object"),
-    "strings": (
-        with_array("cls", np.array(["a"])),
-        "array 'cls.npy' holds <U1; float32, float16 and bfloat16",
+    "doubles": (
+        with_array("cls", np.zeros((1, 1, 16))),
+        "array 'cls.npy' holds float64; float32, float16 and bfloat16",
     ),
-    "doubles": (with_array("cls", np.zeros((1, 1, 16))), "array 'cls.npy' holds float64"),
     "a structure": (with_array("cls", np.zeros(1, dtype=[("a", "i2")])), "array 'cls.npy' holds"),
     "NaN": (changed(cls=lambda array: array * math.nan), "'cls_token' holds NaN"),
     "infinity": (changed(head_bias=lambda array: array + math.inf), "'head.bias' holds NaN or infinite"),
@@ -490,10 +472,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         without("Transformer/encoderblock_0/"),
         "missing array 'Transformer/encoderblock_0/",
     ),
-    "half a block": (without("Transformer/encoderblock_1/MlpBlock_3"), "missing arrays for this model"),
+    "half a block": (
+        without("Transformer/encoderblock_1/MlpBlock_3"),
+        "missing tensors",
+    ),
     "a text tower": (
         with_array("txt/head/bias", np.ones(2, "f4")),
-        "unexpected arrays for a ViT of Google: 'txt",
+        "unexpected tensors for this architecture: txt",
     ),
     "two names of a layer": (with_array("pos_embedding", np.ones((1, 9, 16), "f4")), "are the same layer"),
     "not square": (
@@ -510,10 +495,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another width": (
         changed(cls=lambda array: array[..., :8]),
-        r"'cls' is \[1, 1, 8\], the model needs \[1, 1, 16\]",
+        r"cls \[1, 1, 8\] instead of \[1, 1, 16\]",
     ),
     "no numbers": (changed(cls=lambda array: array[..., :0]), r"\[1, 1, 0\]; every side must be positive"),
-    "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "missing arrays"),
+    "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "missing tensors"),
     "five stages": (with_array("block9/unit1/conv1/kernel", np.ones((1, 1, 1, 1), "f4")), r"stages \[9\]"),
     "endless layers": (
         with_array("Transformer/encoderblock/x", np.ones(2000, "f4")),
@@ -540,7 +525,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "ten gigabytes": (with_member(KERNEL, npy((2**20, 2500), b""), file_size=128 + 2500 * 2**22), "claim"),
     "half a gigabyte that is not there": (
         with_member(KERNEL, npy((2**17, 1024), b""), file_size=128 + 2**29),
-        r"lacks|the model needs|can be read",
+        "instead of",
     ),
     "another sum": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4)), CRC=7), "Bad CRC-32"),
     "encrypted": (flipped(1), "encrypted"),

@@ -14,6 +14,7 @@ import scipy
 
 from ray_jobs.sources.archives import sandbox, sandboxed
 from ray_jobs.sources.archives.arrays import read_array, read_norb, unpickle_arrays
+from tests.support import cifar
 from tests.support.archives import zipped
 from tests.support.arrays import VARIABLES, mat, norb
 from vit_model.errors import UserError
@@ -236,50 +237,11 @@ def test_a_library_that_misbehaves_is_a_user_error(
 # ------------------------------------------------------------------------------------------------- pickles
 
 
-def python2_text(text: bytes) -> bytes:
-    return b"U" + bytes([len(text)]) + text
-
-
-def python2_batch(data: np.ndarray, labels: list[int]) -> bytes:
-    """{"data": array, "labels": list, "batch_label": text} as Python 2's cPickle writes it with protocol 2."""
-    n, width = data.shape
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\nq\x02cnumpy\nndarray\nq\x03K\x00\x85q\x04"
-        + python2_text(b"b")
-        + b"\x87q\x05Rq\x06(K\x01"
-        + b"M"
-        + struct.pack("<H", n)
-        + b"M"
-        + struct.pack("<H", width)
-        + b"\x86q\x07"
-        + b"cnumpy\ndtype\nq\x08"
-        + python2_text(b"u1")
-        + b"K\x00K\x01\x87q\x09Rq\x0a(K\x03"
-        + python2_text(b"|")
-        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x0bb\x89"
-        + b"T"
-        + struct.pack("<i", data.size)
-        + data.tobytes()
-        + b"tq\x0cb"
-    )
-    numbers = b"]q\x0d(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    return (
-        b"\x80\x02}q\x01("
-        + python2_text(b"data")
-        + array
-        + python2_text(b"labels")
-        + numbers
-        + python2_text(b"batch_label")
-        + python2_text(b"training batch 1 of 5")
-        + b"u."
-    )
-
-
 BATCH = RNG.integers(0, 256, (4, 3072), np.uint8)
 
 
 def test_a_python_2_pickle_is_read_as_a_general_unpickler_reads_it() -> None:
-    data = python2_batch(BATCH, [6, 9, 9, 4])
+    data = cifar.python2({"data": BATCH, "labels": [6, 9, 9, 4], "batch_label": "training batch 1 of 5"})
     found, expected = unpickle_arrays(data), pickle.loads(data, encoding="latin1")
     assert isinstance(found, dict)
     np.testing.assert_array_equal(found.pop("data"), expected.pop("data"))

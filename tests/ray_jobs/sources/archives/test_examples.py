@@ -2,7 +2,6 @@
 
 import io
 import struct
-from pathlib import Path
 
 import pytest
 
@@ -38,17 +37,18 @@ def test_numbers_that_are_not_packed_are_read_too() -> None:
     assert parse_example(b"\x0a" + bytes([len(features)]) + features) == {"i": [1, 2, 3], "f": [0.5, 2.0]}
 
 
-def test_an_image_is_a_byte_range_of_its_file(tmp_path: Path) -> None:
+def test_an_image_is_a_byte_range_of_its_file() -> None:
     payloads = [example(FEATURES | {"image": [bytes([number]) * 1000]}) for number in range(3)]
-    path = tmp_path / "dmlab-train.tfrecord-00000-of-00001"
-    path.write_bytes(framed(payloads))
-    data = path.read_bytes()
-    for number, (offset, length) in enumerate(tfrecords(path)):
+    data = framed(payloads)
+    ranges = list(tfrecords(io.BytesIO(data)))
+    for number, (offset, length) in enumerate(ranges):
         payload = data[offset : offset + length]
         assert payload == payloads[number]
         start, size = feature_range(payload, "image")
         assert data[offset + start : offset + start + size] == bytes([number]) * 1000
-    assert list(tfrecords(io.BytesIO(data))) == list(tfrecords(path))
+    assert list(tfrecords(io.BytesIO(b"before" + data + b"after"), 6, 6 + len(data))) == [
+        (6 + offset, length) for offset, length in ranges
+    ]
     with pytest.raises(ValueError, match="no feature 'img'; features: bbox, filename"):
         feature_range(payloads[0], "img")
     for name in ("label", "texts"):
