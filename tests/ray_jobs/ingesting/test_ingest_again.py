@@ -45,6 +45,12 @@ ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
 """
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ingest reads its parts in this process, without Ray."""
+    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+
+
 def put_images(root: Path, first: int, last: int) -> None:
     """Images of two classes, each a function of its number."""
     for number in range(first, last):
@@ -114,7 +120,7 @@ def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
 ) -> None:
     import ray
 
-    monkeypatch.setattr(ingest, "SHARD_IMAGES", 2)
+    monkeypatch.setattr("ray_jobs.ingesting.parts.SHARD_IMAGES", 2)
     put_images(tmp_path / "images", 0, 200)
     config, store = stage(tmp_path / "images"), open_store(str(tmp_path / "store"))
     first = context_of(store, config)
@@ -147,7 +153,9 @@ def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
 def test_when_files_are_added_only_they_are_read(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)  # 4 parts, then 8: the old ones are divided
+    monkeypatch.setattr(
+        "ray_jobs.ingesting.parts.SHARD_IMAGES", 16
+    )  # 4 parts, then 8: the old ones are divided
     root = tmp_path / "images"
     put_images(root, 0, 60)
     put_plain(root / "a" / "plain.ppm", 1)
@@ -170,9 +178,8 @@ def test_when_files_are_added_only_they_are_read(
 
 
 def test_of_several_folders_the_one_that_moved_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     store = open_store(str(tmp_path / "store"))
     for number, name in enumerate(("first", "second", "third")):
         put_images(tmp_path / name, 20 * number, 20 * number + 20)
@@ -186,9 +193,8 @@ def test_of_several_folders_the_one_that_moved_is_known(
 
 
 def test_only_images_that_a_decoder_reads_anew_change_their_set_also_if_they_are_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
 
     def digest() -> str:
@@ -335,16 +341,14 @@ def test_files_that_come_while_the_stage_waits_or_reads_are_left_for_the_next_ti
     ],
 )
 def test_a_new_version_of_ingest_does_not_move_the_content_of_a_dataset(
-    source: dict[str, object], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: dict[str, object], digest: str, tmp_path: Path, in_process: None
 ) -> None:
     """Everything that was trained on it stays cached."""
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     config = Ingest.model_validate({"job": "ingest", "source": source})
     assert ingest.main(make_context(open_store(str(tmp_path)), config)).content_digest == digest
 
 
-def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, in_process: None) -> None:
     put_parquet(
         tmp_path / "data" / "test-00000-of-00001.parquet",
         [image(i) for i in range(9)],
@@ -359,10 +363,13 @@ def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, monkeypatch: py
 
 
 def test_the_same_on_s3(
-    moto: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    moto: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    in_process: None,
 ) -> None:
     # the tasks of the module's Ray do not know this test's server
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root = tmp_path / "images"
     put_images(root, 0, 30)
     with used(moto, monkeypatch):
@@ -399,9 +406,8 @@ def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path
 
 
 def test_images_are_stored_smaller_under_the_same_names_and_in_the_same_splits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 40)
     Image.new("RGB", (16, 9), "red").save(root / "a" / "small.png")
@@ -427,10 +433,7 @@ def test_images_are_stored_smaller_under_the_same_names_and_in_the_same_splits(
 
 
 @pytest.mark.parametrize("kind", ["hf_parquet", "tfds"])
-def test_images_out_of_records_are_stored_smaller(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+def test_images_out_of_records_are_stored_smaller(kind: str, tmp_path: Path, in_process: None) -> None:
     (tmp_path / "data").mkdir()
     if kind == "tfds":
         put_tfds(tmp_path / "data", "array_record")
@@ -446,10 +449,7 @@ def test_images_out_of_records_are_stored_smaller(
     assert rows and all(min(row["width"], row["height"]) == 4 for row in rows)
 
 
-def test_of_many_bad_images_all_are_listed_where_the_message_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+def test_of_many_bad_images_all_are_listed_where_the_message_says(tmp_path: Path, in_process: None) -> None:
     put_images(tmp_path / "images", 0, 4)
     for number in range(30):
         (tmp_path / "images" / "a" / f"bad{number}.jpg").write_bytes(b"no image")
@@ -469,9 +469,10 @@ def test_arrays_of_pixels_are_not_stored_smaller(tmp_path: Path) -> None:
         ingest.main(make_context(open_store(str(tmp_path / "store")), config))
 
 
-def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
-    monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)
+def test_the_card_says_what_is_in_the_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    monkeypatch.setattr("ray_jobs.ingesting.parts.SHARD_IMAGES", 16)
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 60)
     (root / "b").rename(root / "<b>|c")
@@ -496,10 +497,9 @@ def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytes
 
 
 def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Folders of one or two images: about 3 in 10 images draw dev or test."""
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     for number in range(60):
         (root / f"c{number % 40:02d}").mkdir(parents=True, exist_ok=True)
@@ -527,10 +527,7 @@ def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
     assert not card["quarantine"]
 
 
-def test_where_too_few_classes_have_a_training_image_ingest_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+def test_where_too_few_classes_have_a_training_image_ingest_says_so(tmp_path: Path, in_process: None) -> None:
     put_images(tmp_path / "images", 0, 40)
     for path in (tmp_path / "images" / "a").iterdir():
         path.write_bytes(b"no image")
@@ -541,9 +538,8 @@ def test_where_too_few_classes_have_a_training_image_ingest_says_so(
 
 @pytest.mark.parametrize("duplicates", ["keep", "drop"])
 def test_the_same_bytes_in_two_classes_are_named_in_the_log_the_notes_and_the_card(
-    duplicates: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    duplicates: str, tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 40)
     first = dataset_of(store, context_of(store, stage(root)))
@@ -568,10 +564,7 @@ def test_the_same_bytes_in_two_classes_are_named_in_the_log_the_notes_and_the_ca
     assert {test, f"b/copy of {test[2:]}"} <= kept, "a test image is never left out"
 
 
-def test_mirrored_copies_of_test_images_are_left_out_of_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+def test_mirrored_copies_of_test_images_are_left_out_of_train(tmp_path: Path, in_process: None) -> None:
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     rng = np.random.default_rng(0)
     for number in range(40):
