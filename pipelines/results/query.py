@@ -173,7 +173,9 @@ def translate_errors(duckdb: Any, seconds: float) -> Iterator[None]:
     except duckdb.OutOfMemoryException:
         raise RecipeError(f"the SQL needs more than {MEMORY} of memory; select fewer rows") from None
     except duckdb.Error as error:
-        raise RecipeError(f"the SQL failed: {_LINE.sub(_own_line, str(error))}") from None
+        # The line in the user's SQL, padded so that DuckDB's marker below it stays in place.
+        text = _LINE.sub(lambda match: f"LINE {int(match[1]) - 1}:".ljust(len(match[0])), str(error))
+        raise RecipeError(f"the SQL failed: {text}") from None
 
 
 _STOPPED = "the SQL was stopped after {:g} s; select fewer rows or columns"
@@ -181,11 +183,6 @@ _INTO = (
     "CREATE TABLE answer AS\n"  # on a line of its own, so that DuckDB's messages quote only the user's lines
 )
 _LINE = re.compile(r"^LINE (\d+):", re.MULTILINE)
-
-
-def _own_line(match: re.Match[str]) -> str:
-    """Return the line number in the user's SQL, padded so that DuckDB's marker below the line stays in place."""
-    return f"LINE {int(match[1]) - 1}:".ljust(len(match[0]))
 
 
 _ONLY = f"expected one SELECT that reads the tables {', '.join(TABLES)}"

@@ -77,6 +77,8 @@ def gather(context: Context[Report]) -> ReportData:
         for manifest in manifests
         if (curves := figures.measured_in_training(finished_log(store, manifest), manifest))
     }
+    main = mistakes.main_entry(entries)
+    worst = mistakes.worst(main, entries) if main else []
     numbers = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
@@ -88,7 +90,7 @@ def gather(context: Context[Report]) -> ReportData:
         "measured_in_training": {
             key: [asdict(curve) for curve in curves] for key, curves in measured.items()
         },
-        **_mistakes(entries, tested),
+        "mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst),
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests),
@@ -156,12 +158,6 @@ def _trainings(parts: Sequence[provenance.Part]) -> dict[str, Any]:
 
 def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
     return {"stage": stage, "artifact": manifest.key}
-
-
-def _mistakes(entries: Sequence[Entry], tested: Mapping[str, Dataset]) -> dict[str, Any]:
-    main = mistakes.main_entry(entries)
-    worst = mistakes.worst(main, entries) if main else []
-    return {"mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst)}
 
 
 def _other_metrics(rows: Any, manifests: Sequence[Manifest]) -> dict[str, Any]:

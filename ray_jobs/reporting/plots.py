@@ -250,7 +250,7 @@ def search(sweep: Mapping[str, Any]) -> str:
     with _panels(len(fields)) as (grid, out):
         for field, axes in zip(fields, grid, strict=True):
             values = [trial["point"][field] for trial in trials]
-            is_number = _is_numeric(values)
+            is_number = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
             names = sorted({_value(value) for value in values})
             places = values if is_number else [names.index(_value(value)) for value in values]
             for place, accuracy, trial in zip(places, means, trials, strict=True):
@@ -282,10 +282,6 @@ def _panels(count: int) -> Iterator[tuple[list[Any], list[str]]]:
         for axes in grid[count:]:
             axes.remove()
         figure.supylabel("validation accuracy", fontsize=10)
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
