@@ -23,6 +23,7 @@ import typer
 from pipelines import terminal
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.commands.common import Commands, Group, errors, plain
+from pipelines.identity import git_state
 from pipelines.store import StoreAbsent, StoreError
 from vit_model.errors import UserError
 
@@ -82,10 +83,7 @@ app = Commands(
 def _show_version(wanted: bool) -> None:
     if not wanted:
         return
-    # only `--version` needs these
-    from importlib.metadata import version
-
-    from pipelines.identity import git_state
+    from importlib.metadata import version  # only `--version` needs it
 
     git = git_state()
     commit = f" (commit {git['git'][:12]}{', modified' if git['dirty'] else ''})" if git else ""

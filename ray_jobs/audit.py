@@ -20,6 +20,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Audit, quantity
 from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
+from ray_jobs.evaluation import label_issues
 from ray_jobs.evaluation.leakage import check_labels_unseen
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
 from ray_jobs.process.cluster import fit_resources
@@ -45,8 +46,6 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
     Raises:
         UserError: the backbone was trained on these labels, or features or probabilities are not finite.
     """
-    from ray_jobs.evaluation import label_issues
-
     config = context.config
     dataset = context.dataset(config.cache_gib)
     dataset.require("train")
@@ -87,7 +86,7 @@ def leave_one_out(
     context: Context[Audit], pool: Images, run: Run
 ) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
     """Write the probabilities of each image under a linear classifier of all others; return the file and settings."""
-    from ray_jobs.evaluation import features, label_issues
+    from ray_jobs.evaluation import features
     from vit_model.weights import read_contract
 
     dataset = pool.dataset

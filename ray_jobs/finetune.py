@@ -47,8 +47,8 @@ from ray_jobs.tuning.points import points
 from ray_jobs.tuning.runner import (
     choose,
     held_out_temperature,
+    in_tasks,
     last_step,
-    remote,
     run_refit,
     steps_after,
     sweep,
@@ -146,8 +146,6 @@ def run_refits(
     context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]
 ) -> list[Refitted]:
     """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
-    import ray
-
     _, concurrent = cluster.fit_resources(task.config.threads, task.config.workers)
     arguments = [
         (context, task, pools[draw], draw, steps_after(task.steps, concurrent, number, 0, len(draws)))
@@ -156,16 +154,12 @@ def run_refits(
     if task.config.workers > 1:
         with ThreadPoolExecutor(concurrent) as threads:
             return [*threads.map(lambda refit: run_refit(*refit), arguments)]
-    run = remote(task.config, run_refit)
-    refits: list[Refitted] = ray.get([run(*refit) for refit in arguments])
-    return refits
+    return in_tasks(task.config, run_refit, arguments)
 
 
 def measure_cost(context: Context[Finetune], task: Task) -> Cost:
     """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
-    import ray
-
-    cost: Cost = ray.get(remote(task.config, _cost)(context, task))
+    (cost,) = in_tasks(task.config, _cost, [(context, task)])
     return cost
 
 

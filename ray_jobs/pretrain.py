@@ -11,7 +11,6 @@ log.jsonl (`pipelines.store.training_log`).
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
@@ -24,13 +23,11 @@ from pipelines.store import (
     choose_start,
     furthest,
     read_attempt,
-    write_log,
 )
 from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
-from ray_jobs.process.heartbeat import Steps, count_steps
 from ray_jobs.process.stage import causes, run_stage
-from ray_jobs.training.workers import micro_batch_size, run_group, this_worker
+from ray_jobs.training.workers import micro_batch_size, run_group
 from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
@@ -101,32 +98,9 @@ def run_workers(
 
 
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    from ray_jobs.training.checkpoint import CheckpointManager
-    from ray_jobs.training.gauges import Gauges
-    from ray_jobs.training.log import LogWriter
-    from ray_jobs.training.loop import train
-    from ray_jobs.training.model_ref import find_model
-    from ray_jobs.training.workers.hangs import named_hangs
-    from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
+    from ray_jobs.training.loop import work  # with torch, which the entry process does without
 
-    context: Context[Pretrain] = settings["context"]
-    worker, store, config = this_worker(settings["group"]), context.open_store(), context.config
-    init_from, teacher = find_model(context), find_model(context, "teacher")
-
-    def trained(steps: Steps, output: Path | None, writer: LogWriter | None) -> dict[str, float | int | str]:
-        with named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS):
-            manager = CheckpointManager(store, context.attempt, config, worker, settings["start"], steps)
-            dataset = context.dataset(config.cache_gib)
-            return train(config, dataset, output, worker, manager, init_from, teacher, writer)
-
-    if worker.rank:
-        trained(Steps(), None, None)
-        return {}
-    with context.staging() as staging, count_steps(context) as steps:
-        with LogWriter(store, context.attempt, callback=Gauges(context.attempt).show) as writer:
-            metrics = trained(steps, staging.path, writer)
-        write_log(store, context.attempt, staging.path)
-    return {"files": staging.files, "metrics": metrics}
+    return work(**settings)
 
 
 def _is_death(error: Exception) -> bool:

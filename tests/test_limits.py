@@ -70,7 +70,6 @@ def test_folders_files_functions_and_signatures_are_small() -> None:
     assert list(too_large()) == [], "make these smaller"
 
 
-@pytest.mark.xfail(strict=True, reason="remove this mark when it passes")
 def test_few_imports_are_inside_functions() -> None:
     inner = {
         (path, node.lineno)

@@ -21,8 +21,6 @@ from pipelines.commands.common import (
     plain,
     print_json,
 )
-from pipelines.machine.compare import write_comparison
-from pipelines.machine.init import write_recipe
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
 from pipelines.store import model_folder
@@ -60,10 +58,14 @@ def init(
     With --compare A.npz B_folder hf:ORG/NAME, the recipe compares these weights instead.
     """
     if compare:
+        from pipelines.machine.compare import write_comparison  # with torch
+
         write_comparison(file, images, source, [*compare, *(others or ())], console)
     elif others:
         raise RecipeError(f"unexpected argument {others[0]!r}; weights follow --compare")
     else:
+        from pipelines.machine.init import write_recipe  # with readers of images
+
         write_recipe(file, images, source, console)
 
 

@@ -143,17 +143,16 @@ def _write(to: Format, folder: Path, model: Network, contract: ModelContract) ->
     Raises:
         UserError: the format does not support the model.
     """
-    from vit_model.formats import hugging_face, npz, onnx, timm
-    from vit_model.formats.files import write_readme
+    from vit_model.formats import files, hugging_face, npz, onnx, timm
     from vit_model.model import ViT
 
     if to == "onnx":
         onnx.write(folder / "model.onnx", model, contract)
-        write_readme(folder, contract)
+        files.write_readme(folder, contract)
         return  # the whole contract is in its metadata
     if to == "npz":
         yield from npz.write(folder / "model.npz", model, contract)
-        write_readme(folder, contract)
+        files.write_readme(folder, contract)
     elif not isinstance(model, ViT):
         raise UserError(f"--format {to} supports only ViTs, and this is a ResNet; npz and onnx support both")
     else:

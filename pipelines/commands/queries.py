@@ -42,7 +42,6 @@ from pipelines.results.accuracies import (
     verdict_lines,
     vtab_table,
 )
-from pipelines.results.compare import compare, comparison_table
 from pipelines.results.lookup import find_artifact
 from pipelines.results.query import Unfinished, query
 from pipelines.results.tables import described_tables
@@ -212,6 +211,8 @@ def report_compare(
     difference is B - A. It is paired if both were scored on the same images with the same draws of labels; otherwise
     it is computed as for two independent measurements.
     """
+    from pipelines.results.compare import compare, comparison_table  # with numpy and scipy
+
     comparison = compare(open_(store, create=False), a, b, metric)
     if as_json:
         print_json(comparison)

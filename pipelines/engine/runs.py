@@ -169,13 +169,8 @@ def is_over(store: Store, run: str) -> bool:
 
 def driver_process() -> dict[str, Any]:
     """Return the fields of a `driver` event, from which another process on this host sees whether it is alive."""
-    import psutil
-
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process_created": psutil.Process().create_time(),
-    }
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "process_created": _created(pid)}
 
 
 def driver_alive(events: list[dict[str, Any]], clusters: Clusters) -> bool | None:
@@ -200,15 +195,20 @@ def driver_log(store: Store, run: str, clusters: Clusters) -> str:
 
 
 def _process_alive(event: dict[str, Any]) -> bool | None:
-    import psutil
-
     if event["host"] != socket.gethostname():
         return None
+    created = _created(event["pid"])
+    return created is not None and abs(created - event["process_created"]) < CLOCK_STEP_SECONDS
+
+
+def _created(pid: int) -> float | None:
+    """Return when a process of this host was started, in seconds since 1970; None if there is none."""
+    import psutil
+
     try:
-        created = psutil.Process(event["pid"]).create_time()
+        return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
-        return False
-    return bool(abs(created - event["process_created"]) < CLOCK_STEP_SECONDS)
+        return None
 
 
 def _job_alive(event: dict[str, Any], clusters: Clusters) -> bool | None:

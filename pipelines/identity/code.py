@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,6 @@ def git_state() -> dict[str, Any]:
     """
 
     def git(*arguments: str) -> list[str]:
-        import subprocess  # planning does not need it
 
         try:
             done = subprocess.run(["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True)

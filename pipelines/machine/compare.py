@@ -23,7 +23,9 @@ from pipelines.machine.init import Examined, count_gpus, examine, pipeline_name,
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.spec import Import, RecipeError, quantity
-from vit_model import compute
+from ray_jobs.import_model import contract_of
+from ray_jobs.training.cost import images_per_second
+from vit_model import compute, formats
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError, reasons
 from vit_model.sizes import size_of
@@ -136,8 +138,6 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 def _read(name: str, config: Import) -> Backbone:
     """Read weights as an import does. Raises RecipeError if it would refuse them."""
-    from ray_jobs.import_model import contract_of
-    from vit_model import formats
 
     try:
         with fetched(config.path) as path:
@@ -172,7 +172,6 @@ def common_resolution(backbones: Sequence[Backbone]) -> int:
 
 def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images: int) -> str:
     """Measure the cheapest backbone's training here, and estimate the run time of all from their operations."""
-    from ray_jobs.training.cost import images_per_second
 
     tuned = [backbone.architecture.for_finetuning(resolution, 2) for backbone in backbones]
     cheapest = min(tuned, key=compute.train_flops)

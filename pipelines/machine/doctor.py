@@ -26,12 +26,14 @@ from pipelines.cluster.head import processes_of, read_head
 from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect
 from pipelines.cluster.local import state_folder
 from pipelines.engine.submission import check_address, check_store
+from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
 from pipelines.files.s3 import parse
 from pipelines.machine.findings import Finding, machine_findings, nearest_folder
 from pipelines.results.verify import sample
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreAbsent, StoreError, open_store
+from pipelines.store.s3 import S3Store
 from vit_model.errors import UserError
 
 WRITERS = 8
@@ -133,8 +135,6 @@ def conditional_writes(store: Store) -> Finding:
 
 
 def _s3_probes(uri: str) -> Iterator[Finding]:
-    from pipelines.store.s3 import S3Store
-
     # a store below the store: nothing else reads it, and it does no harm if it cannot be removed
     probe = f"{uri.rstrip('/')}/doctor-{ULID()}"
     try:
@@ -151,8 +151,6 @@ def _s3_probes(uri: str) -> Iterator[Finding]:
 
 def _remove_objects(uri: str) -> str | None:
     """Remove a probe (a versioned bucket keeps old versions); return the error if that fails."""
-    from pipelines.files import s3_client
-
     bucket, prefix = parse(uri)
     try:
         with s3_client.translate_errors(uri, "remove it"):

@@ -15,9 +15,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
+from PIL import Image
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
@@ -25,10 +26,11 @@ from rich.markup import escape
 from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline, yaml_text
 from pipelines.spec import SOURCE_TYPES, ModelSize, RecipeError, Source, quantity
+from ray_jobs.sources import catalog
+from ray_jobs.sources.archives.entries import Listing
+from ray_jobs.sources.readers.features import counted
 from vit_model.errors import UserError, reasons
-
-if TYPE_CHECKING:
-    from ray_jobs.sources.archives.entries import Listing
+from vit_model.preprocessing import open_image
 
 SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
@@ -127,8 +129,6 @@ class Examined(NamedTuple):
 
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
-        from ray_jobs.sources.readers.features import counted
-
         labels, splits = (Counter(self.listing.entries[name].to_pylist()) for name in ("label", "split"))
         official = {split: number for split, number in splits.items() if split is not None}
         drawn = (
@@ -154,11 +154,6 @@ class Examined(NamedTuple):
         Raises:
             RecipeError: none of them can be opened.
         """
-        from PIL import Image
-
-        from ray_jobs.sources import catalog
-        from vit_model.preprocessing import open_image
-
         entries, size = self.listing.entries, self.listing.image
         if size is not None:
             return min(size.height, size.width)
@@ -190,8 +185,6 @@ def examine(file: Path, images: Path, source: str) -> Examined:
     Raises:
         RecipeError: it cannot, or there is no such source, or its files are missing or damaged.
     """
-    from ray_jobs.sources import catalog
-
     if file.exists():
         raise RecipeError(f"{file} exists; use another name, or remove it")
     if not file.parent.is_dir():

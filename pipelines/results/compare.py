@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -18,12 +19,12 @@ from pipelines.results.accuracies import add_headings, labels_of, table_with_tit
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
+from ray_jobs.evaluation.intervals import mean_difference, mean_interval, paired_difference
+from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, REAL, ROWS
+from ray_jobs.reporting import measures, verdicts
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.metrics import COMPUTED
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ray_jobs.reporting.measures import Entry
 
 _TABLES = ("rows.parquet", "predictions.parquet")
 _NAMES = ("protocol", "method", "labels_per_class")
@@ -47,8 +48,6 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
     """
-    from ray_jobs.reporting.metrics import COMPUTED
-
     known = ["accuracy", *(computed.name for computed in COMPUTED)]
     if metric not in known:
         raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
@@ -213,9 +212,6 @@ def _files(manifest: Manifest) -> list[Any]:
 
 def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple[Any, ...], Entry]:
     """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
-    from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, REAL, ROWS
-    from ray_jobs.reporting import measures
-
     parts = [
         (manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests
     ]
@@ -236,10 +232,6 @@ def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple
 
 
 def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
-    from ray_jobs.evaluation.intervals import mean_difference, paired_difference
-    from ray_jobs.evaluation.rows import ACCURACY
-    from ray_jobs.reporting import verdicts
-
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
     tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
     sides = [_value(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
@@ -265,8 +257,6 @@ def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
 
 def _value(entry: Entry, metric: str, table: np.ndarray) -> dict[str, Any]:
     """Describe a metric of an entry, from its parts by image [draws, n], of all its draws or of some of them."""
-    from ray_jobs.evaluation.intervals import mean_interval
-
     value, low, high = mean_interval(table.astype(float))
     return {
         **{name: getattr(entry, name) for name in _NAMES},

@@ -189,8 +189,7 @@ def logistic_regression(
         is_held_out: [n], the images of dev; if there are none, a random tenth is held out. The smallest of equally
             good values of C is taken.
     """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
+    from sklearn import exceptions, linear_model
 
     support, selected_on = np.asarray(support, np.float64), "dev"
     if len(np.unique(labels)) == 1:  # scikit-learn's classifiers refuse a single class
@@ -200,11 +199,13 @@ def logistic_regression(
         is_held_out = np.zeros(len(labels), bool)
         is_held_out[permutation(len(labels), seed, Purpose.SELECT_L2)[: max(1, len(labels) // 10)]] = True
 
-    def fit(c: float, chosen: NDArray[np.bool_]) -> LogisticRegression:
+    def fit(c: float, chosen: NDArray[np.bool_]) -> linear_model.LogisticRegression:
         with warnings.catch_warnings():
             # DINOv2's number of iterations ends some fits, too
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            return LogisticRegression(C=c, max_iter=ITERATIONS, tol=1e-6).fit(support[chosen], labels[chosen])
+            warnings.simplefilter("ignore", exceptions.ConvergenceWarning)
+            return linear_model.LogisticRegression(C=c, max_iter=ITERATIONS, tol=1e-6).fit(
+                support[chosen], labels[chosen]
+            )
 
     correct = [
         np.sum(fit(c, ~is_held_out).predict(support[is_held_out]) == labels[is_held_out]) for c in C_GRID

@@ -71,35 +71,6 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def stay_on_loopback() -> None:
-    """Make the process groups that this process will join listen on loopback only; all ranks are on this machine.
-
-    By default, gloo and NCCL's bootstrap listen on the interface that the host name resolves to.
-    """
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
-
-
-def choose_interface(address: str) -> str:
-    """Make gloo and NCCL use the interface that has this address, and say which ones they use.
-
-    An interface that the environment names is kept. If no interface has the address, as behind network address
-    translation, the libraries choose.
-    """
-    found = [
-        name
-        for name, entries in psutil.net_if_addrs().items()
-        if any(entry.address.partition("%")[0] == address for entry in entries)
-    ]
-    given = {name: value for name in _INTERFACES if (value := os.environ.get(name))}
-    if found:  # "=": NCCL takes the name for a prefix otherwise
-        os.environ.update({"GLOO_SOCKET_IFNAME": found[0], "NCCL_SOCKET_IFNAME": f"={found[0]}"} | given)
-    chosen = found[0] if found else "no interface has this address"
-    return ", ".join([chosen, *(f"{name}={value}" for name, value in given.items())])
-
-
 def let_gloo_yield() -> None:
     """Keep the gloo threads of this process that serve sockets from preempting its others. Only on Linux.
 
@@ -143,8 +114,8 @@ def import_deepspeed() -> Any:
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
-    from deepspeed.runtime import compiler
 
     # Its engines import the Muon optimizer, which we do not use. Decorating it with torch.compile takes 2 s.
+    compiler = deepspeed.runtime.compiler
     compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed

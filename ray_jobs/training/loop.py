@@ -22,24 +22,30 @@ import torch
 import torch.distributed as dist
 
 from pipelines.spec import Pretrain
+from pipelines.store import Checkpoint, write_log
 from ray_jobs.augment import TrainTransform
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
+from ray_jobs.process.context import Context
+from ray_jobs.process.heartbeat import Steps, count_steps
 from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import EMA, WEIGHTS, Engine, StateShard, make_engine
 from ray_jobs.training.evaluators import Evaluator
 from ray_jobs.training.few_shot import FewShotProbe
+from ray_jobs.training.gauges import Gauges
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, LogWriter, Reporting
 from ray_jobs.training.methods import Method, make_method
-from ray_jobs.training.model_ref import ModelRef, make_contract, take_over
+from ray_jobs.training.model_ref import ModelRef, find_model, make_contract, take_over
 from ray_jobs.training.state import TrainState, own_state
 from ray_jobs.training.steps import Course, Curve, evenly, steps
 from ray_jobs.training.task import Evaluation
-from ray_jobs.training.workers import ALONE, Worker
+from ray_jobs.training.workers import ALONE, Worker, this_worker
+from ray_jobs.training.workers.hangs import named_hangs
+from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
 from vit_model.build import Network, build
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
@@ -47,6 +53,32 @@ from vit_model.weights import save_model, save_weights
 
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
+
+
+def work(context: Context[Pretrain], group: int, start: Checkpoint | None) -> dict[str, Any]:
+    """Train as a worker of Ray Train; rank 0 returns {files, metrics}, the others nothing.
+
+    Args:
+        group: counts the groups of workers of this attempt.
+        start: the checkpoint to continue from.
+    """
+    worker, store, config = this_worker(group), context.open_store(), context.config
+    init_from, teacher = find_model(context), find_model(context, "teacher")
+
+    def trained(steps: Steps, output: Path | None, writer: LogWriter | None) -> dict[str, float | int | str]:
+        with named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS):
+            manager = CheckpointManager(store, context.attempt, config, worker, start, steps)
+            dataset = context.dataset(config.cache_gib)
+            return train(config, dataset, output, worker, manager, init_from, teacher, writer)
+
+    if worker.rank:
+        trained(Steps(), None, None)
+        return {}
+    with context.staging() as staging, count_steps(context) as steps:
+        with LogWriter(store, context.attempt, callback=Gauges(context.attempt).show) as writer:
+            metrics = trained(steps, staging.path, writer)
+        write_log(store, context.attempt, staging.path)
+    return {"files": staging.files, "metrics": metrics}
 
 
 def train(

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
@@ -29,6 +29,8 @@ from ray_jobs.tuning.points import points, propose, size
 from ray_jobs.tuning.progress import ended, progress, table
 from ray_jobs.tuning.trial import Refitted, Trial, TriedPoint, fit_title, pruned
 from vit_model.errors import UserError
+
+_T = TypeVar("_T")
 
 
 def sweep(
@@ -137,6 +139,15 @@ def remote(config: Finetune, function: Callable[..., Any], workers: int = 1) -> 
     return ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(function).remote
 
 
+def in_tasks(config: Finetune, function: Callable[..., _T], arguments: Sequence[tuple[Any, ...]]) -> list[_T]:
+    """Call a function with each of the arguments in Ray tasks with the resources of a fit, and return what it does."""
+    import ray
+
+    run = remote(config, function)
+    results: list[_T] = ray.get([run(*each) for each in arguments])
+    return results
+
+
 def run_trials(
     context: Context[Finetune],
     pools: list[Images],
@@ -147,14 +158,13 @@ def run_trials(
     """Run the missing trials with Ray Tune. ASHA gets the finished ones again, because it compares with them."""
     _silence_tune()
     from ray import tune
-    from ray.tune.schedulers import AsyncHyperBandScheduler
 
     config, search = context.config, context.config.search
     trials: list[tuple[Task, int, Trial | None]] = [(*trial, None) for trial in missing]
     scheduler = None
     if isinstance(search, ASHA):
         trials = [*finished, *trials]
-        scheduler = AsyncHyperBandScheduler(
+        scheduler = tune.schedulers.AsyncHyperBandScheduler(
             time_attr="evaluation",
             metric="accuracy",
             mode="max",

@@ -12,23 +12,25 @@ every group of workers: 2.5 s each. Here only the workers import it.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import ray
 from ray.train.backend import Backend, BackendConfig
 
 from pipelines.scratch import scratch_folder
-from ray_jobs.process import devices
 from vit_model.errors import UserError
 
 COLLECTIVE_SECONDS = 600  # the longest time that a worker waits for the others in one operation
 _LEAVE_SECONDS = 10.0
 _DEATH_SECONDS = 10.0  # after which the death of a worker, of which others have heard, is known
 _REASON = 160  # characters of a library's error
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what gloo and NCCL read
 _CONTROLLER = "ray.train.v2._internal.execution.controller.controller"
 
 # Of the first worker: the folder or the TCPStore in which the group meets.
@@ -66,7 +68,7 @@ class _LocalBackend(Backend):
             print(f"workers on {len(hosts)} hosts connect over {', '.join(hosts.values())}", flush=True)
             meeting: str | tuple[str, int] = worker_group.execute_single(0, _open_store)
         else:
-            worker_group.execute(devices.stay_on_loopback)
+            worker_group.execute(stay_on_loopback)
             meeting = worker_group.execute_single(0, _open_folder)
         world = len(worker_group)
         joining = [
@@ -106,10 +108,36 @@ def _node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def stay_on_loopback() -> None:
+    """Make the process groups that this process will join listen on loopback only; all ranks are on this machine.
+
+    By default, gloo and NCCL's bootstrap listen on the interface that the host name resolves to.
+    """
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
+
+
+def choose_interface(address: str) -> str:
+    """Make gloo and NCCL use the interface that has this address, and say which ones they use.
+
+    An interface that the environment names is kept. If no interface has the address, as behind network address
+    translation, the libraries choose.
+    """
+    found = [
+        name
+        for name, entries in psutil.net_if_addrs().items()
+        if any(entry.address.partition("%")[0] == address for entry in entries)
+    ]
+    given = {name: value for name in _INTERFACES if (value := os.environ.get(name))}
+    if found:  # "=": NCCL takes the name for a prefix otherwise
+        os.environ.update({"GLOO_SOCKET_IFNAME": found[0], "NCCL_SOCKET_IFNAME": f"={found[0]}"} | given)
+    chosen = found[0] if found else "no interface has this address"
+    return ", ".join([chosen, *(f"{name}={value}" for name, value in given.items())])
+
+
 def _choose_interface() -> str:
     """Choose this worker's network interface, and describe it: address and name."""
     address = ray.util.get_node_ip_address()
-    return f"{address} ({devices.choose_interface(address)})"
+    return f"{address} ({choose_interface(address)})"
 
 
 def _open_folder() -> str:
@@ -138,6 +166,7 @@ def _join(meeting: str | tuple[str, int], rank: int, world: int) -> str | None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore, TCPStore
 
+    from ray_jobs.process import devices
     from ray_jobs.training.workers.hangs import limit_collectives
 
     limit_collectives(COLLECTIVE_SECONDS)
