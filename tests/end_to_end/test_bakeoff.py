@@ -67,7 +67,7 @@ def test_two_backbones_are_compared_and_what_they_cost_is_shown(
         at = {name: line["resolution"] for name, line in lines.items()}
         assert at == {"small": 8, "wide": 8}
     wide = next(line for line in found["fine-tuning", "all labels"]["lines"] if line["backbone"] == "wide")
-    fields = {"width": 64, "mlp_dim": 256, "num_classes": 2}
+    fields = {"width": 64, "mlp_dim": 256, "num_classes": 3}  # the colours
     assert wide["gflops"] == forward_flops(ViTConfig.model_validate(TINY | fields)) / 1e9
     page = (report / "report.html").read_text()
     for text in ("Accuracy and cost", "images/s, forward pass", ">small<", ">wide<"):

@@ -137,7 +137,7 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
 
 @pytest.mark.full
 def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
-    vitflow_local: Vitflow, tmp_path: Path
+    vitflow: Vitflow, vitflow_local: Vitflow, tmp_path: Path
 ) -> None:
     checkpoint, store = write_hugging_face(tmp_path / "vit", processor=False), tmp_path / "store"
     refused = vitflow_local("import", checkpoint, "--store", store, check=2)
@@ -148,7 +148,7 @@ def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
     pixels = tmp_path / "pixels.yaml"
     pixels.write_text("mean: [0.4]\nstd: [0.2, 0.25, 0.3]\ninterpolation: bicubic\n")
     given = ["import", checkpoint, "--store", store, "--preprocessing", pixels]
-    assert "mean 0.4, 0.4, 0.4, std 0.2, 0.25, 0.3; bicubic" in vitflow_local(*given).stdout
+    assert "mean 0.4, 0.4, 0.4, std 0.2, 0.25, 0.3; bicubic" in vitflow(*given).stdout
     before = snapshot(store)
     again = vitflow_local(*given).stdout
     assert "CACHED" in again and "--set 'backbone.preprocessing={" in again
@@ -166,7 +166,7 @@ def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(
     given = ["import", "hf:org/vit-tiny", "--store", tmp_path / "store"]
     with running_hub() as hub:
         commit = hub.commit("org/vit-tiny", {path.name: path.read_bytes() for path in checkpoint.iterdir()})
-        first = vitflow_local(*given, HF_ENDPOINT=hub.endpoint).stdout
+        first = vitflow(*given, HF_ENDPOINT=hub.endpoint).stdout
         path = f"backbone.path=hf:org/vit-tiny@{commit}"
         assert "mean 0.4, 0.5, 0.6" in first and path in first
     again = vitflow(*given, HF_ENDPOINT=hub.endpoint, PYTHONPROFILEIMPORTTIME="1")
