@@ -21,13 +21,13 @@ class FitName(NamedTuple):
 
     kind: Literal["trial", "refit"]
     number: int
-    """Of its point, in the order in which points are tried, from 0; without a search, of its learning rate."""
+    """The number of its point, in the order in which points are tried, from 0; without a search, of its rate."""
     part: int
     """The fold of a trial, the draw of a refit."""
     digest: str | None = None
-    """Of a point that Optuna proposed, because another attempt may give its number to another point."""
+    """The digest of a point that Optuna proposed: another attempt may give the number to another point."""
     last_step: int | None = None
-    """Of a refit with early stopping, which ends there."""
+    """The step at which a refit with early stopping ends."""
 
     def __str__(self) -> str:
         digest = "" if self.digest is None else f"-p{self.digest}"

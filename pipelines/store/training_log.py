@@ -47,7 +47,7 @@ class LogLine(Frozen):
 
     time: Time
     fit: Annotated[Name, Field(max_length=100)] | None = None
-    """Of a fine-tuning: its `FitName`."""
+    """The `FitName` of a fine-tuning's fit."""
     step: int = Field(ge=0, lt=2**63)
     epoch: float
     """The images so far, divided by the number of training images."""

@@ -26,5 +26,5 @@ TRAINED = tuple(job for job, stage in STAGE_TYPES.items() if issubclass(stage, P
 
 
 def module(job: str) -> str:
-    """Return the name of the `ray_jobs` module for a job: that of the module here which defines its stage."""
+    """Return the name of a job's module in `ray_jobs`, which is also the name of its stage's module here."""
     return STAGE_TYPES[job].__module__.rpartition(".")[2]

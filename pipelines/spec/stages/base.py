@@ -34,7 +34,7 @@ def seen_in_training() -> Any:
 
 
 def cache_gib() -> Any:
-    """Declare the field of stages that read the images of a data set again and again."""
+    """Declare the field of stages that read a data set's images many times."""
     return execution(64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder")
 
 
