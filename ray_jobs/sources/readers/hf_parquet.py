@@ -184,7 +184,10 @@ def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]
     lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
     if len(lengths) > 2**_GROUP_BITS or max(lengths, default=0) > 2**_ROW_BITS:
         raise UserError(f"{name} has {len(lengths)} row groups of up to {max(lengths)} rows: too many")
-    return [(rows, _bytes(file, group, image) // max(rows, 1)) for group, rows in enumerate(lengths)]
+    try:
+        return [(rows, _bytes(file, group, image) // max(rows, 1)) for group, rows in enumerate(lengths)]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is damaged: a row group names a column that is not text: {error}") from error
 
 
 def _rows(names: Sequence[str], groups: Mapping[str, list[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
@@ -206,12 +209,9 @@ def _rows(names: Sequence[str], groups: Mapping[str, list[tuple[int, int]]]) -> 
 def _bytes(file: pq.ParquetFile, group: int, image: str) -> int:
     """Return the bytes of a row group's images, according to its metadata."""
     metadata = file.metadata.row_group(group)
-    columns = (metadata.column(number) for number in range(metadata.num_columns))
-    return sum(
-        column.total_uncompressed_size
-        for column in columns
-        if column.path_in_schema.partition(".")[0] == image
-    )
+    columns = [metadata.column(number) for number in range(metadata.num_columns)]
+    of_image = [column for column in columns if column.path_in_schema.partition(".")[0] == image]
+    return sum(column.total_uncompressed_size for column in of_image)
 
 
 def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:

@@ -291,6 +291,11 @@ def change(root: Path, case: str) -> None:
             put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [[0, 2]], features=None)
         case "no Parquet":
             (root / "test-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+        case "name in a row group":
+            path = root / "validation-00000-of-00001.parquet"
+            data = bytearray(path.read_bytes())
+            data[data.rindex(b"label", 0, data.index(b"huggingface"))] = 0xFF
+            path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -303,11 +308,12 @@ def change(root: Path, case: str) -> None:
         ("column", "its columns or classes differ"),
         ("floats", "is double, not whole numbers or text"),
         ("no Parquet", "is not a Parquet file, or damaged"),
+        ("name in a row group", r"validation-00000-of-00001\.parquet is damaged: a row group names a column"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(root: Path, case: str, message: str) -> None:
     change(root, case)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         listed(root)
 
 
