@@ -22,8 +22,7 @@ from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.evaluation import label_issues
 from ray_jobs.evaluation.leakage import check_labels_unseen
-from ray_jobs.evaluation.tasks import Run, here, on_cluster
-from ray_jobs.process.cluster import fit_resources
+from ray_jobs.process.cluster import Run, fit_resources, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
 
@@ -34,7 +33,8 @@ AUDITED: tuple[Split, ...] = ("train", "dev")
 def main(context: Context[Audit]) -> Result:
     """Audit in one Ray task, which embeds images or fits folds in others."""
     _, concurrent = fit_resources(context.config.threads)
-    return on_cluster(audit, context, concurrent=concurrent)
+    result: Result = on_cluster(audit, context, concurrent)
+    return result
 
 
 def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Result:

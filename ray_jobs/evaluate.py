@@ -26,7 +26,7 @@ from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.average_precision import retrieval
 from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
-from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
 
@@ -38,7 +38,8 @@ RETRIEVAL = "retrieval"
 
 def main(context: Context[Evaluate]) -> Result:
     """Evaluate in one Ray task, which computes features in others."""
-    return on_cluster(evaluate, context)
+    result: Result = on_cluster(evaluate, context)
+    return result
 
 
 def evaluate(context: Context[Evaluate], run: Run = here) -> Result:

@@ -47,7 +47,6 @@ from ray_jobs.tuning.points import points
 from ray_jobs.tuning.runner import (
     choose,
     held_out_temperature,
-    in_tasks,
     last_step,
     run_refit,
     steps_after,
@@ -114,7 +113,8 @@ def select(
     if isinstance(config.search, ASHA) and len(supports.folds) > 1:
         raise UserError("search.kind asha needs dev, but the data set has none; use random or optuna")
     tried = sweep(context, task, pools, supports.folds, ledger)
-    return Choice(tried, choose(tried), supports.selected_on)
+    by = "" if config.select_by == "accuracy" else f", by {config.select_by}"
+    return Choice(tried, choose(tried), supports.selected_on + by)
 
 
 def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
@@ -154,12 +154,12 @@ def run_refits(
     if task.config.workers > 1:
         with ThreadPoolExecutor(concurrent) as threads:
             return [*threads.map(lambda refit: run_refit(*refit), arguments)]
-    return in_tasks(task.config, run_refit, arguments)
+    return cluster.in_tasks(run_refit, arguments, task.config.threads)
 
 
 def measure_cost(context: Context[Finetune], task: Task) -> Cost:
     """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
-    (cost,) = in_tasks(task.config, _cost, [(context, task)])
+    (cost,) = cluster.in_tasks(_cost, [(context, task)], task.config.threads)
     return cost
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from pipelines.files.fetch import fetched
 from pipelines.spec import UNSTATED, GivenPreprocessing, Import
+from ray_jobs.process.cluster import in_task
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.stage import run_stage
 from vit_model.contract import ModelContract, Preprocessing
@@ -32,10 +33,7 @@ _NAMES_SHOWN, _LETTERS_SHOWN = 5, 60
 
 def main(context: Context[Import]) -> Result:
     """Run the import in one Ray task."""
-    import ray
-
-    task = ray.remote(num_cpus=1)(import_model)
-    result: Result = ray.get(task.remote(context))
+    result: Result = in_task(import_model, context)
     return result
 
 

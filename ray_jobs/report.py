@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 
 from pipelines.spec import Report
+from ray_jobs.process.cluster import in_task
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
 
 
 def main(context: Context[Report]) -> Result:
     """Make the report in one Ray task."""
-    import ray
-
-    result: Result = ray.get(ray.remote(num_cpus=1)(make).remote(context))
+    result: Result = in_task(make, context)
     return result
 
 

@@ -25,7 +25,7 @@ from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, check_leakage
-from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
 from vit_model.errors import UserError
@@ -54,7 +54,8 @@ CONFUSION = pa.schema(
 
 def main(context: Context[Segment]) -> Result:
     """Segment in one Ray task, which computes tokens in others."""
-    return on_cluster(segment, context)
+    result: Result = on_cluster(segment, context)
+    return result
 
 
 def segment(context: Context[Segment], run: Run = here) -> Result:

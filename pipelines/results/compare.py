@@ -20,10 +20,10 @@ from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
 from ray_jobs.evaluation.intervals import mean_difference, mean_interval, paired_difference
+from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, REAL, ROWS
 from ray_jobs.reporting import measures, verdicts
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.metrics import COMPUTED
 from vit_model.errors import UserError
 
 _TABLES = ("rows.parquet", "predictions.parquet")

@@ -147,13 +147,18 @@ TABLES = {
         Column("trial", "INTEGER", "number of the trial in its sweep, from 0"),
         Column("fold", "INTEGER", "number of the held-out part, from 0"),
         Column("accuracy", "DOUBLE", "accuracy on the held-out images"),
+        Column("selected_by", "DOUBLE", "the metric of `select_by` on them; NULL if that is accuracy"),
         Column("loss", "DOUBLE", "loss on the held-out images"),
         Column("learning_rate", "DOUBLE", "the trial's learning rate"),
         Column("point", "JSON", "the trial's values of all searched fields; NULL without a search"),
         Column("best_step", "BIGINT", "with early stopping, the step with this accuracy; NULL: the last"),
         Column("pruned_at", "BIGINT", "the step after which ASHA ended the trial; NULL if it did not"),
         Column("chosen", "BOOLEAN", "whether the refits have the trial's values"),
-        Column("selected_on", "VARCHAR", "the images that the sweep held out"),
+        Column(
+            "selected_on",
+            "VARCHAR",
+            "the images that the sweep held out, and by which metric if not accuracy",
+        ),
     ),
     "costs": (
         *_ORIGIN,
@@ -198,7 +203,7 @@ TABLES = {
 
 def described_tables() -> list[dict[str, str]]:
     """Return {table, column, type, meaning} of every column."""
-    from ray_jobs.reporting.metrics import METRICS
+    from ray_jobs.evaluation.metrics import METRICS
 
     stored = "; ".join(f"{metric.name}: {metric.meaning}" for metric in METRICS if metric.of_class is None)
     metrics = {
@@ -237,7 +242,7 @@ def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
     """Define the view of all metrics, those included that are computed from predictions."""
     parts = ["SELECT * FROM rows"]
     if is_named:
-        from ray_jobs.reporting.metrics import COMPUTED, of_lists
+        from ray_jobs.evaluation.metrics import COMPUTED, of_lists
 
         for number, metric in enumerate(COMPUTED):
             types = ["INTEGER[]", "INTEGER[]"]
@@ -361,10 +366,12 @@ def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
             is_chosen = (
                 number == sweep["chosen_trial"] if "chosen_trial" in sweep else rate == sweep["chosen"]
             )
-            steps = trial.get("steps", [None] * len(trial["accuracies"]))
-            folds = zip(trial["accuracies"], trial["losses"], steps, strict=True)
-            for fold, (accuracy, loss, step) in enumerate(folds):
-                measured = {"accuracy": accuracy, "loss": loss, "best_step": step, "learning_rate": rate}
+            none = [None] * len(trial["accuracies"])
+            (by,) = trial.get("selected_by", {"accuracy": none}).values()
+            folds = zip(trial["accuracies"], by, trial["losses"], trial.get("steps", none), strict=True)
+            for fold, (accuracy, value, loss, step) in enumerate(folds):
+                measured = {"accuracy": accuracy, "selected_by": value, "loss": loss}
+                measured |= {"best_step": step, "learning_rate": rate}
                 settings = {"point": trial.get("point"), "pruned_at": trial.get("pruned_at")}
                 of_sweep = {"chosen": is_chosen, "selected_on": sweep["selected_on"]}
                 numbers = {"trial": number, "fold": fold}

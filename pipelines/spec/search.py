@@ -24,6 +24,7 @@ FIXED = (
     "seed",
     "seen_in_training",
     "search",
+    "select_by",
     "early_stopping",
     "optimizer.preset",  # a trial's optimizer has all settings already
 )

@@ -31,7 +31,7 @@ from ray_jobs.evaluation.cost import Cost
 from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
 from ray_jobs.evaluation.measuring import forward_cost
-from ray_jobs.evaluation.tasks import Run
+from ray_jobs.process.cluster import Run
 from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
 from vit_model.build import Network, build

@@ -1,12 +1,17 @@
-"""The GPUs and CPUs of the Ray cluster that this process has joined, and which of them workers and fits take."""
+"""The GPUs and CPUs of the Ray cluster that this process has joined, and the tasks and workers that take them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from vit_model.errors import UserError
 
 _WORKERS_PER_CPU = 4  # that may share it: more take memory, and mostly wait for each other
+
+Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
+"""Call a function with each of these arguments, here or on the cluster; return the results in order."""
 
 
 def cluster_resources() -> dict[str, float]:
@@ -95,6 +100,44 @@ def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int
     if gpus:
         return {"CPU": share, "GPU": 1.0}, gpus
     return {"CPU": share}, max(1, int(cpus / share))
+
+
+def remote(function: Callable[..., Any], threads: int, workers: int = 1) -> Any:
+    """Return a function as a Ray task with the resources of a fit; of several workers, they hold them themselves."""
+    import ray
+
+    resources, _ = fit_resources(threads, workers)
+    return ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(function).remote
+
+
+def in_tasks(
+    function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], threads: int = 1
+) -> list[Any]:
+    """Call a function with each of the arguments in Ray tasks with the resources of a fit; return the results."""
+    import ray
+
+    run = remote(function, threads)
+    results: list[Any] = ray.get([run(*each) for each in arguments])
+    return results
+
+
+def here(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Call a function with each of the arguments in this process."""
+    return [function(*each) for each in arguments]
+
+
+def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
+    """Call a function in a Ray task on CPUs alone."""
+    import ray
+
+    cpus = min(threads, cpus_in_cluster())
+    return ray.get(ray.remote(num_cpus=cpus)(function).remote(*arguments))
+
+
+def on_cluster(stage: Callable[..., Any], context: Any, *arguments: Any) -> Any:
+    """Call `stage(context, run, *arguments)` in a Ray task, with a `Run` that computes in others."""
+    threads = context.config.threads
+    return in_task(stage, context, partial(in_tasks, threads=threads), *arguments, threads=threads)
 
 
 def _room(resources: dict[str, float]) -> int:

@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_interval
+from ray_jobs.evaluation.metrics import COMPUTED, contributions
 from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
-from ray_jobs.reporting.metrics import COMPUTED, contributions
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]

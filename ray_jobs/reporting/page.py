@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.reporting.gather import ReportData
-from ray_jobs.reporting.metrics import COMPUTED
 from ray_jobs.reporting.verdicts import CONCLUSIONS, labels_text, percent, points, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")

@@ -19,7 +19,9 @@ from torch.nn import functional
 from ray_jobs.data.loader import MEMORY_BYTES
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.calibration import probability_table
-from ray_jobs.training.task import DivergenceError, Score
+from ray_jobs.evaluation.metrics import COMPUTED, value
+from ray_jobs.evaluation.rows import ACCURACY
+from ray_jobs.training.task import DivergenceError, Evaluation, Score
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network
 from vit_model.contract import ModelContract, Preprocessing
@@ -113,6 +115,19 @@ def accuracy_and_loss(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     if not math.isfinite(loss):
         raise DivergenceError(NOT_FINITE.format(loss))
     return (logits.argmax(dim=1) == labels).double().mean().item(), loss
+
+
+def evaluation(step: int, logits: Tensor, labels: Tensor, select_by: str = ACCURACY) -> Evaluation:
+    """Return the results after a step, from logits [n, classes] and labels [n], with the metric that selects.
+
+    Raises:
+        DivergenceError: see `accuracy_and_loss`.
+    """
+    results = Evaluation(step, *accuracy_and_loss(logits, labels))
+    if select_by == ACCURACY:
+        return results
+    metric = next(metric for metric in COMPUTED if metric.name == select_by)
+    return results._replace(metrics={select_by: value(metric, labels.numpy(), logits.argmax(dim=1).numpy())})
 
 
 def score(logits: Tensor, labels: NDArray[Any], temperature: float | None = None) -> Score:

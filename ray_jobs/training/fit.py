@@ -23,7 +23,7 @@ from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain
-from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, accuracy_and_loss
+from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, evaluation
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, Reporting
 from ray_jobs.training.state import TrainState, WorkerState, own_state
@@ -69,8 +69,8 @@ class Stopping:
     def continue_from(self, evaluations: Sequence[Evaluation]) -> None:
         """Take these evaluations, whose first ones are those that it had."""
         new, self.evaluations = evaluations[len(self.evaluations) :], [*evaluations]
-        for evaluation in new:
-            self._report(evaluation)
+        for each in new:
+            self._report(each)
 
     @property
     def best(self) -> Evaluation:
@@ -102,6 +102,8 @@ class Validation(NamedTuple):
     images: Evaluator
     stopping: Stopping | None = None
     """may end the fit early; it gets the evaluations"""
+    select_by: str = "accuracy"
+    """see `Finetune.select_by`"""
 
 
 class Fitted(NamedTuple):
@@ -290,7 +292,7 @@ def _run_steps(
     validation: Validation | None,
 ) -> Curve:
     """Run the steps of a fit; add to the curve and the log, evaluate, stop early, write checkpoints."""
-    last, (images, stopping) = log.last, validation or (None, None)
+    last, (images, stopping, select_by) = log.last, validation or (None, None, "accuracy")
     evaluations = evenly(course.config.steps, _EVALUATIONS) - {course.config.steps}
     if stopping is not None:
         evaluations = stopping.steps
@@ -301,12 +303,13 @@ def _run_steps(
     for step in steps(course, batches, log.first, last):
         curve.add(step.losses)
         loss = curve.add_point(step) if step.done in points else None
-        evaluation = None
+        measured = None
         if images is not None and step.done in evaluations:
-            evaluation = _evaluate(averaged(model, course.engine, course.config), images, step.done)
+            current = averaged(model, course.engine, course.config)
+            measured = _evaluate(current, images, step.done, select_by)
             if stopping is not None:
-                stopping.add(step.done, evaluation)
-        log.add(step, loss, evaluation)
+                stopping.add(step.done, measured)
+        log.add(step, loss, measured)
         if stopping is not None and stopping.is_over:
             course.guard.check()
             break
@@ -328,10 +331,10 @@ def averaged(model: Network, engine: Engine, config: Finetune | Pretrain) -> Net
     return model
 
 
-def _evaluate(model: Network, images: Evaluator, step: int) -> Evaluation | None:
+def _evaluate(model: Network, images: Evaluator, step: int, select_by: str) -> Evaluation | None:
     """Evaluate a model after a step; None if the loss is not finite, which may yet change."""
     logits = images.logits(model)
     try:
-        return Evaluation(step, *accuracy_and_loss(logits, images.labels))
+        return evaluation(step, logits, images.labels, select_by)
     except DivergenceError:
         return None

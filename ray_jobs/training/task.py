@@ -5,7 +5,7 @@ is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
 
@@ -33,11 +33,13 @@ DIVERGED = sys.float_info.max
 
 
 class Evaluation(NamedTuple):
-    """Results on dev, or on the validation part of a fold, after a step. JSON has it as [step, accuracy, loss]."""
+    """Results on dev, or on the validation part of a fold, after a step; in JSON a list."""
 
     step: Annotated[int, Field(ge=1)]
     accuracy: Fraction
     loss: float
+    metrics: dict[str, Fraction] = {}  # noqa: RUF012 (never changed)
+    """The metric that selects, by name, if it is not accuracy (`select_by`)."""
 
 
 class Measured(Protocol):
@@ -47,21 +49,28 @@ class Measured(Protocol):
     def accuracy(self) -> float: ...
     @property
     def loss(self) -> float: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
-def rank(folds: Sequence[Measured], by: str = "accuracy") -> tuple[int, float, float]:
+def rank(folds: Sequence[Measured]) -> tuple[int, float, float]:
     """Return the key of the results of one setting, on one part of the images or several; the best has the highest.
 
-    Results that diverged in fewer folds come first, then those with the higher mean of the field `by`; the lower loss
-    breaks ties. Settings that are compared by loss have the same number of losses, so sums rank as means do.
+    Results that diverged in fewer folds come first, then those with the higher mean of the metric that selects; the
+    lower loss breaks ties. Settings that are compared by loss have the same number of losses, so sums rank as means do.
     """
     losses = [result.loss for result in folds if result.loss < DIVERGED]
-    return len(losses), mean(folds, by), -sum(losses)
+    return len(losses), mean(folds), -sum(losses)
 
 
-def mean(folds: Sequence[Measured], by: str = "accuracy") -> float:
-    """Return the mean of a field over results."""
-    return float(np.mean([getattr(result, by) for result in folds]))
+def selecting(result: Measured) -> float:
+    """Return the value of the metric that selects."""
+    return next(iter(result.metrics.values()), result.accuracy)
+
+
+def mean(folds: Sequence[Measured]) -> float:
+    """Return the mean over results of the metric that selects."""
+    return float(np.mean([*map(selecting, folds)]))
 
 
 class DivergenceError(UserError):

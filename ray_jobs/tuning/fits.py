@@ -22,7 +22,7 @@ from ray_jobs.evaluation.average_precision import multi_label
 from ray_jobs.evaluation.calibration import fit_temperature
 from ray_jobs.process.context import Context
 from ray_jobs.training.checkpoint import CheckpointManager
-from ray_jobs.training.evaluators import Evaluator, accuracy_and_loss, predict, score
+from ray_jobs.training.evaluators import Evaluator, evaluation, predict, score
 from ray_jobs.training.fit import Stopping, Validation, fit
 from ray_jobs.training.gauges import Gauges
 from ray_jobs.training.log import LogWriter, Reporting
@@ -67,7 +67,7 @@ def trial(
         with writer or nullcontext():
             given = fetched(context, task), inside, task.learning_rate, task.config.seed, manager
             reporting = Reporting(writer, f"{title}, step", remaining_steps)
-            fitted = fit(*given, reporting, Validation(held_out, stopping), worker)
+            fitted = fit(*given, reporting, Validation(held_out, stopping, task.config.select_by), worker)
             if writer is None:
                 return None
             alone = held_out if worker.world == 1 else Evaluator(outside, preprocessing)
@@ -116,10 +116,10 @@ def score_trial(
         assert stopping is not None
         return Trial(**stopping.best._asdict())
     logits, labels = held_out.logits(model), held_out.labels
-    evaluation = Evaluation(task.config.steps, *accuracy_and_loss(logits, labels))
+    results = evaluation(task.config.steps, logits, labels, task.config.select_by)
     if stopping is None:
-        writer.add_evaluation(evaluation)
-    return Trial(**evaluation._asdict(), temperature=fit_temperature(logits.numpy(), labels.numpy()))
+        writer.add_evaluation(results)
+    return Trial(**results._asdict(), temperature=fit_temperature(logits.numpy(), labels.numpy()))
 
 
 def _record(context: Context[Finetune], name: FitName, result: Trial, manager: CheckpointManager) -> None:

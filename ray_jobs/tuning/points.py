@@ -85,7 +85,7 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
     has the same result each time, so a point that was tried is not proposed again.
 
     Args:
-        tried: the points so far, in order, each with the mean accuracy of its trials; None: they have not ended.
+        tried: the points so far, in order, each with its trials' mean of what selects; None: they have not ended.
 
     Raises:
         UserError: Optuna is not installed.
@@ -112,16 +112,16 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
     sampler = optuna.samplers.TPESampler(seed=int(raw.generate_state(1)[0]), constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="maximize")
     states, known = optuna.trial.TrialState, []
-    for point, accuracy in tried:
+    for point, result in tried:
         known.append(
             {
                 path: point[path] if isinstance(values, Range) else values.index(point[path])
                 for path, values in config.space.items()
             }
         )
-        state = states.RUNNING if accuracy is None else states.COMPLETE
+        state = states.RUNNING if result is None else states.COMPLETE
         study.add_trial(
-            optuna.trial.create_trial(state=state, value=accuracy, params=known[-1], distributions=space)
+            optuna.trial.create_trial(state=state, value=result, params=known[-1], distributions=space)
         )
     for _ in range(_TRIES):
         found = study.ask(space).params

@@ -39,9 +39,9 @@ def ended(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: i
 
 def table(tried: Sequence[TriedPoint], rows: int | None = None) -> str:
     """Return a line per point, the best first; None for all of them."""
-    ranked = sorted(tried, key=TriedPoint.rank, reverse=True)
+    ranked = sorted(tried, key=lambda point: point.rank, reverse=True)
     lines = [
-        f"  {point.accuracy:.3f}  {point.title}"
+        f"  {point.selecting:.3f}  {point.title}"
         + (f" (ended at step {point.folds[0].step})" if point.is_pruned else "")
         for point in ranked[:rows]
     ]
@@ -68,8 +68,8 @@ def progress(
         left = (total - len(tried)) * seconds / concurrent
         message += ", " + time_left(left, deadline, isinstance(search, ASHA))
     if whole := [point for point in tried if not point.is_pruned]:
-        best = max(whole, key=TriedPoint.rank)
-        message += f"; the best is trial {best.number}, accuracy {best.accuracy:.3f}: {describe(best.point)}"
+        best = max(whole, key=lambda point: point.rank)
+        message += f"; the best is trial {best.number}, {config.select_by} {best.selecting:.3f}: {describe(best.point)}"
     quarters = [_TABLES * count // total for count in (len(tried) - 1, len(tried))]
     if total >= _FEW and len(tried) < total and quarters[0] < quarters[1]:
         message += "\n" + table(tried, _ROWS)

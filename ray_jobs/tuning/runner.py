@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
@@ -23,14 +23,21 @@ from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
 from ray_jobs.process import cluster
 from ray_jobs.process.context import Context
-from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, at_point, mean
+from ray_jobs.training.task import (
+    DIVERGED,
+    DivergenceError,
+    Evaluation,
+    Folds,
+    Task,
+    at_point,
+    mean,
+    selecting,
+)
 from ray_jobs.tuning.ledger import Ledger, add_point, add_trial
 from ray_jobs.tuning.points import points, propose, size
 from ray_jobs.tuning.progress import ended, progress, table
 from ray_jobs.tuning.trial import Refitted, Trial, TriedPoint, fit_title, pruned
 from vit_model.errors import UserError
-
-_T = TypeVar("_T")
 
 
 def sweep(
@@ -59,7 +66,7 @@ def sweep(
     if all(point.is_pruned for point in tried):
         raise UserError("search.minutes: no trial has ended in this time; give more")
     if config.search is not None:
-        print(f"the trials by accuracy on what they held out:\n{table(tried)}", flush=True)
+        print(f"the trials by {config.select_by} on what they held out:\n{table(tried)}", flush=True)
     return tried
 
 
@@ -68,7 +75,7 @@ def choose(tried: Sequence[TriedPoint]) -> TriedPoint:
 
     Raises DivergenceError if every point diverged in every fold.
     """
-    best = max((point for point in tried if not point.is_pruned), key=TriedPoint.rank)
+    best = max((point for point in tried if not point.is_pruned), key=lambda point: point.rank)
     if all(trial.loss == DIVERGED for trial in best.folds):
         raise DivergenceError(
             "learning_rates: training diverged with every rate of the sweep; give lower ones"
@@ -131,23 +138,6 @@ def run_refit(
     return result
 
 
-def remote(config: Finetune, function: Callable[..., Any], workers: int = 1) -> Any:
-    """Return a function as a Ray task with the resources of a fit; of several workers, they hold them themselves."""
-    import ray
-
-    resources, _ = cluster.fit_resources(config.threads, workers)
-    return ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(function).remote
-
-
-def in_tasks(config: Finetune, function: Callable[..., _T], arguments: Sequence[tuple[Any, ...]]) -> list[_T]:
-    """Call a function with each of the arguments in Ray tasks with the resources of a fit, and return what it does."""
-    import ray
-
-    run = remote(config, function)
-    results: list[_T] = ray.get([run(*each) for each in arguments])
-    return results
-
-
 def run_trials(
     context: Context[Finetune],
     pools: list[Images],
@@ -166,7 +156,7 @@ def run_trials(
         trials = [*finished, *trials]
         scheduler = tune.schedulers.AsyncHyperBandScheduler(
             time_attr="evaluation",
-            metric="accuracy",
+            metric="selecting",
             mode="max",
             max_t=search.evaluations,
             grace_period=search.grace,
@@ -238,9 +228,8 @@ def _tune_trial(
         evaluations.append(evaluation)
         # the last one follows when the result is in the ledger, because ASHA then ends the trial
         if evaluation.step < task.config.steps or done is not None:
-            tune.report(
-                {"accuracy": evaluation.accuracy, "evaluation": len(evaluations), "evaluations": evaluations}
-            )
+            results = {"selecting": selecting(evaluation), "evaluations": evaluations}
+            tune.report(results | {"evaluation": len(evaluations)})
 
     def say_progress() -> None:
         ledger = Ledger(context, task.attempts)
@@ -259,7 +248,7 @@ def _tune_trial(
         if search is not None:
             say_progress()
     last = search.evaluations if isinstance(search, ASHA) else 1
-    tune.report({"accuracy": 0.0 if done is None else done.accuracy, "evaluation": last})
+    tune.report({"selecting": 0.0 if done is None else selecting(done), "evaluation": last})
 
 
 def run_proposed(
@@ -281,12 +270,16 @@ def run_proposed(
         done = [trial for trial in trials if trial is not None]
         seconds += sum(trial.seconds for trial in done)
         if len(done) == len(folds):
-            proposals.accuracies[number] = mean(done)
-    proposals.begun = [number for number in proposals.points if number not in proposals.accuracies]
-    count = (proposals.total - len(proposals.accuracies)) * len(folds)
+            proposals.results[number] = mean(done)
+    proposals.begun = [number for number in proposals.points if number not in proposals.results]
+    count = (proposals.total - len(proposals.results)) * len(folds)
     _, concurrent = cluster.fit_resources(config.threads, config.workers)
     deadline = _deadline(config, seconds, concurrent)
-    run, running, fits = remote(config, run_point, config.workers), dict[Any, int](), itertools.count()
+    run, running, fits = (
+        cluster.remote(run_point, config.threads, config.workers),
+        dict[Any, int](),
+        itertools.count(),
+    )
     while True:
         while len(running) < concurrent and time.time() < deadline:
             if (begins := proposals.next()) is None:
@@ -301,22 +294,22 @@ def run_proposed(
             break
         (result,), _ = ray.wait([*running])
         number = running.pop(result)
-        if (accuracy := ray.get(result)) is not None:
-            proposals.accuracies[number] = accuracy
+        if (mean_result := ray.get(result)) is not None:
+            proposals.results[number] = mean_result
             print(progress(config, ledger, len(folds), concurrent, deadline), flush=True)
     proposals.say_end(time.time() >= deadline)
     return dict(sorted(proposals.points.items()))
 
 
 class Proposals:
-    """The points that Optuna has proposed in a search, by number, with the accuracies of those that have ended."""
+    """The points that Optuna has proposed in a search, by number, with the results of those that have ended."""
 
     def __init__(self, context: Context[Finetune], known: dict[int, Point]) -> None:
         self._context, self._search = context, context.config.search
         assert isinstance(self._search, Optuna)
         self._trials = self._search.trials
         self.total = int(min(self._trials, size(context.config)))
-        self.points, self.accuracies = known, dict[int, float]()
+        self.points, self.results = known, dict[int, float]()
         self.begun: list[int] = []
         """those that an earlier attempt has begun and not ended"""
 
@@ -326,7 +319,7 @@ class Proposals:
             return self.begun.pop(0)
         if len(self.points) >= self.total:
             return None
-        tried = [(self.points[number], self.accuracies.get(number)) for number in sorted(self.points)]
+        tried = [(self.points[number], self.results.get(number)) for number in sorted(self.points)]
         if (point := propose(self._context.config, tried)) is None:
             return None
         free = (number for number in itertools.count() if number not in self.points)
@@ -354,7 +347,7 @@ def run_point(
     remaining_steps: list[int],
     deadline: float,
 ) -> float | None:
-    """Run the trials of a point, fold by fold, and return their mean accuracy; None if they begin after the deadline.
+    """Run a point's trials, fold by fold, and return their mean of what selects; None if they begin too late.
 
     Args:
         remaining_steps: how many steps the stage still does after each fold's trial.

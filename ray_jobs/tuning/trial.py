@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import pyarrow as pa
-from pydantic import JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.spec.search import Point
 from pipelines.store import MODEL_FILES, FileEntry
-from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank
+from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank, selecting
 from vit_model.fields import Frozen
 
 
@@ -43,6 +44,8 @@ class Trial(Record):
 
     accuracy: Fraction
     loss: float
+    metrics: dict[str, Fraction] = Field(default={})
+    """the metric that selects, by name, if it is not accuracy"""
     step: PositiveInt
     """after which it had them: the best one with `early_stopping`, otherwise the last"""
     evaluations: tuple[Evaluation, ...] = ()
@@ -60,7 +63,8 @@ class Trial(Record):
         if self.loss == DIVERGED:
             return "diverged"
         pruned = f", ended by ASHA at step {self.step}" if self.is_pruned else ""
-        return f"accuracy {self.accuracy:.3f}, loss {self.loss:.3f}{pruned}"
+        metrics = {"accuracy": self.accuracy} | self.metrics | {"loss": self.loss}
+        return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()) + pruned
 
 
 class CurvePoint(Frozen):
@@ -141,11 +145,17 @@ class TriedPoint(NamedTuple):
     @property
     def accuracy(self) -> float:
         """The mean over folds."""
+        return float(np.mean([trial.accuracy for trial in self.folds]))
+
+    @property
+    def selecting(self) -> float:
+        """The mean over folds of the metric that selects."""
         return mean(self.folds)
 
-    def rank(self, by: str = "accuracy") -> tuple[int, float, float]:
-        """Return what points are sorted by, see `rank`."""
-        return rank(self.folds, by)
+    @property
+    def rank(self) -> tuple[int, float, float]:
+        """What points are sorted by, see `rank`."""
+        return rank(self.folds)
 
     @property
     def title(self) -> str:
@@ -159,6 +169,8 @@ class TriedPoint(NamedTuple):
             "accuracies": [trial.accuracy for trial in self.folds],
             "losses": [trial.loss for trial in self.folds],
         }
+        if config.select_by != "accuracy":
+            entry["selected_by"] = {config.select_by: [*map(selecting, self.folds)]}
         if config.early_stopping is not None:
             entry["steps"] = [trial.step for trial in self.folds]
         if config.search is not None:

@@ -112,9 +112,13 @@ class Finetune(TrainingStage):
         description="micro-batches per step that batch_size is divided into, which takes less memory; batch_size does"
         " not change",
     )
+    select_by: Literal["accuracy", "macro-F1", "balanced accuracy"] = later(
+        "accuracy",
+        description="what ranks the trials, and with early_stopping a trial's evaluations, on the held-out images",
+    )
     early_stopping: EarlyStopping | None = later(
         None,
-        description="end a trial when its accuracy on the held-out images no longer rises; the refits end at the best"
+        description="end a trial when it no longer gets better on the held-out images; the refits end at the best"
         " trial's best step. A single rate gets a trial, too",
     )
     augment: Augmentation | Literal["vtab"] = Field(

@@ -113,7 +113,8 @@ def test_the_best_mean_wins_and_the_loss_breaks_ties():
         tried([0.9, 0.7], [0.2, 0.95], 2),
     ]
     assert choose(points).number == 2, "0.575 is less than 0.9, though its worst fold is worse"
-    assert points[0].rank("step") == (2, 1.0, -0.2), "any field of an evaluation may be the one to rank by"
+    other = [trial(0.0, 0.1, 1, metrics={"macro-F1": 0.9}) for _ in range(2)]
+    assert choose([*points, points[0]._replace(folds=other, number=3)]).number == 3, "a named metric ranks"
 
 
 def test_a_rate_that_diverged_in_fewer_folds_comes_first():
@@ -237,7 +238,7 @@ def test_a_refit_repeats_the_steps_of_its_trial_until_it_was_best(dataset):
     stopping = fit_module.Stopping(40, 10, patience=2)
     images = Evaluator(held_out, task.contract.preprocessing)
     fit(task, data, 3e-2, seed=0, validation=Validation(images, stopping))
-    accuracies = {step: accuracy for step, accuracy, _ in stopping.evaluations}
+    accuracies = {each.step: each.accuracy for each in stopping.evaluations}
     best, last = stopping.best, max(accuracies)
     assert best.accuracy == max(accuracies.values()) > 0.5
     assert last == best.step + 2 * 4 < 40, "it ended two evaluations after its best"
@@ -508,9 +509,13 @@ def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray, ca
 
 @pytest.mark.ray
 def test_with_early_stopping_dev_also_chooses_the_last_step(dataset, tmp_path, local_ray):
-    """Also of a single rate, for which there is a trial then."""
+    """Also of a single rate, for which there is a trial then; by another metric than accuracy."""
     config = configuration(
-        labels=Labels(), learning_rates=(3e-2,), steps=40, early_stopping={"evaluations": 10, "patience": 2}
+        labels=Labels(),
+        learning_rates=(3e-2,),
+        steps=40,
+        early_stopping={"evaluations": 10, "patience": 2},
+        select_by="macro-F1",
     )
     result = finetune.main(context(tmp_path, dataset, config))
     folder = tmp_path / "artifacts/finetune/k/attempts/1/files"
@@ -518,7 +523,7 @@ def test_with_early_stopping_dev_also_chooses_the_last_step(dataset, tmp_path, l
     (trial,) = sweep["trials"]
     last = sweep["stopped_at"]
     assert trial["steps"] == [last] and last < 40
-    assert sweep["selected_on"] != finetune.ONE_RATE
+    assert sweep["selected_on"] == "dev, by macro-F1" and trial["selected_by"].keys() == {"macro-F1"}
     lines = decode_lines((folder / "log.jsonl").read_bytes(), "log.jsonl")
     steps = {name: [line.step for line in lines if line.fit == name] for name in {line.fit for line in lines}}
     assert steps.keys() == {"trial-0-0", f"refit-0-{last}-0"}

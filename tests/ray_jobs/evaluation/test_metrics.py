@@ -1,14 +1,17 @@
 """Metrics that readers compute from predictions: scikit-learn's values, and intervals that cover the truth."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
+from pipelines.spec import Finetune
+from ray_jobs.evaluation import metrics
 from ray_jobs.evaluation.intervals import mean_interval
-from ray_jobs.reporting import metrics
+from ray_jobs.training.evaluators import evaluation
 
 SKLEARN: dict[str, Callable[..., float]] = {
     "macro-F1": lambda labels, predictions: f1_score(labels, predictions, average="macro"),
@@ -28,6 +31,16 @@ def test_values_are_scikit_learns(metric: metrics.Metric) -> None:
     assert metrics.contributions(metric, labels, predictions).mean(axis=1) == pytest.approx(expected)
     value, low, high = mean_interval(metrics.contributions(metric, labels, predictions))
     assert value == pytest.approx(np.mean(expected)) and 0 < low < value < high < 1
+
+
+def test_a_search_selects_by_the_metric_that_it_names() -> None:
+    rng = np.random.default_rng(0)
+    labels, logits = rng.integers(0, 4, 50), rng.normal(size=(50, 4)).astype(np.float32)
+    by_accuracy, *names = get_args(Finetune.model_fields["select_by"].annotation)
+    assert by_accuracy == metrics.ACCURACY
+    for name in names:
+        results = evaluation(1, torch.from_numpy(logits), torch.from_numpy(labels), name)
+        assert results.metrics == {name: pytest.approx(SKLEARN[name](labels, logits.argmax(axis=1)))}
 
 
 @pytest.mark.parametrize("metric", metrics.COMPUTED, ids=lambda metric: metric.name)
