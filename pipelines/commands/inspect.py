@@ -140,17 +140,13 @@ def lineage(
     ],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
-    as_dot: Annotated[bool, typer.Option("--dot", help="Graphviz input: | dot -Tsvg > lineage.svg")] = False,
 ) -> None:
     """Show what an artifact was made from, back to the fingerprint of the source files."""
-    if as_json and as_dot:
-        raise RecipeError("--json and --dot cannot be combined; use one of them")
     traced = tracing.trace(open_(store, create=False), selector)
     if as_json:
         print_json(tracing.as_json(traced))
-        return
-    for line in tracing.as_dot(traced) if as_dot else tracing.as_text(traced):
-        write(line)
+    else:
+        write("\n".join(tracing.as_text(traced)))
 
 
 @app.command("logs")

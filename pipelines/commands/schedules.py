@@ -1,11 +1,10 @@
-"""The commands schedule add, list, pause, resume, remove, preview, serve, tick and render: recurring runs."""
+"""The commands schedule add, list, pause, resume, remove, serve, tick and render: recurring runs."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from zoneinfo import ZoneInfo
 
 import typer
@@ -32,7 +31,7 @@ from pipelines.engine.submission import check_address, check_store
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pinning import pin
 from pipelines.schedules import render
-from pipelines.schedules.cron import check_cron, check_timezone, ticks
+from pipelines.schedules.cron import check_cron, check_timezone
 from pipelines.schedules.schedule import (
     Schedule,
     add_schedule,
@@ -49,15 +48,11 @@ from pipelines.store import StoreError
 from pipelines.terminal import write
 from vit_model.errors import UserError
 
-if TYPE_CHECKING:
-    from pipelines.schedules.schedule import Schedule
-
 app = Commands(
     name="schedule",
     help="Schedule recurring runs. A run whose data and settings have not changed reuses all results.",
 )
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="the name of a schedule")]
-TimezoneOption = Annotated[str, typer.Option("--timezone", help="a time zone, such as Europe/Berlin")]
 TARGETS = ("systemd", "cron", "kubernetes")
 
 
@@ -66,7 +61,7 @@ def schedule_add(
     name: NameArgument,
     pipeline: PipelineArgument,
     cron: Annotated[str, typer.Option("--cron", help="minute hour day-of-month month day-of-week")],
-    timezone: TimezoneOption = "UTC",
+    timezone: Annotated[str, typer.Option("--timezone", help="a time zone, such as Europe/Berlin")] = "UTC",
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     changes: SetOption = None,
@@ -151,38 +146,6 @@ def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> N
     """Remove a schedule. Its runs and their results stay."""
     set_state(open_(store, create=False), name, "removed")
     console.print(f"removed {name}", highlight=False)
-
-
-@app.command("preview")
-def schedule_preview(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="the name of a schedule; or use --cron")
-    ] = None,
-    cron: Annotated[str | None, typer.Option("--cron", help="a cron line, instead of a schedule")] = None,
-    timezone: TimezoneOption = "UTC",
-    count: Annotated[int, typer.Option("-n", min=1, max=1000, help="number of times to show")] = 5,
-    store: StoreOption = DEFAULT_STORE,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the next times of a schedule, in its time zone and in UTC."""
-    if (name is None) == (cron is None):
-        raise RecipeError("give either NAME, a schedule, or --cron, a cron line")
-    if name is not None:
-        schedule = find_schedule(open_(store, create=False), name)
-        line, timezone = schedule.cron, schedule.timezone
-    else:
-        line, timezone = check_cron(cron or ""), check_timezone(timezone)
-    rows: list[dict[str, Any]] = [
-        {
-            "local": f"{tick.astimezone(ZoneInfo(timezone)):%a %Y-%m-%d %H:%M %Z}",
-            "UTC": f"{tick:%a %Y-%m-%d %H:%M}",
-        }
-        for tick in islice(ticks(line, timezone, datetime.now(UTC)), count)
-    ]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, ("local", "UTC"))
 
 
 @app.command("serve")
