@@ -321,13 +321,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
 
 
 def _print_notes(planned: list[PlannedStage]) -> None:
-    notes = [note for stage in planned for note in planning.notes(stage)]
-    if old := [stage.name for stage in planned if planning.has_old_digest(stage)]:
-        notes.append(
-            f"{', '.join(old)}: made by an earlier vitflow, whose code digests cover less; whether their code has"
-            " changed is unknown"
-        )
-    for note in notes:
+    for note in (note for stage in planned for note in planning.notes(stage)):
         console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
 
 
