@@ -26,6 +26,7 @@ from pipelines.commands.common import (
     plain,
     print_json,
     print_table,
+    say,
 )
 from pipelines.engine.submission import check_address, check_store
 from pipelines.recipe.load import load_pipeline
@@ -86,11 +87,9 @@ def schedule_add(
     )
     opened = open_(store)
     outcome = add_schedule(opened, wanted)
-    console.print(f"{outcome} [bold]{name}[/]; next {_next_time(wanted)}", highlight=False)
+    console.print(f"{outcome} [bold]{name}[/]; next {_next_time(wanted)}")
     if outcome != "unchanged":
-        console.print(
-            f"  vitflow schedule serve --store {plain(opened.uri)}", highlight=False, soft_wrap=True
-        )
+        say(f"  vitflow schedule serve --store {opened.uri}")
 
 
 @app.command("list")
@@ -129,7 +128,7 @@ def schedule_list(
 def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Pause a schedule: it starts no runs, and does not restart the driver of one."""
     changed = set_state(open_(store, create=False), name, "paused")
-    console.print(f"paused {name}" if changed else f"{name} was already paused", highlight=False)
+    console.print(f"paused {name}" if changed else f"{name} was already paused")
 
 
 @app.command("resume")
@@ -138,14 +137,14 @@ def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> N
     opened = open_(store, create=False)
     changed = set_state(opened, name, "active")
     outcome = f"resumed {name}" if changed else f"{name} was not paused"
-    console.print(f"{outcome}; next {_next_time(find_schedule(opened, name))}", highlight=False)
+    console.print(f"{outcome}; next {_next_time(find_schedule(opened, name))}")
 
 
 @app.command("remove")
 def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Remove a schedule. Its runs and their results stay."""
     set_state(open_(store, create=False), name, "removed")
-    console.print(f"removed {name}", highlight=False)
+    console.print(f"removed {name}")
 
 
 @app.command("serve")
@@ -172,7 +171,7 @@ def schedule_tick(
             _say(f"{name}: {line}")
             acted = True
     except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
-        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]error:[/] {plain(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
     if not acted:
         _say(f"{name}: nothing is due; next {_next_time(schedule)}")
