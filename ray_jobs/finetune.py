@@ -306,7 +306,7 @@ def _trained_parameters(task: Task) -> dict[str, int]:
     """Return how many weights each refit trained, those of LoRA's matrices included; nothing if it trained all."""
     if task.config.freeze is None and task.config.lora is None:
         return {}
-    from ray_jobs.training.estimates import trained_parameters
+    from ray_jobs.training.fit import trained_parameters
 
     return {"trained_parameters": trained_parameters(task)}
 

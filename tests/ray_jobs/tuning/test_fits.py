@@ -302,7 +302,7 @@ def _member(rank: int, meeting: str, root: Path, config: Finetune, number: int, 
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=config.workers)
     if kill is not None and kill.rank == rank:
         arm(kill)
-    worker = Worker(rank, config.workers, rank, config.workers, number)
+    worker = Worker(rank, config.workers, rank, number)
     run(attempt(root, config, number), worker=worker)
     dist.destroy_process_group()
 
