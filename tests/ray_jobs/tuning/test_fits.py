@@ -82,7 +82,7 @@ def run(
     rates = given.config.learning_rates or (1e-2,)
     task = at_point(task, rate, {"learning_rate": rates[rate]}, dataset)
     if report is not None:
-        fits.trial(given, task, pools[0], supports.folds, 0, 0, report, worker)
+        fits.trial(given, task, pools[0], supports.folds, 0, report, worker)
     elif given.config.early_stopping is not None:
         fits.trial(given, task, pools[0], supports.folds, 0, worker=worker)
     else:
