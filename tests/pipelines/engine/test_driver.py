@@ -257,52 +257,6 @@ def test_a_suspended_process_is_lost_after_a_minute_and_ends_when_it_goes_on(sus
     assert len(world.attempts()) == 1 + is_lost
 
 
-class Outage(Network):
-    """The store answers nobody for a while."""
-
-    def __init__(self, world: World, begins: float, seconds: float) -> None:
-        super().__init__()
-        self.clock, self.begins, self.ends = world.clock, begins, begins + seconds
-
-    def before(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
-        if what in {"read", "list", "create", "replace"} and self.begins <= self.clock.now < self.ends:
-            raise lost("the store is out")
-
-
-def test_nothing_is_lost_while_the_store_does_not_answer() -> None:
-    """Nobody can then show a sign of life."""
-    world = World(script=scripts(Script(running=1000.0)))
-    world.store.network = outage = Outage(world, 20.0, 900.0)
-    assert walk(world, outage) == {"images": "SUCCEEDED"}
-    assert len(world.attempts()) == 1
-    assert world.clock.now < 1010
-
-
-def test_a_driver_that_was_suspended_itself_loses_nothing() -> None:
-    """A laptop's lid was closed: its clock has gone on, and nothing else."""
-    world = World(script=scripts(Script(running=100.0)))
-
-    def jump() -> None:
-        world.clock.now += 3600
-
-    world.clock.after(30.0, jump)
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert len(world.attempts()) == 1
-
-
-def test_a_new_driver_watches_for_a_minute_before_it_calls_a_job_lost() -> None:
-    world = World(script=scripts(Script(status="RUNNING", commits=False), Script()))
-    network = Network()
-    world.clock.after(20.0, network.die)
-    with pytest.raises(Killed):
-        walk(world, network)
-    world.clock.sleep(3600)
-    began = world.clock.now
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.clock.now - began > 60
-    assert "LOST no sign of life for 60 s; another attempt" in world.told.of("images")
-
-
 class EndsBetween(Network):
     """The job commits, and then dies, between the question for its manifest and the one for the job."""
 
@@ -367,14 +321,6 @@ def test_the_log_of_an_attempt_is_saved_before_the_next_is_written() -> None:
         ["2", "attempt.json"],
         ["2", "log.txt"],
     ]
-
-
-def test_a_mistake_of_the_users_is_not_tried_again() -> None:
-    world = World(script=scripts(Script.failed(2, "error: no such field\n")))
-    assert walk(world) == {"images": "FAILED"}
-    assert world.told.of("images")[-1] == "FAILED no such field"
-    assert len(world.attempts()) == 1
-    assert world.log(world.attempts()[0]) == "error: no such field\n"
 
 
 def test_a_stage_whose_source_changed_is_planned_anew_twice(monkeypatch: pytest.MonkeyPatch) -> None:
