@@ -185,7 +185,7 @@ def test_july_is_not_the_last_day() -> None:
 )
 def test_a_time_zone_is_the_same_one_everywhere_and_the_nearest_is_named(name: str) -> None:
     with pytest.raises(
-        RecipeError, match=f"--timezone '{name}': no such time zone; .* such as '(Europe/Berlin|Etc/UTC|UTC)'"
+        RecipeError, match=f"'{name}': no such time zone; .* such as '(Europe/Berlin|Etc/UTC|UTC)'"
     ):
         check_timezone(name)
     assert check_timezone("EST5EDT") == "EST5EDT"
