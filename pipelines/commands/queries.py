@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import resource
 from collections.abc import Iterable
 from decimal import Decimal
@@ -43,7 +42,7 @@ from pipelines.results.accuracies import (
     vtab_table,
 )
 from pipelines.results.lookup import find_artifact
-from pipelines.results.query import Unfinished, query
+from pipelines.results.query import query
 from pipelines.results.tables import described_tables
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
@@ -119,17 +118,13 @@ def report_query(
             print_table(listed, tuple(listed[0]))
         return
     _limit_memory()
-    try:
-        with query(open_(store, create=False), sql) as answer:
-            if as_csv:
-                _print_csv(answer.columns, answer.rows)
-            elif as_json:
-                _print_objects(answer)
-            else:
-                _print_answer(answer)
-    except Unfinished as error:
-        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
-        os._exit(2)  # the ordinary end of a process waits for DuckDB
+    with query(open_(store, create=False), sql) as answer:
+        if as_csv:
+            _print_csv(answer.columns, answer.rows)
+        elif as_json:
+            _print_objects(answer)
+        else:
+            _print_answer(answer)
 
 
 def _limit_memory() -> None:
