@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import resource
 from collections.abc import Iterable
 from decimal import Decimal
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 1000  # in a table on the terminal
 MEMORY_BYTES = 3 * 2**30
+CPU_SECONDS = 90  # of each core; then SIGXCPU ends the process
 _NUMBERS = {"FLOAT", "DOUBLE", "INTEGER", "BIGINT", "HUGEINT"}
 _NESTED = ("STRUCT", "MAP", "UNION")
 
@@ -117,7 +119,7 @@ def report_query(
         else:
             print_table(listed, tuple(listed[0]))
         return
-    _limit_memory()
+    _limit_process()
     with query(open_(store, create=False), sql) as answer:
         if as_csv:
             _print_csv(answer.columns, answer.rows)
@@ -127,11 +129,12 @@ def report_query(
             _print_answer(answer)
 
 
-def _limit_memory() -> None:
-    """Limit the memory of this process, because DuckDB's own limit does not cover all that DuckDB allocates."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+def _limit_process() -> None:
+    """Limit this process, because DuckDB looks at its limits neither while it plans nor wherever it allocates."""
+    seconds = int(CPU_SECONDS * (os.cpu_count() or 1))
+    for name, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
+        _, hard = resource.getrlimit(name)
+        resource.setrlimit(name, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:

@@ -4,6 +4,9 @@ import csv
 import io
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +396,16 @@ def test_no_file_can_be_reached_from_the_database_itself(
 def test_what_takes_too_long_is_stopped(store: Store, sql: str) -> None:
     with pytest.raises(RecipeError, match=r"stopped after 0\.5 s"):
         ask(store, sql, seconds=0.5)
+
+
+@pytest.mark.slow
+def test_planning_that_takes_too_long_ends_the_process(store: Store) -> None:
+    """DuckDB cannot be interrupted while it plans."""
+    sql = "SELECT count(*) FROM " + ", ".join(f"rows r{number}" for number in range(600))
+    code = "import sys; from pipelines.commands import queries; queries.CPU_SECONDS = 1"
+    code += "; queries.report_query(*sys.argv[1:], tables=False, as_csv=False, as_json=False)"
+    done = subprocess.run([sys.executable, "-c", code, sql, store.uri], capture_output=True)
+    assert done.returncode == -signal.SIGXCPU
 
 
 def test_sql_that_is_long_to_plan_is_refused(store: Store) -> None:
