@@ -178,12 +178,9 @@ def check_probabilities(labels: NDArray[np.integer], probabilities: NDArray[np.f
     """Check labels [n] and the probabilities [n, classes] of the same images.
 
     Raises:
-        ValueError: another shape.
         UserError: a label that is not one of the classes; a row that is not finite, not from 0 to 1 or does not add up
             to 1.
     """
-    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
-        raise ValueError(f"probabilities have shape {probabilities.shape}; expected [{len(labels)}, classes]")
     classes = probabilities.shape[1]
     if len(wrong := np.flatnonzero((labels < 0) | (labels >= classes))):
         raise UserError(f"label {labels[wrong[0]]} of image {wrong[0]} must be from 0 to {classes - 1}")
@@ -212,7 +209,7 @@ def left_out_probabilities(
     Raises:
         UserError: features that are not finite.
     """
-    check_features("labelled", features, len(labels))
+    check_features("labelled", features)
     with threadpool_limits(1):
         given = Standardised.of(features, labels, standardise=True)
         path = RidgePath.fit(given.inputs, given.targets)

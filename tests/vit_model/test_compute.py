@@ -220,12 +220,8 @@ def test_core_days_of_table_2_imply_a_utilisation_that_tpus_have() -> None:
     assert sum(implied) / 3 == pytest.approx(compute.TPUV3_UTILISATION, abs=0.005)
 
 
-def test_device_hours() -> None:
-    assert compute.device_hours(3.6, peak_flops=1e15, utilisation=0.5) == pytest.approx(2)
+def test_a_core_day_at_its_peak() -> None:
     assert compute.tpuv3_core_days(61.5e12 * 86_400 / 1e18, utilisation=1) == pytest.approx(1)
-    for peak, utilisation in ((0, 0.5), (1e15, 0), (1e15, 1.5)):
-        with pytest.raises(ValueError, match=f"peak_flops {peak} must be > 0 and utilisation {utilisation}"):
-            compute.device_hours(1, peak, utilisation)
 
 
 def test_zero_divides_one_state_after_another() -> None:
@@ -234,8 +230,6 @@ def test_zero_divides_one_state_after_another() -> None:
     assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
     assert compute.model_state_bytes(10, 3, 4) == (2 * 3, 2 * 3, 12 * 3), "the last worker's share is padded"
     assert compute.model_state_bytes(10, 1, 1, value_bytes=4) == (40, 40, 120)
-    with pytest.raises(ValueError, match="zero_stage 4 must be 0, 1, 2 or 3, and workers 2"):
-        compute.model_state_bytes(10, 4, 2)
 
 
 @pytest.mark.slow
@@ -293,11 +287,6 @@ def test_dropout_keeps_a_byte_for_each_value_where_a_cpu_keeps_a_number() -> Non
     kept = [kept_bytes(model, partial(logits, model, pixels)) for model in map(build, (without, dropping))]
     estimated = [compute.activation_bytes(config, 4, value_bytes=4) for config in (without, dropping)]
     assert estimated[1] - estimated[0] == (kept[1] - kept[0]) / 4
-
-
-def test_a_resnet_has_no_blocks_to_checkpoint() -> None:
-    with pytest.raises(ValueError, match=r"checkpointing .* ResNet"):
-        compute.activation_bytes(SHAPES[-1], 1, checkpointing=True)
 
 
 def test_costs_need_no_torch() -> None:
