@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
@@ -210,7 +211,7 @@ class Dataset:
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
         is_raw, reader = self.is_raw(preprocessing), self.reader(rows)
-        with DecodePool(reader, preprocessing, os.cpu_count() or 1, is_raw=is_raw) as pool:
+        with closing(DecodePool(reader, preprocessing, os.cpu_count() or 1, is_raw=is_raw)) as pool:
             if is_raw:
                 order = np.arange(len(rows))
                 reader.fetch(order)

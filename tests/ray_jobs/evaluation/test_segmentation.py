@@ -19,7 +19,8 @@ from ray_jobs import ingest, segment
 from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation import rows as tables
-from ray_jobs.evaluation.segmentation import Moments, confusion, mean_iou, shares_of_patches
+from ray_jobs.evaluation.metrics import mean_iou
+from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
 from ray_jobs.training.contract import model_contract
 from tests.support.records import make_context, make_manifest
 from tests.support.vtab_natural import pets
