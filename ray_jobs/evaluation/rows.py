@@ -17,8 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_model.errors import UserError
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -280,15 +278,6 @@ def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
     write_parquet(path, pa.Table.from_pylist(rows, schema))
 
 
-def read_table(path: Path, schema: Any) -> list[Row]:
-    """Return the rows of a Parquet file in file order. Raises UserError if its columns are not the schema's."""
-    table = pq.read_table(path)
-    if not table.schema.equals(schema):
-        raise UserError(f"{path} has the columns {_described(table.schema)}; expected {_described(schema)}")
-    rows: list[Row] = table.to_pylist()
-    return rows
-
-
 def digest_rows(rows: Sequence[Row], schema: Any) -> str:
     """Return the sha256 (hex) of the columns and rows, independent of the order of rows.
 
@@ -297,8 +286,7 @@ def digest_rows(rows: Sequence[Row], schema: Any) -> str:
     # Python writes the shortest decimal that reads back as the same float, so different values give different lines.
     stored = pa.Table.from_pylist(rows, schema).to_pylist()
     lines = sorted(json.dumps(list(row.values()), allow_nan=False) for row in stored)
-    return hashlib.sha256("\n".join([_described(schema), *lines]).encode()).hexdigest()
-
-
-def _described(schema: Any) -> str:
-    return ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)
+    columns = ", ".join(
+        f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema
+    )
+    return hashlib.sha256("\n".join([columns, *lines]).encode()).hexdigest()
