@@ -93,16 +93,6 @@ def average_kinds(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> tup
     return _RULES[type(optimizer)].averages
 
 
-def bytes_of_averages(optimizer: Optimizer, parameters: int, matrices: int = 0) -> int:
-    """Return the bytes of an optimizer's averages, and of the moving average of the weights (`Optimizer.ema`).
-
-    `matrices` of the parameters are in matrices of a ViT's blocks.
-    """
-    of_matrix, of_other = (len(rule.averages) for rule in OPTIMIZERS[optimizer.name])
-    averages = of_matrix * matrices + of_other * (parameters - matrices)
-    return 4 * (averages + parameters * (optimizer.ema is not None))
-
-
 def make_optimizer(
     module: ParameterGroups, optimizer: Optimizer, base: float, head_first: int = 0
 ) -> torch.optim.Optimizer:
