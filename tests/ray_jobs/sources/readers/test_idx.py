@@ -142,12 +142,11 @@ def test_a_truncated_file_is_always_refused(tmp_path_factory: pytest.TempPathFac
             read_file(path)
 
 
-@pytest.mark.parametrize("zipped", [False, True])
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_told_or_changes_only_what_no_checksum_covers(
-    tmp_path_factory: pytest.TempPathFactory, zipped: bool, position: int, bit: int
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
 ) -> None:
-    data = bytearray(gzip.compress(encoded(LABELS), mtime=0) if zipped else encoded(LABELS))
+    data = bytearray(encoded(LABELS))
     at = position % len(data)
     data[at] ^= 1 << bit
     path = tmp_path_factory.getbasetemp() / "flipped"
@@ -157,10 +156,7 @@ def test_a_flipped_bit_is_told_or_changes_only_what_no_checksum_covers(
     except ValueError as error:
         assert str(path) in str(error)
     else:
-        if zipped:
-            np.testing.assert_array_equal(found, LABELS)  # a time stamp, a compression level
-        else:
-            assert at >= 8 and (found != LABELS).sum() == 1
+        assert at >= 8 and (found != LABELS).sum() == 1
 
 
 def replaced(root: Path, name: str, array: np.ndarray) -> None:
