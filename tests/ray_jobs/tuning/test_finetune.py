@@ -16,7 +16,6 @@ from pipelines.store import Layout, decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
 from ray_jobs.data.writing import shard_file
-from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED, Overlap
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Result
@@ -470,8 +469,8 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
     assert [trial["learning_rate"] for trial in sweep["trials"]] == [1e-4, 1e-2]
     assert sweep["chosen"] == 1e-2
     assert sweep["trials"][1]["accuracies"] == [last["trial-1-0"], last["trial-1-1"]]
-    numbers = rows.read_table(folder / "rows.parquet", rows.ROWS)
-    predictions = rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS)
+    numbers = pq.read_table(folder / "rows.parquet").to_pylist()
+    predictions = pq.read_table(folder / "predictions.parquet").to_pylist()
     assert [(row["draw"], row["labels_per_class"], row["num_images"]) for row in numbers] == [
         (0, 4, 30),
         (1, 4, 30),
@@ -501,7 +500,7 @@ def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray, ca
     sweep = json.loads((folder / "sweep.json").read_text())
     assert sweep == {"trials": [], "chosen": 1e-2, "selected_on": finetune.ONE_RATE}
     assert "validation_accuracy" not in result.metrics
-    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    (row,) = pq.read_table(folder / "rows.parquet").to_pylist()
     assert row["selected_on"] == finetune.ONE_RATE
     assert row["value"] == result.metrics["test_accuracy"] > 0.9, "it was fitted all the same"
 
@@ -527,7 +526,7 @@ def test_with_early_stopping_dev_also_chooses_the_last_step(dataset, tmp_path, l
     steps = {name: [line.step for line in lines if line.fit == name] for name in {line.fit for line in lines}}
     assert steps.keys() == {"trial-0-0", f"refit-0-{last}-0"}
     assert max(steps["trial-0-0"]) == last + 8 and max(steps[f"refit-0-{last}-0"]) == last
-    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    (row,) = pq.read_table(folder / "rows.parquet").to_pylist()
     assert json.loads(row["settings"])["stopped_at"] == result.metrics["stopped_at_step"] == last
 
 
