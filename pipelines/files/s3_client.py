@@ -25,6 +25,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
 )
+from s3transfer.exceptions import S3DownloadFailedError
 
 from pipelines.errors import StoreDamaged, StoreError, StoreUnreachable
 
@@ -32,6 +33,7 @@ CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # timeouts, before the next try
 TRIES = 4  # botocore waits up to 1, 2, 4 s between them, with jitter
 PART_BYTES = 16 * 2**20  # larger files are transferred in parts of this size, several at once
 THREADS = 8
+_TRANSFER = (RetriesExceededError, S3DownloadFailedError)  # the latter: it was replaced meanwhile
 _DAMAGED = {"NoSuchKey", "InvalidRange"}
 _RETRIED = {409, 429, 500, 502, 503, 504}
 _EXPLAINED = {
@@ -95,7 +97,7 @@ def translate_errors(uri: str, operation: str) -> Iterator[None]:
         reason = _EXPLAINED.get(code) or f"{code} {error.response['Error'].get('Message', '')}".strip()
         kind = StoreUnreachable if retry else StoreDamaged if code in _DAMAGED else StoreError
         raise kind(f"{uri}: cannot {operation}: {reason}{_at_endpoint()}") from None
-    except (HTTPClientError, ConnectionError, IncompleteReadError, RetriesExceededError) as error:
+    except (HTTPClientError, ConnectionError, IncompleteReadError, *_TRANSFER) as error:
         raise StoreUnreachable(f"{uri}: cannot {operation}: {_last_line(error)}{_at_endpoint()}") from None
     except BotoCoreError as error:
         raise StoreError(f"{uri}: cannot {operation}: {_last_line(error)}{_at_endpoint()}") from None

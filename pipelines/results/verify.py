@@ -9,7 +9,6 @@ and changes nothing except this machine's cache of checked files.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -48,7 +47,6 @@ from vit_model.errors import UserError
 
 Value = TypeVar("Value")
 READERS = 8  # files read at once
-SAMPLE_BYTES = 64 * 2**20  # `doctor` reads no larger file
 
 
 @dataclass(frozen=True)
@@ -109,19 +107,6 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     damage += _damaged_files(store, files, unread)
     size = sum(file.size for _, file in files)
     return Verified(len(manifests), len(files), size, tuple(damage), tuple(unread), tuple(unchecked))
-
-
-def sample(store: Store, count: int) -> Verified:
-    """Read all manifests and a random sample of the small files, for `doctor`."""
-    unread = list[Unchecked]()
-    found, damage = _manifests(store, all_keys(store), unread)
-    small = [
-        (manifest, file) for manifest, _ in found for file in manifest.files if file.size <= SAMPLE_BYTES
-    ]
-    files = random.sample(small, min(count, len(small)))
-    damage += _damaged_files(store, files, unread)
-    size = sum(file.size for _, file in files)
-    return Verified(len(found), len(files), size, tuple(damage), tuple(unread))
 
 
 def _read(

@@ -229,7 +229,7 @@ def test_the_command_line_says_what_it_found_and_its_exit_code_tells(
     well = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "store"), "--json"])
     found = json.loads(well.stdout)
     assert well.exit_code == 0, found
-    assert {"store", "writing", "Ray", "local Ray", "GPU", "DeepSpeed", "cores", "memory"} <= {
+    assert {"store", "writing", "local Ray", "GPU", "DeepSpeed", "cores", "memory"} <= {
         finding["what"] for finding in found
     }
     monkeypatch.setattr(common.console, "width", 160)

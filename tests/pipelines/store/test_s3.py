@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from s3transfer.exceptions import S3DownloadFailedError
 
 from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
@@ -351,6 +352,13 @@ def test_an_upload_that_fails_leaves_nothing_and_keeps_its_reason(
 
 
 @pytest.mark.slow
+def test_a_file_that_is_replaced_while_it_is_fetched_is_told() -> None:
+    """s3transfer says so; moto does not know If-Match."""
+    told = pytest.raises(StoreUnreachable, match=r"s3://b/w\.npz: cannot read it: it was modified")
+    with told, s3_client.translate_errors("s3://b/w.npz", "read it"):
+        raise S3DownloadFailedError("it was modified")
+
+
 def test_listings_are_paged(store: S3Store, proxy: Proxy, bucket: Bucket) -> None:
     names = [f"{number:04}" for number in range(1005)]
     with ThreadPoolExecutor(8) as pool:
