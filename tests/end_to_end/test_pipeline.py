@@ -44,18 +44,6 @@ def test_a_rerun_touches_nothing_and_imports_neither_torch_nor_ray(vitflow, tiny
     assert not imported & {"torch", "ray", "numpy", "pyarrow"}
 
 
-def test_force_makes_a_successor_and_the_same_content_stops_there(
-    vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_store, store := tmp_path / "store")
-    before = {path: path.read_bytes() for path in store.glob("artifacts/*/*/manifest.json")}
-    out = run(vitflow_local, store, "--force", "digits", "--only", "pixels")
-    assert all(path.read_bytes() == data for path, data in before.items()), "nothing is overwritten"
-    assert len(list(store.glob("artifacts/ingest/*/manifest.json"))) == 2
-    assert re.search(r"digits +SUCCEEDED", out)
-    assert re.search(r"pixels +CACHED", out), "the same content behind another key"
-
-
 def test_a_pretraining_is_continued_with_another_objective_and_fine_tuned(
     vitflow: Vitflow, tiny_store: Path, tmp_path: Path
 ) -> None:

@@ -286,15 +286,6 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     assert not start.head.weight.any() and not start.head.bias.any()
 
 
-@pytest.mark.slow
-def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
-    config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
-    train(config, dataset, tmp_path)
-    curve = json.loads((tmp_path / "curve.json").read_text())
-    assert curve[0]["loss"] == pytest.approx(np.log(8), rel=1e-2)
-    assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
-
-
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+.*: lower learning_rate"):
         train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
@@ -356,27 +347,6 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
     lengths = 4 * len(samples)  # between the images
     assert metrics["fetched_bytes"] <= sum(len(sample.image) for sample in samples) - test_bytes + lengths
     assert metrics["substitutes"] == 0
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")  # Ray Train warns of Ray itself
-def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, tmp_path, local_ray):
-    """The same bytes twice, and a model that is about the one that a single process trains with ZeRO-1."""
-    config = configuration(zero_stage=3, workers=2, steps=40)
-    results = []
-    for name in ("two", "again"):
-        store, data = open_store(str(tmp_path / name)), make_manifest("ingest")
-        shutil.copytree(dataset, store.local(data.folder, ()))
-        results.append(pretrain.main(make_context(store, config, data=data)))
-    two, again = results
-    names = {"model.safetensors", "config.json", "curve.json", "checkpoints.json", "log.jsonl"}
-    assert {entry.path for entry in two.files if not entry.path.startswith("checkpoints/")} == names
-    assert repeated(two.files) == repeated(again.files), "paths, sizes and digests"
-    assert two.metrics["workers"] == 2
-    one = train(configuration(steps=40), dataset, tmp_path / "one")
-    assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
 
 
 @pytest.mark.parametrize(

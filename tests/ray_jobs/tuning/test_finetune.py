@@ -35,7 +35,6 @@ from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
 from tests.support.stores import repeated
 from vit_model.errors import UserError
-from vit_model.model import ViT
 from vit_model.weights import load_model
 
 RESNET = ResNetSize(units=(1, 1), width_factor=1)
@@ -191,34 +190,6 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     assert evaluated[0].dev_loss > evaluated[-1].dev_loss
 
 
-def test_micro_batches_of_a_fit_are_parts_of_the_batch(dataset):
-    """Also with weights of the classes, which are uneven over the parts, and with what is drawn per image."""
-    size = SIZE.model_copy(update={"depth": 2, "stochastic_depth": 0.5})
-    fields = {"model": size, "dtype": "float32", "mixup": 0.5, "class_weights": {"left": 3.0}}
-    fields["optimizer"] = {"name": "sgd"}  # AdamW scales rounding differences up
-    fitted = []
-    for count in (1, 4):
-        task, (pool, _), _ = prepared(dataset, configuration(**fields, gradient_accumulation_steps=count))
-        fitted.append(fit(task, pool, 1e-2, seed=3))
-    (whole, curve, _), (parts, curve_of_parts, _) = fitted
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    losses = [[point["loss"] for point in points] for points in (curve, curve_of_parts)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-def test_activation_checkpointing_of_a_fit_gives_the_same_weights(dataset):
-    fitted = []
-    for again in (False, True):
-        config = configuration(dtype="float32", activation_checkpointing=again)
-        task, (pool, _), _ = prepared(dataset, config)
-        model, *_ = fit(task, pool, 1e-2, seed=3)
-        assert isinstance(model, ViT) and model.activation_checkpointing == again
-        fitted.append(model)
-    for one, other in zip(*(model.parameters() for model in fitted), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_weight_for_a_class_without_images_is_the_users_mistake(dataset):
     task, *_ = prepared(dataset, configuration(labels=Labels()))
     opened = shards.open_dataset(dataset)
@@ -292,13 +263,6 @@ def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_gener
         model, *_ = fit(task, pools[0], 1e-2, seed=0)
         weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-@pytest.mark.slow
-def test_a_fit_that_diverges_ends_with_advice(dataset):
-    task, pools, _ = prepared(dataset, configuration())
-    with pytest.raises(ValueError, match="lower learning_rate"):
-        fit(task, pools[0], 1e30, seed=0)
 
 
 @pytest.mark.slow

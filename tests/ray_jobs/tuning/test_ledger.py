@@ -21,7 +21,7 @@ import pytest
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import CheckpointEvery
-from pipelines.store import Layout, create_attempt, open_store
+from pipelines.store import Layout, create_attempt
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
@@ -34,9 +34,8 @@ from ray_jobs.tuning import ledger, runner
 from ray_jobs.tuning.runner import held_out_temperature
 from ray_jobs.tuning.trial import Refitted
 from tests.support import finetuning
-from tests.support.finetuning import COST, DATA, configuration, context, put_halves, refitted
+from tests.support.finetuning import COST, configuration, context, put_halves, refitted
 from tests.support.records import flip
-from tests.support.s3 import Server, used
 from tests.support.stores import repeated, snapshot
 
 CONFIG = configuration(learning_rates=(1e30, 1e-2), steps=4)  # the first diverges
@@ -344,22 +343,6 @@ def test_bits_that_a_disk_lost_after_the_files_were_checked_are_not_committed(
     monkeypatch.setattr(folder_store, "fault", lambda path, entry: None)
     assert fits.run(attempt(store, 2)) == undisturbed[1]
     assert fits.count == 1
-
-
-def test_on_s3_as_in_a_folder(
-    fits: Fits, undisturbed: tuple[Path, Result], moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, result = undisturbed
-    with used(moto, monkeypatch):
-        there = open_store(f"s3://{moto.bucket().name}/there")
-        with there.staging(DATA.folder) as staging:
-            shutil.copytree(root / DATA.folder, staging.path, dirs_exist_ok=True)
-        data = DATA.model_copy(update={"files": staging.files})
-        fits.last = 2 * len(TRIALS) + 2  # when the first refit is written
-        with pytest.raises(Killed):
-            fits.run(attempt(there.uri, 1, data=data))
-        assert fits.run(attempt(there.uri, 2, data=data)) == result
-        assert fits.count == 1
 
 
 def test_what_other_code_has_finished_is_computed_again(
