@@ -116,23 +116,6 @@ def test_the_linear_probe_is_scikit_learns_ridge_with_the_l2_of_leave_one_out(
     assert row["value"] == np.mean(expected == LABELS[50:150])
 
 
-def test_standardised_pixels_too(store: Store, digits: Manifest, model: Manifest) -> None:
-    found, predictions = run(store, digits, model, **ALL)
-    method = "pixels, standardised"
-    (row,) = [row for row in found if row["method"] == method and row["labels_per_class"] is None]
-    pixels = PIXELS.reshape(-1, 64) / np.float32(255)
-    varied = pixels[:50].std(axis=0) > 0  # the others are divided by next to nothing, and are zero
-    from sklearn.linear_model import Ridge
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    classifier = make_pipeline(StandardScaler(), Ridge(json.loads(row["settings"])["l2"]))
-    classifier.fit(pixels[:50, varied], 2.0 * np.eye(10)[LABELS[:50]] - 1)
-    expected = classifier.predict(pixels[50:150, varied]).argmax(axis=1)
-    ours = [p["prediction"] for p in predictions if p["method"] == method and p["labels_per_class"] is None]
-    assert np.mean(expected == ours) > 0.9, "pixels that only test varies are the difference"
-
-
 def test_train_and_dev_together_are_a_train_that_has_both(
     store: Store, digits: Manifest, model: Manifest
 ) -> None:

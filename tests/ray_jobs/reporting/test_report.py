@@ -793,7 +793,12 @@ def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
     assert "[red]not markup[/red]" in shown
     for line in numbers["accuracies"]:
         assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:8] in shown
-    assert verdict_lines(numbers)[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
+    lines = verdict_lines(numbers)
+    assert lines[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
+    assert verdict_lines(numbers | {"missing": ["a", "b"]}) == [
+        *lines,
+        "Not made, so not in this report: a, b.",
+    ]
 
 
 @pytest.mark.parametrize(("lows", "begin"), [([], 0.0), ([0.55, 0.7], 0.5), ([1.0, 1.0], 0.9)])

@@ -316,10 +316,13 @@ def test_biases_of_a_resnet_can_be_trained_alone(dataset, tmp_path):
 
 def test_stochastic_depth_takes_the_place_of_the_backbones(dataset, tmp_path):
     save_backbone(tmp_path)
-    given = configuration(backbone="vit", model=None, resolution=None, stochastic_depth=0.1)
+    given = configuration(
+        backbone="vit", model=None, resolution=None, stochastic_depth=0.1, activation_checkpointing=True
+    )
     task = make_task(given, shards.open_dataset(dataset), tmp_path)
     assert task.contract.architecture.stochastic_depth == 0.1
-    start_model(task, seed=0)
+    model, *_ = fit_module.start(task, 1e-2, seed=0)
+    assert model.activation_checkpointing
 
 
 def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):

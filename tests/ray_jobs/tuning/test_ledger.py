@@ -256,8 +256,6 @@ def a_folder(root: Path) -> None:
 
 MODEL = Path(Layout.files("finetune", "k", 1), "model.safetensors")
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a bit of a trial": (lambda root: flip(folder(root) / "trial-1-0.json"), "is not used"),
-    "a bit of a refit": (lambda root: flip(folder(root) / "refit-1.json"), "is not used"),
     "another accuracy": (
         lambda root: rewrite(folder(root) / "trial-0-1.json", sealed=False, accuracy=0.75),
         "its checksum is of other contents; it is not used",
@@ -270,10 +268,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "60 MB": (lambda root: os.truncate(folder(root) / "refit-1.json", 60 * 2**20), "a record has at most"),
     "a folder": (a_folder, "it is not a file"),
     "a bit of the model": (lambda root: flip(root / MODEL), "the refit is not used"),
-    "no model": (lambda root: (root / MODEL).unlink(), "the refit is not used"),
     "files outside": (outside, "files: "),
     "a bit of its images": (lambda root: flip(images(root)), "its sha256 is not that of its entry"),
-    "longer images": (lambda root: os.truncate(images(root), 2**20), "the refit is not used"),
     "no images": (lambda root: images(root).unlink(), "it is not there; the refit is not used"),
     "images elsewhere": (
         lambda root: rewrite(
@@ -292,10 +288,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a probability above 1": (
         lambda root: rewrite_images(root, with_column("calibrated_probability", [1.5] * 30)),
         "calibrated_probability has values from 1.5 to 1.5",
-    ),
-    "a class below 0": (
-        lambda root: rewrite_images(root, with_column("top5", [[0, -1]] * 30)),
-        "top5 has values from -1 to 0",
     ),
     "another learning rate": (lambda root: rewrite(folder(root) / "refit-1.json", learning_rate=0.5), ""),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.digits import as_input, pretrain, probe_accuracy
+from tests.support.digits import as_input, pretrain
 from tests.support.kept import kept_bytes
 from tests.support.parity import assert_close, randomise
 from tests.support.vits import hugging_face_blocks
@@ -324,14 +324,3 @@ def digits_task(normalise: bool = True) -> MaskedAutoencoder:
 def test_the_loss_falls_on_digits() -> None:
     losses = pretrain(digits_task(), 60, (16,))
     assert np.mean(losses[-10:]) < 0.5 * losses[0]
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("normalise", [True, False])
-def test_frozen_features_are_worth_more_than_untrained_ones(normalise: bool) -> None:
-    """10 labels per class, untrained: 33%. After 400 steps on one core: 57%, and 54% with pixels as they are."""
-    task = digits_task(normalise)
-    untrained = probe_accuracy(task.model)
-    pretrain(task, 400, (16,))
-    assert probe_accuracy(task.model) > untrained + 0.12
