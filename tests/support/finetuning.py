@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.spec import Finetune, Labels, Model, ModelSize
-from pipelines.store import FileEntry, Manifest, create_attempt, open_store
+from pipelines.store import FileEntry, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.cost import Cost, Speed
 from ray_jobs.process.context import Context
@@ -94,10 +94,8 @@ def context(store_root: Path, dataset: Path, config: Finetune) -> Context[Finetu
     return make_context(store, config, data=DATA)
 
 
-def attempt(
-    root: Path | str, config: Finetune, number: int, code: str = "c", data: Manifest = DATA
-) -> Context[Finetune]:
+def attempt(root: Path, config: Finetune, number: int, code: str = "c") -> Context[Finetune]:
     """An attempt at the same key in a store that has the dataset, as a driver prepares it."""
-    given = make_context(open_store(str(root)), config, data=data)
+    given = make_context(open_store(str(root)), config, data=DATA)
     record = given.attempt.model_copy(update={"number": number, "code_digest": code})
     return replace(given, attempt=create_attempt(given.open_store(), record))

@@ -118,7 +118,7 @@ def store(undisturbed: tuple[Path, Result], tmp_path: Path) -> Path:
     return shutil.copytree(undisturbed[0], tmp_path / "store")
 
 
-def attempt(root: Path | str, number: int, **fields: Any) -> Context[Any]:
+def attempt(root: Path, number: int, **fields: Any) -> Context[Any]:
     return finetuning.attempt(root, CONFIG, number, **fields)
 
 

@@ -277,15 +277,9 @@ def test_what_does_not_fit_is_refused() -> None:
         MaskedPatches(ViT(config), "colour")  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------- on digits
-
-
-def digits_model() -> ViT:
-    return ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
-
-
 @pytest.mark.slow
 def test_the_loss_falls_on_digits() -> None:
-    losses = pretrain(MaskedPatches(digits_model()), 80, (16, 2))
+    model = ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
+    losses = pretrain(MaskedPatches(model), 80, (16, 2))
     assert losses[0] == pytest.approx(math.log(8), rel=1e-5)
     assert np.mean(losses[-10:]) < 0.7 * losses[0]
