@@ -163,7 +163,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.dictionaries(st.text(), json_values))
 def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
     import json

@@ -21,6 +21,7 @@ from ray_jobs.evaluation.rows import (
     write_predictions,
     write_table,
 )
+from tests.conftest import Vitflow
 from tests.support.records import make_manifest
 
 IDS = [f"image {number:02d}" for number in range(60)]
@@ -233,15 +234,14 @@ def test_what_was_not_measured_is_named(store: Store, task: str, stage: str, bes
         list_results(store, task, stage, best)
 
 
-@pytest.mark.slow
-def test_the_commands(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
-    table = vitflow("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
+def test_the_commands(vitflow_here: Vitflow, store: Store) -> None:
+    table = vitflow_here("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
-    several = vitflow("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
+    several = vitflow_here("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
     assert "the 2 intervals of B - A are not adjusted for multiple comparisons" in " ".join(several.split())
     (line,) = json.loads(
-        vitflow("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
+        vitflow_here("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
     )
     assert line["key"] == "seed"
-    refused = vitflow("report", "compare", "nope", "aa", "--store", store.uri, check=2)
+    refused = vitflow_here("report", "compare", "nope", "aa", "--store", store.uri, check=2)
     assert "Traceback" not in refused.stderr

@@ -22,6 +22,7 @@ from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_par
 from ray_jobs.ingest import _write_quarantine
 from ray_jobs.segment import CONFUSION
 from ray_jobs.sources.archives.entries import Unusable
+from tests.conftest import Vitflow
 from tests.support.paths import ROOT
 from tests.support.records import flip, make_manifest, row
 
@@ -442,10 +443,9 @@ MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.
     {'in': [12345678901234567890.125::DECIMAL(38, 3)]} AS nested"""
 
 
-@pytest.mark.slow
-def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
+def test_json_csv_and_the_table(vitflow_here: Vitflow, store: Store) -> None:
     def run(*arguments: str, check: int = 0) -> Any:
-        return vitflow("report", "query", *arguments, "--store", store.uri, check=check)
+        return vitflow_here("report", "query", *arguments, "--store", store.uri, check=check)
 
     printed = run(MIXED, "--json").stdout
     assert '"nested": {"in":[12345678901234567890.125]}' in printed
