@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,19 +12,17 @@ from ray_jobs.evaluation.intervals import Interval
 from ray_jobs.evaluation.rows import (
     PROBABILITIES,
     REAL,
-    ROWS,
     Row,
     Truth,
     scored,
     write_parquet,
-    write_predictions,
-    write_table,
 )
 from ray_jobs.reporting import measures, mistakes
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
 from ray_jobs.reporting.verdicts import headline, sentence, verdicts
 from tests.support.records import make_manifest
+from tests.support.scores import put_scores
 
 SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
 # Of equally many labels of each class, the most frequent was the lowest, so entries leave it out.
@@ -51,14 +48,8 @@ def put(folder: Path, task: str, images: int, seed: int) -> list[Row]:
             [(row, part)] = scored(common, truth, rng.integers(0, 3, images), "dev", {})
             rows.append(row)
             parts.append(part)
-    write(folder, list(zip(rows, shuffle.sample(parts, len(parts)), strict=True)))
+    put_scores(folder, zip(rows, shuffle.sample(parts, len(parts)), strict=True))
     return [row for part in parts for row in part.to_pylist()]
-
-
-def write(folder: Path, found: list[tuple[Row, Any]]) -> None:
-    folder.mkdir(exist_ok=True)
-    write_table(folder / "rows.parquet", [row for row, _ in found], ROWS)
-    write_predictions(folder / "predictions.parquet", [part for _, part in found])
 
 
 def read(folders: dict[str, Path]) -> list[Entry]:
@@ -102,7 +93,7 @@ def test_images_that_a_draw_lacks_or_has_twice_are_told(tmp_path: Path) -> None:
             scored(common | {"draw": draw}, Truth("x", ids, zeros), zeros, "dev", {})[0]
             for draw, ids in enumerate((["a", "b", "c"] if name == "other" else second, second))
         ]
-        write(tmp_path / name, found)
+        put_scores(tmp_path / name, found)
         with pytest.raises(ValueError, match="scored once on each of the same test images"):
             read({"a": tmp_path / name})
 
@@ -134,7 +125,7 @@ def test_a_table_that_an_earlier_version_wrote_lacks_what_came_later(tmp_path: P
 def test_an_accuracy_that_is_not_its_predictions_is_told(tmp_path: Path) -> None:
     common = {"protocol": "p", "method": "m", "labels_per_class": 1, "draw": 0}
     [(row, part)] = scored(common, Truth("x", ["a", "b"], np.zeros(2, int)), np.array([0, 1]), "dev", {})
-    write(tmp_path, [(row | {"value": 1.0}, part)])
+    put_scores(tmp_path, [(row | {"value": 1.0}, part)])
     with pytest.raises(ValueError, match=r"^a .* draw 0: the row says 1\.0, its predictions 0\.5"):
         read({"a": tmp_path})
 
@@ -144,7 +135,7 @@ def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path:
     real = pa.array([[0, 1], [2], []], pa.list_(pa.int32()))
     truth = Truth("ImageNet-1k", ["a", "b", "c"], np.array([0, 1, 2]), real)
     found = scored(common, truth, np.array([1, 0, 2]), "dev", {})
-    write(tmp_path, found)
+    put_scores(tmp_path, found)
     plain, judged = read({"a": tmp_path})
     assert (plain.task, plain.sample_ids) == ("ImageNet-1k", ("a", "b", "c"))
     assert plain.correct.tolist() == [[False, False, True]]
@@ -158,7 +149,7 @@ def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:
     common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
     truth = Truth("x", ["a", "b"], np.array([0, 1]), seen=np.array([True, False]))
     found = scored(common, truth, np.array([0, 0]), "dev", {})
-    write(tmp_path, found)
+    put_scores(tmp_path, found)
     parts = read({"a": tmp_path})
     assert len(parts) == 2 and mistakes.main_entry(parts) is None
 

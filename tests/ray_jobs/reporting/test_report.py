@@ -41,7 +41,16 @@ from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
-from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
+from ray_jobs.evaluation.rows import (
+    MEAN_IOU,
+    PREDICTIONS,
+    PROBABILITIES,
+    ROWS,
+    Truth,
+    measurement,
+    write_predictions,
+    write_table,
+)
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import label_issues, page
 from ray_jobs.reporting.figures import measured_in_training
@@ -49,6 +58,7 @@ from ray_jobs.reporting.gather import _why_ended
 from ray_jobs.reporting.lines import uncalibrated
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
+from tests.support.scores import Scores, put_scores
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 NOTES = ("test is <b>theirs</b>",)
@@ -88,7 +98,8 @@ SWEEPS = {None: SWEEP, "grid": SEARCH, "pbt": POPULATION}  # by the kind of sear
 CURVES = [
     {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
 ]
-PROBABILITY = 0.75  # of every answer of a fine-tuned model
+PROBABILITY = 0.75
+TUNED = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2]}  # every answer of a fine-tuned model
 
 
 def finetune(per_class: int | None, backbone: str | None = None) -> Finetune:
@@ -172,42 +183,15 @@ class Artifacts:
         self.commit(stage, "ingest", "dataset", files)
         return ids
 
-    def scores(
-        self, stage: str, scores: Sequence[Mapping[str, Any]], config: AnyStage, **inputs: str
-    ) -> Manifest:
-        """Commit what `_scores` makes as the artifact of a stage, a fine-tuning with its sweep."""
-        rows, predictions = [], []
-        tuned = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2], "calibrated_nll": None}
+    def scores(self, stage: str, scores: Sequence[Scores], config: AnyStage, **inputs: str) -> Manifest:
+        """Commit scores as the artifact of a stage, a fine-tuning with its sweep."""
+        found = []
         for score in scores:
-            for draw, answers in enumerate(score["predictions"]):
-                names = ("protocol", "method", "labels_per_class")
-                common = {"task": inputs["data"], "draw": draw, **{name: score[name] for name in names}}
-                value = float(np.mean(answers == score["labels"]))
-                rows.append(
-                    {
-                        **common,
-                        "split": "test",
-                        "metric": "accuracy",
-                        "value": value,
-                        "num_images": len(answers),
-                        "selected_on": "folds",
-                        "settings": '{"c": 1.0, "exact": true}',
-                    }
-                )
-                predictions += [
-                    {
-                        **common,
-                        "sample_id": identity,
-                        "label": int(label),
-                        "prediction": int(answer),
-                        "correct": bool(label == answer),
-                    }
-                    | (tuned if score["protocol"] == "fine-tuning" else {})
-                    for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)
-                ]
+            tuned = [TUNED] * len(score.truth.ids) if score.protocol == "fine-tuning" else None
+            table = tuned and pa.Table.from_pylist(tuned, PROBABILITIES)
+            found += score.scored("folds", {"c": 1.0, "exact": True}, table)
         folder = self.store.root
-        write_table(folder / "rows.parquet", rows, ROWS)
-        write_predictions(folder / "predictions.parquet", [pa.Table.from_pylist(predictions, PREDICTIONS)])
+        put_scores(folder, found)
         files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
         if isinstance(config, Finetune):
             files["sweep.json"] = json.dumps(SWEEPS[config.search and config.search.kind]).encode()
@@ -271,19 +255,6 @@ def _parquet(table: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _scores(
-    method: str, protocol: str, per_class: int | None, predictions: np.ndarray, labels: np.ndarray, ids: Any
-) -> dict[str, Any]:
-    return {
-        "method": method,
-        "protocol": protocol,
-        "labels_per_class": per_class,
-        "predictions": predictions,
-        "labels": labels,
-        "ids": ids,
-    }
-
-
 def _guesses(rng: np.random.Generator, labels: np.ndarray, draws: int, rate: float) -> np.ndarray:
     """Predictions [draws, n] of three classes that are right at about this rate."""
     shape = (draws, len(labels))
@@ -302,6 +273,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     made.dataset("letters", [f"letter {i}" for i in range(3)], {"train": images(30), "dev": images(6)})
     splits = {"train": images(60), "dev": images(12), "test": images(40)}
     ids, labels = made.dataset("digits", ["zero", "one", "two"], splits)["test"], np.array(splits["test"][1])
+    truth = Truth("digits", ids, labels)
     steps = (1, 2, 3)
     curve = [{"step": step, "loss": 2.0 / step, "learning_rate": 0.1, "dev_accuracy": None} for step in steps]
     made.commit(
@@ -314,17 +286,17 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     )
     rates = {"ViT, pretrained": 0.9, "ViT, untrained": 0.3, "pixels": 0.5, "pixels, standardised": 0.6}
     few_shot = [
-        _scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
+        Scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), truth)
         for shots in (1, 5)
         for method, rate in rates.items()
     ]
     evaluate = Evaluate(job="evaluate", data="digits", backbone="pretrain", seed=7)
     made.scores("evaluate", few_shot, evaluate, data="digits", backbone="pretrain")
     for stage, method, rate in (("finetune", "ViT, pretrained", 0.8), ("scratch", "ViT, from scratch", 0.4)):
-        scores = [_scores(method, "fine-tuning", 10, _guesses(rng, labels, 3, rate), labels, ids)]
+        scores = [Scores(method, "fine-tuning", 10, _guesses(rng, labels, 3, rate), truth)]
         backbone = {"backbone": "pretrain"} if stage == "finetune" else {}
         made.scores(stage, scores, finetune(10, **backbone), data="digits", **backbone)
-    scores = [_scores("RBF SVM", "baseline", 10, _guesses(rng, labels, 3, 0.8), labels, ids)]
+    scores = [Scores("RBF SVM", "baseline", 10, _guesses(rng, labels, 3, 0.8), truth)]
     made.scores("baselines", scores, baselines(10), data="digits")
     return made
 
@@ -362,9 +334,10 @@ def searched_page(folder: Path, search: dict[str, Any]) -> str:
         split: (pixels[:size], [i % 2 for i in range(size)]) for split, size in (("train", 4), ("test", 6))
     }
     ids, labels = made.dataset("digits", ["zero", "one"], splits)["test"], np.array(splits["test"][1])
+    truth = Truth("digits", ids, labels)
     fields = {"learning_rates": (), "search": search}
     config = Finetune.model_validate(finetune(None).model_dump() | fields)
-    scores = [_scores("ViT, from scratch", "fine-tuning", None, labels[None], labels, ids)]
+    scores = [Scores("ViT, from scratch", "fine-tuning", None, labels[None], truth)]
     made.scores("searched", scores, config, data="digits")
     page = made.make("digits", "searched")["report.html"].decode()
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page))
@@ -372,7 +345,7 @@ def searched_page(folder: Path, search: dict[str, Any]) -> str:
 
 def test_a_search_is_described_and_drawn(tmp_path: Path) -> None:
     text = searched_page(tmp_path, {"kind": "grid", "over": OVER})
-    assert "the 4 trials of its search (grid), by accuracy on dev" in text
+    assert "the 4 trials of its search (grid), by accuracy on held-out images" in text
     assert "1, hollow, were ended early" in text
     assert "search: over learning rate (0.1, 0.01), mixup (0.0, 0.2)" in text
 
@@ -390,7 +363,7 @@ def test_why_asha_ended_trials_is_said() -> None:
 
 def test_a_finished_population_is_described(tmp_path: Path) -> None:
     text = searched_page(tmp_path, {"kind": "pbt", "over": OVER, "members": 2, "rounds": 2})
-    assert "trials of its search (pbt), by accuracy on dev" in text
+    assert "trials of its search (pbt), by accuracy on held-out images" in text
     assert "A trial's values are those of its last round" in text
     assert "search: members 2" in text
 
@@ -524,12 +497,13 @@ def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, by
 
 
 def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
-    ids, labels = _tested(artifacts)
+    truth = _tested(artifacts)
+    labels = truth.labels
     ours, theirs = labels.copy(), labels.copy()
     ours[:30], theirs[:3] = (labels[:30] + 1) % 3, (labels[:3] + 1) % 3
-    scratch = [_scores("ViT, from scratch", "fine-tuning", None, ours[None], labels, ids)]
+    scratch = [Scores("ViT, from scratch", "fine-tuning", None, ours[None], truth)]
     artifacts.scores("tune", scratch, finetune(None), data="digits")
-    nearest = [_scores("k-NN", "baseline", None, theirs[None], labels, ids)]
+    nearest = [Scores("k-NN", "baseline", None, theirs[None], truth)]
     artifacts.scores("base", nearest, baselines(None), data="digits")
     numbers = json.loads(artifacts.make("digits", "tune", "base")["report.json"])
     (verdict,) = numbers["verdicts"]
@@ -541,22 +515,22 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
 
 @pytest.mark.slow
 def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
-    ids, labels = _tested(artifacts)
-    guesses = _guesses(np.random.default_rng(1), labels, 3, 0.1)
-    scores = [_scores("k-NN", "baseline", 10, guesses, labels, ids)]
-    artifacts.scores("other draws", scores, baselines(10, seed=4), data="digits")
-    scores = [_scores("k-NN", "baseline", 10, guesses, labels, [f"{i:032d}" for i in range(40)])]
-    artifacts.scores("other images", scores, baselines(10), data="digits")
+    truth = _tested(artifacts)
+    others = Truth("digits", [f"{i:032d}" for i in range(40)], truth.labels)
+    guesses = _guesses(np.random.default_rng(1), truth.labels, 3, 0.1)
+    for stage, tested, seed in (("other draws", truth, 4), ("other images", others, 3)):
+        scores = [Scores("k-NN", "baseline", 10, guesses, tested)]
+        artifacts.scores(stage, scores, baselines(10, seed=seed), data="digits")
     for stage, verdicts in (("other draws", 0), ("other images", 0), ("baselines", 1)):
         numbers = json.loads(artifacts.make("finetune", stage)["report.json"])
         assert len(numbers["verdicts"]) == verdicts, stage
         assert len(numbers["accuracies"]) == 2
 
 
-def _tested(artifacts: Artifacts) -> tuple[list[str], np.ndarray]:
-    """Sample ids and labels of the digits' test split."""
+def _tested(artifacts: Artifacts) -> Truth:
+    """The digits' test split."""
     digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder, ()))
-    return digits.sample_ids("test"), digits.labels("test")
+    return Truth("digits", digits.sample_ids("test"), digits.labels("test"))
 
 
 def test_tables_keep_every_row_and_say_where_it_is_from(
@@ -704,9 +678,8 @@ def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> N
     splits = {"train": photos(12), "test": photos(9)}
     ids = made.dataset("photos", HOSTILE, splits)["test"]
     predictions = np.array([[0, 1, 2, 1, 1, 2, 0, 2, 0]])
-    scores = [
-        _scores("ViT, from scratch", "fine-tuning", None, predictions, np.array(splits["test"][1]), ids)
-    ]
+    truth = Truth("photos", ids, np.array(splits["test"][1]))
+    scores = [Scores("ViT, from scratch", "fine-tuning", None, predictions, truth)]
     made.scores("train", scores, finetune(None), data="photos")
     files = made.make("photos", "train", title="<i>mine</i>")
     page = _Page(files["report.html"].decode())
