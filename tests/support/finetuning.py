@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.spec import Finetune, Labels, Model, ModelSize
+from pipelines.spec import Finetune, Labels, Model
 from pipelines.store import FileEntry, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.cost import Cost, Speed
@@ -17,11 +17,11 @@ from ray_jobs.training.task import Score
 from ray_jobs.tuning.ledger import images_table
 from ray_jobs.tuning.trial import Refit, Refitted, Trial
 from tests.support import datasets
+from tests.support.checkpoints import SIZE
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
 from vit_model.weights import save_model
 
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 COUNTS = {"train": 60, "dev": 20, "test": 30}
 DATA = make_manifest(content_digest="halves")
 COST = Cost(  # for tests without Ray, in which nothing is measured

@@ -18,7 +18,6 @@ from pipelines.spec import (
     DigitsSource,
     Evaluate,
     Labels,
-    ModelSize,
     NamedCheckpoint,
     ResNetSize,
 )
@@ -31,15 +30,13 @@ from ray_jobs.evaluation.features import features_of, support_of
 from ray_jobs.sources import catalog
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
-from tests.support.checkpoints import model_at, put_pretraining
+from tests.support.checkpoints import SIZE, model_at, put_pretraining, put_untrained
 from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Server, used
-from vit_model.build import build
 from vit_model.errors import UserError
 from vit_model.model import ViT
-from vit_model.weights import save_model
+from vit_model.weights import load_model, save_model
 
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 LABELS = Labels(per_class=6, draws=3, folds=3, seed=5)
 
 
@@ -67,21 +64,11 @@ def digits(store: Store) -> Manifest:
 
 @pytest.fixture(scope="module")
 def model(store: Store, digits: Manifest) -> Manifest:
-    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
-    network = ViT(contract.architecture)
-    network.initialise(3)
-    with store.staging(st.Layout.files("pretrain", "k", 1)) as staging:
-        save_model(staging.path, network, contract)
-    return make_manifest("pretrain", files=staging.files)
+    return put_untrained(store, digits)
 
 
 def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> None:
-    contract = model_contract(
-        ResNetSize(units=(1,)), 8, shards.open_dataset(st.local_files(store, digits)).info
-    )
-    with store.staging(st.Layout.files("pretrain", "resnet", 1)) as staging:
-        save_model(staging.path, build(contract.architecture), contract)
-    resnet = make_manifest("pretrain", key="resnet", files=staging.files)
+    resnet = put_untrained(store, digits, "resnet", size=ResNetSize(units=(1,)))
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=resnet))
     named = {name for name in result.metrics if " @ " in name and not name.startswith("pixels")}
@@ -105,11 +92,8 @@ def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -
             staging.path, "wide", ("a", "b"), shards.ImageSize(height=8, width=32, channels=1), samples
         )
     wide = make_manifest("ingest", key="wide", files=staging.files)
-    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, wide)).info)
-    assert contract.preprocessing.crop == "center"
-    with store.staging(st.Layout.files("pretrain", "wide", 1)) as staging:
-        save_model(staging.path, build(contract.architecture), contract)
-    backbone = make_manifest("pretrain", key="wide", files=staging.files)
+    backbone = put_untrained(store, wide, "wide")
+    assert load_model(st.local_files(store, backbone))[1].preprocessing.crop == "center"
 
     def pixels_score(**given: Any) -> float:
         config = Evaluate(job="evaluate", data="d", backbone="m", shots=(10,), draws=2, **given)
@@ -193,8 +177,6 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     """Trained and untrained rows equal forward passes written out, on exactly the images of the supports."""
     import torch
 
-    from vit_model.weights import load_model
-
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
     dataset = shards.open_dataset(st.local_files(store, digits))
     support = support_of(dataset, config)
@@ -226,7 +208,6 @@ def test_features_at_another_resolution_have_the_trained_weights_and_resized_pos
     import torch
 
     from vit_model.blocks import resize_position_embedding
-    from vit_model.weights import load_model
 
     config = Evaluate(
         job="evaluate", data="d", backbone="m", shots=(), linear_probe=True, draws=1, resolution=16

@@ -17,7 +17,7 @@ import torch
 from pipelines import store as st
 from pipelines.commands.models import _write
 from pipelines.results.accuracies import list_results
-from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels, ModelSize, Report
+from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels, Report
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
 from ray_jobs import evaluate, finetune, report
 from ray_jobs.data import shards
@@ -25,17 +25,15 @@ from ray_jobs.evaluation import leakage, rows
 from ray_jobs.import_model import import_model
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import provenance
-from ray_jobs.training.contract import model_contract
 from ray_jobs.training.evaluators import score
 from ray_jobs.training.task import make_task
 from tests.support import datasets
+from tests.support.checkpoints import SIZE, put_untrained
 from tests.support.finetuning import refitted
 from tests.support.records import flip, make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
-from vit_model.build import build
-from vit_model.weights import load_model, save_model
+from vit_model.weights import load_model
 
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 PIXELS = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)
 SHAPE = shards.ImageSize(height=8, width=8, channels=1)
 FEW = Labels(per_class=4, draws=3, folds=2, seed=5)
@@ -90,15 +88,12 @@ class Made:
         **config: Any,
     ) -> Manifest:
         """An untrained model that says it was made of these; without data, weights that were imported."""
-        info = shards.open_dataset(self.folder(data or next(iter(self.artifacts)))).info
-        contract = model_contract(SIZE, 8, info)
-        network = build(contract.architecture)
-        network.initialise(zlib.crc32(name.encode()))  # equal weights are one model
-        with self.store.staging(st.Layout.files(job, name, 1)) as staging:
-            save_model(staging.path, network, contract.model_copy(update={"training_data": says}))
+        images = self.artifacts[data or next(iter(self.artifacts))]
+        seed = zlib.crc32(name.encode())  # equal weights are one model
+        files = put_untrained(self.store, images, name, job, seed=seed, training_data=says).files
         given = {"data": data, "backbone": backbone, "init_from": init_from, "teacher": teacher}
         inputs = {field: [input_ref(self.store, self.artifacts[one])] for field, one in given.items() if one}
-        return self._commit(name, job, content_digest=name, files=staging.files, inputs=inputs, config=config)
+        return self._commit(name, job, content_digest=name, files=files, inputs=inputs, config=config)
 
     def _commit(self, name: str, job: str, **fields: Any) -> Manifest:
         self.artifacts[name] = st.commit(self.store, make_manifest(job, key=name, stage=name, **fields))

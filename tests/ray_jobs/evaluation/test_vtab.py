@@ -10,35 +10,23 @@ import pytest
 
 from pipelines import store as st
 from pipelines.identity import identity_fields
-from pipelines.spec import Evaluate, ModelSize
+from pipelines.spec import Evaluate
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import evaluate
 from ray_jobs.data import shards
 from ray_jobs.evaluation import features, frozen, linear_probe, rows
 from ray_jobs.evaluation.linear_probe import BIAS_FEATURE
-from ray_jobs.training.contract import model_contract
-from tests.support import datasets
-from tests.support.digits import ink
+from tests.support.checkpoints import put_untrained
+from tests.support.digits import grey, ink, put_digits
 from tests.support.records import make_context, make_manifest
-from vit_model.build import build
-from vit_model.weights import save_model
 
-IMAGES, LABELS = ink()
-PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
-SIZE = shards.ImageSize(height=8, width=8, channels=1)
-IDS = datasets.identities(len(PIXELS))
+LABELS, PIXELS = ink()[1], grey()
 PARTS = {"train": range(30), "dev": range(30, 50), "test": range(50, 150)}
-MODEL = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 
 
 def put(store: Store, key: str, parts: Mapping[str, Any]) -> Manifest:
-    """Commit digits of these numbers as a dataset; ids are in the order of the numbers."""
-    samples = {
-        split: [datasets.raw(IDS[number], PIXELS[number], int(LABELS[number])) for number in numbers]
-        for split, numbers in parts.items()
-    }
     with store.staging(st.Layout.files("ingest", key, 1)) as staging:
-        datasets.put(staging.path, "digits", list("0123456789"), SIZE, samples)
+        put_digits(staging.path, "digits", parts)
     return make_manifest("ingest", key=key, files=staging.files)
 
 
@@ -54,13 +42,7 @@ def digits(store: Store) -> Manifest:
 
 @pytest.fixture(scope="module")
 def model(store: Store, digits: Manifest) -> Manifest:
-    info = shards.open_dataset(st.local_files(store, digits)).info
-    contract = model_contract(MODEL, 8, info).model_copy(update={"training_data": "other images"})
-    network = build(contract.architecture)
-    network.initialise(3)
-    with store.staging(st.Layout.files("pretrain", "model", 1)) as staging:
-        save_model(staging.path, network, contract)
-    return make_manifest("pretrain", key="model", files=staging.files)
+    return put_untrained(store, digits, "model", training_data="other images")
 
 
 def run(
