@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipelines.spec import Finetune, Labels, Model
 from pipelines.store import FileEntry, create_attempt, open_store
 from ray_jobs.data import shards
@@ -36,16 +34,7 @@ COST = Cost(  # for tests without Ray, in which nothing is measured
 
 def put_halves(folder: Path) -> None:
     """Dark noise of 8x8, its left or its right half bright: the class."""
-    rng = np.random.default_rng(0)
-    splits = {}
-    for split, count in COUNTS.items():
-        splits[split] = samples = []
-        for number in range(count):
-            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
-            pixels[:, 4 * (number % 2) :][:, :4] += 150
-            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 2))
-    image = shards.ImageSize(height=8, width=8, channels=1)
-    datasets.put(folder, "halves", ("left", "right"), image, splits)
+    datasets.put_halves(folder, COUNTS, ("left", "right"))
 
 
 def configuration(**fields: object) -> Finetune:

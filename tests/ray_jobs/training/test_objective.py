@@ -49,20 +49,7 @@ MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "dec
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """Colours of 8x8 with a bright half that says the class: 48 to train on."""
-    folder, rng = tmp_path_factory.mktemp("dataset"), np.random.default_rng(0)
-    halves = (
-        (slice(None), slice(0, 4)),
-        (slice(None), slice(4, 8)),
-        (slice(0, 4), slice(None)),
-    )
-    samples = []
-    for number in range(48):
-        pixels = rng.integers(0, 64, (8, 8, 3)).astype(np.uint8)
-        pixels[halves[number % 3]] += 150
-        samples.append(datasets.raw(f"{number:032x}", pixels, number % 3))
-    size = shards.ImageSize(height=8, width=8, channels=3)
-    datasets.put(folder, "halves", CLASSES, size, {"train": samples})
-    return folder
+    return datasets.put_halves(tmp_path_factory.mktemp("dataset"), {"train": 48}, CLASSES, channels=3)
 
 
 def configuration(**fields: object) -> Pretrain:

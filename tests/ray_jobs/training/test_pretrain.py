@@ -45,21 +45,8 @@ CLASSES = ("left", "right", "top")
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """Grey noise of 8x8 with a bright half that says the class: 48 to train on, 25 to watch."""
-    folder = tmp_path_factory.mktemp("dataset")
-    rng = np.random.default_rng(0)
     counts = {"train": 48, "dev": 25, "test": 0}
-    splits = {}
-    for split, count in counts.items():
-        splits[split] = samples = []
-        for number in range(count):
-            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
-            half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[
-                number % 3
-            ]
-            pixels[half] += 150
-            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 3))
-    datasets.put(folder, "halves", CLASSES, shards.ImageSize(height=8, width=8, channels=1), splits)
-    return folder
+    return datasets.put_halves(tmp_path_factory.mktemp("dataset"), counts, CLASSES)
 
 
 def configuration(**fields: object) -> Pretrain:
