@@ -17,9 +17,9 @@ import torch
 from pipelines import store as st
 from pipelines.commands.models import _write
 from pipelines.results.accuracies import list_results
-from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels, Report
+from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
-from ray_jobs import evaluate, finetune, report
+from ray_jobs import evaluate, finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
 from ray_jobs.import_model import import_model
@@ -31,6 +31,7 @@ from tests.support import datasets
 from tests.support.checkpoints import SIZE, put_untrained
 from tests.support.finetuning import refitted
 from tests.support.records import flip, make_attempt, make_context, make_manifest
+from tests.support.reports import make_report
 from tests.support.s3 import Server, used
 from vit_model.weights import load_model
 
@@ -409,17 +410,8 @@ def test_no_verdict_and_no_list_of_the_best_has_a_row_of_a_part_of_test(scored: 
 
 def made_report(made: Made, of: str) -> tuple[dict[str, Any], str]:
     """The numbers and the page of a report of one artifact."""
-    config = Report(job="report", title="Leaky", of=(of,))
-    attempt = make_attempt(
-        "report",
-        key=f"report-{of}",
-        store_id=made.store.id,
-        store_uri=made.store.uri,
-        config=config.model_dump(mode="json"),
-    )
-    report.make(Context(attempt, config, {"of": (made.artifacts[of],)}))
-    folder = made.store.local(st.Layout.files("report", attempt.key, 1), ())
-    return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    files = make_report(made.store, [made.artifacts[of]])
+    return json.loads(files["report.json"]), files["report.html"].decode()
 
 
 def test_of_parts_of_test_alone_none_is_the_best(scored: Made) -> None:

@@ -31,11 +31,9 @@ from pipelines.spec import (
     Labels,
     ModelSize,
     Pretrain,
-    Report,
     Segment,
 )
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
-from ray_jobs import report
 from ray_jobs.data import shards
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
@@ -51,13 +49,13 @@ from ray_jobs.evaluation.rows import (
     write_predictions,
     write_table,
 )
-from ray_jobs.process.context import Context
 from ray_jobs.reporting import label_issues, page
 from ray_jobs.reporting.figures import measured_in_training
 from ray_jobs.reporting.gather import _why_ended
 from ray_jobs.reporting.lines import uncalibrated
 from tests.support import datasets
-from tests.support.records import make_attempt, make_manifest
+from tests.support.records import make_manifest
+from tests.support.reports import make_report
 from tests.support.scores import Scores, put_scores
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
@@ -203,31 +201,9 @@ class Artifacts:
         """What a manifest says of its inputs, field -> stage."""
         return {field: [input_ref(self.store, self.made[stage])] for field, stage in inputs.items()}
 
-    def context(self, *stages: str, title: str = "A title", number: int = 1) -> Context:
-        """A report of these stages, to be made by attempt `number`."""
-        of = tuple(self.made[stage] for stage in stages)
-        config = Report(job="report", title=title, of=stages)
-        references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
-        attempt = make_attempt(
-            "report",
-            key="e" * 64,
-            number=number,
-            stage="report",
-            run="run",
-            store_id=self.store.id,
-            store_uri=self.store.uri,
-            config=config.model_dump(mode="json"),
-            inputs={"of": references},
-            created="2026-11-21T08:00:00+00:00",
-        )
-        return Context(attempt, config, {"of": of})
-
-    def make(self, *stages: str, **options: Any) -> dict[str, bytes]:
+    def make(self, *stages: str, **fields: Any) -> dict[str, bytes]:
         """The files of a report of these stages."""
-        context = self.context(*stages, **options)
-        result = report.make(context)
-        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number), ())
-        return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
+        return make_report(self.store, [self.made[stage] for stage in stages], **fields)
 
 
 def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> Sample:
@@ -439,7 +415,7 @@ def test_a_question_is_answered_only_by_comparisons_that_test_it(
     artifacts: Artifacts, stages: tuple[str, ...], question: str, answer: str
 ) -> None:
     """Scratch against pixels says nothing of pretraining, and an interval that includes zero is no "no"."""
-    numbers = json.loads(artifacts.make(*stages, number=3)["report.json"])
+    numbers = json.loads(artifacts.make(*stages)["report.json"])
     assert numbers["question"].startswith(question) and numbers["headline"].startswith(answer)
     if "evaluate" in stages:
         assert {verdict["method"] for verdict in numbers["verdicts"]} == {"ViT, pretrained"}
@@ -550,7 +526,7 @@ def test_tables_keep_every_row_and_say_where_it_is_from(
 @pytest.mark.slow
 def test_same_inputs_give_the_same_bytes(artifacts: Artifacts, files: dict[str, bytes]) -> None:
     assert files.keys() == {"report.html", "report.json", "rows.parquet", "predictions.parquet"}
-    assert artifacts.make(*ALL, number=2) == files
+    assert artifacts.make(*ALL) == files
 
 
 def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) -> None:
@@ -739,7 +715,7 @@ def test_metrics_without_predictions_have_a_table_of_their_own(artifacts: Artifa
         metrics={f"test_images_{name}": 3 for name in ("seen_in_training", "also_in_train")}
         | {"test_images_near_training_images": 0},
     )
-    files = artifacts.make("digits", "pretrain", "segment", number=2)
+    files = artifacts.make("digits", "pretrain", "segment")
     numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
     assert numbers["accuracies"] == [] and numbers["verdicts"] == []
     lines = [(line["method"], line["value"], line["draws"]) for line in numbers["other_metrics"]]
@@ -844,9 +820,9 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
     )
     assert section.index(ids["dev"][5]) < section.index(ids["train"][119]) and "12.5%" in section
     assert "Nothing to compare" not in text
-    alone = made.make("audit", number=2)["report.html"].decode()
+    alone = made.make("audit")["report.html"].decode()
     assert (
         "To see the images, add the data set" in alone
         and '<figure><img class="pixels" alt="image' not in alone
     )
-    assert "Likely wrong labels" not in made.make("pets", number=3)["report.html"].decode()
+    assert "Likely wrong labels" not in made.make("pets")["report.html"].decode()

@@ -15,10 +15,10 @@ from rich.console import Console
 from pipelines import store as st
 from pipelines.results.accuracies import verdict_lines, vtab_table
 from pipelines.results.query import query
-from pipelines.spec import Evaluate, Report
+from pipelines.spec import Evaluate
 from pipelines.spec.vtab import GROUPS, TASKS
 from pipelines.store import Manifest, Store, input_ref, open_store
-from ray_jobs import evaluate, report
+from ray_jobs import evaluate
 from ray_jobs.evaluation import rows
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import page as page_module
@@ -26,6 +26,7 @@ from ray_jobs.reporting.gather import ReportData
 from tests.support.checkpoints import put_untrained
 from tests.support.digits import put_digits
 from tests.support.records import make_attempt, make_manifest
+from tests.support.reports import make_report
 
 NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}
 OTHERS = [files.title for task, files in TASKS.items() if task not in NOTES]
@@ -88,18 +89,8 @@ class Vtab:
 
     def report(self, stages: Sequence[str], missing: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
         """report.json and the page of a report of these stages."""
-        config = Report(job="report", title="VTAB", of=tuple(stages), missing=missing)
-        attempt = make_attempt(
-            "report",
-            key=self.key("report"),
-            number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
-            store_id=self.store.id,
-            store_uri=self.store.uri,
-            config=config.model_dump(mode="json"),
-        )
-        report.make(Context(attempt, config, {"of": tuple(self.made[stage] for stage in stages)}))
-        folder = self.store.local(st.Layout.files("report", attempt.key, attempt.number), ())
-        return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+        files = make_report(self.store, [self.made[stage] for stage in stages], "VTAB", missing=missing)
+        return json.loads(files["report.json"]), files["report.html"].decode()
 
     def values(self, stage: str, method: str, labels: int | None, classifier: str = "linear") -> float:
         """The mean over draws, straight from an evaluation's rows."""

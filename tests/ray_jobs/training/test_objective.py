@@ -20,6 +20,7 @@ from ray_jobs.training.fit import fit
 from ray_jobs.training.model_ref import ModelRef
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
+from tests.support.pretraining import DEEP, pretraining
 from vit_model import compute
 from vit_model.config import MaeOptions, ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
@@ -33,11 +34,10 @@ from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, save_model
 
 CLASSES = ("left", "right", "top")
-SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CONTRASTIVE = {
     "objective": "contrastive",
     "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
-    "model": SIZE | {"position": "sincos2d_moco"},
+    "model": DEEP | {"position": "sincos2d_moco"},
     "augment": "resized_crop_flip",
     "zero_stage": 2,
 }
@@ -53,18 +53,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def configuration(**fields: object) -> Pretrain:
-    base = {
-        "job": "pretrain",
-        "data": "halves",
-        "resolution": 8,
-        "steps": 6,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "model": SIZE,
-        "workers": 1,
-        "dtype": "float32",
-    }
-    return Pretrain.model_validate(base | fields)
+    return pretraining(**{"steps": 6, "workers": 1, "dtype": "float32"} | fields)
 
 
 class Reference:
@@ -217,7 +206,7 @@ def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(data
         mixup=0.4,
         label_smoothing=0.1,
         seed=3,
-        model=SIZE | {"distillation": True},
+        model=DEEP | {"distillation": True},
     )
     init_from = ModelRef(tmp_path / "teacher", "t")
     metrics = loop.train(config, shards.open_dataset(dataset), tmp_path / "out", teacher=init_from)
@@ -257,7 +246,7 @@ def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(data
             {"image_size": 12},
             "teacher t takes images of resolution 12, but this stage trains with resolution 8",
         ),
-        ({"channels": 1}, "teacher t takes images with 1 channels; those of halves have 3"),
+        ({"channels": 1}, "teacher t takes images with 1 channels; those of d have 3"),
         ({"class_names": ()}, "teacher t has no classifier, which distillation.kind hard imitates"),
     ],
     ids=str,
@@ -368,5 +357,5 @@ def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the
 
     assert found(backbone="b") == ("center", 0.875)
     assert found(backbone="b", eval_crop={"crop": "squash"}) == ("squash", 1.0)
-    assert found(model=SIZE, resolution=8) == ("squash", 1.0), "these images are square"
-    assert found(model=SIZE, resolution=8, eval_crop=center) == ("center", 0.875)
+    assert found(model=DEEP, resolution=8) == ("squash", 1.0), "these images are square"
+    assert found(model=DEEP, resolution=8, eval_crop=center) == ("center", 0.875)

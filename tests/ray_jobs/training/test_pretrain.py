@@ -31,6 +31,7 @@ from ray_jobs.training.fit import fit, start_model
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from tests.support.local_runs import with_words
+from tests.support.pretraining import pretraining
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import used
 from tests.support.stores import repeated
@@ -50,17 +51,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def configuration(**fields: object) -> Pretrain:
-    base = {
-        "job": "pretrain",
-        "data": "halves",
-        "resolution": 8,
-        "steps": 30,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2),
-        "workers": 1,
-    }
-    return Pretrain.model_validate(base | fields)
+    return pretraining(**{"steps": 30, "workers": 1} | fields)
 
 
 LEFT_OUT = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, stochastic_depth=0.5)
