@@ -30,10 +30,11 @@ from ray_jobs.training.evaluators import predict
 from ray_jobs.training.fit import fit, start_model
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
+from tests.support.interrupted import files_below
 from tests.support.local_runs import with_words
 from tests.support.pretraining import pretraining
 from tests.support.records import make_context, make_manifest
-from tests.support.s3 import used
+from tests.support.s3 import free_port, used
 from tests.support.stores import repeated
 from tests.support.workers import run_workers
 from vit_model.model import ViT
@@ -59,10 +60,6 @@ LEFT_OUT = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, stochastic_de
 
 def train(config: Pretrain, folder: Path, output: Path | None, *worker: loop.Worker) -> dict[str, object]:
     return loop.train(config, shards.open_dataset(folder), output, *worker)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def assert_same_model(ours: ViT, theirs: ViT) -> None:
@@ -123,8 +120,10 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
         train(changed, dataset, tmp_path / name)
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
+    assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
+    assert (
+        files_below(tmp_path / "a")["model.safetensors"] != files_below(tmp_path / "c")["model.safetensors"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_micro_batches_are_parts_of_the_batch(dataset, tmp_path, capsys, fields)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, free_port, zero_stage):
+def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, zero_stage):
     """It is not in the key. With dropout, which is drawn again; float32 and one process at stage 0."""
     size = ModelSize(
         patch_size=4, width=16, depth=2, num_heads=2, dropout=0.1, stochastic_depth=0.1, pooling="gap"
@@ -173,7 +172,7 @@ def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, free_p
             run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
         else:
             train(config, dataset, tmp_path / name)
-    assert files_of(tmp_path / "kept") == files_of(tmp_path / "again")
+    assert files_below(tmp_path / "kept") == files_below(tmp_path / "again")
 
 
 @pytest.mark.slow
@@ -280,12 +279,12 @@ def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
-def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
+def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, objective):
     config = configuration(dtype="float32", steps=8, objective=objective, model=LEFT_OUT)
     alone = train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
         run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
-    assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
+    assert files_below(tmp_path / "two") == files_below(tmp_path / "again")
     one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
     assert_same_model(two, one)
     accuracies = [
@@ -318,7 +317,7 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
         manifest = make_manifest("ingest", files=staging.files)
         data = make_context(store, config, data=manifest).dataset(config.cache_gib)
         metrics = loop.train(config, data, tmp_path / "s3")
-    assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
+    assert files_below(tmp_path / "s3") == files_below(tmp_path / "disk")
     test_bytes = sum(len(sample.image) for sample in splits["test"])
     sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]
     assert len(sent) == 2, "of test, nothing"
@@ -369,15 +368,3 @@ def kill_a_worker(store: Store, attempt: Attempt, deaths: list[Any]) -> None:
     worker.kill()
     worker.wait()
     deaths += [checkpoints(store, attempt.job, attempt.key)[0].step, now()]
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    def find() -> int:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return int(listener.getsockname()[1])
-
-    return find
