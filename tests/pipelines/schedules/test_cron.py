@@ -18,7 +18,6 @@ from pipelines.schedules.cron import (
 )
 from pipelines.spec import RecipeError
 
-BERLIN = ZoneInfo("Europe/Berlin")
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 LIMITS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 

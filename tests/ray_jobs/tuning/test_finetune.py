@@ -190,6 +190,17 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     assert evaluated[0].dev_loss > evaluated[-1].dev_loss
 
 
+def test_micro_batches_of_a_fit_are_parts_of_the_batch(dataset):
+    """Also with weights of the classes, which are uneven over the parts. AdamW scales rounding differences up."""
+    fields = {"dtype": "float32", "class_weights": {"left": 3.0}, "optimizer": {"name": "sgd"}}
+    fitted = []
+    for count in (1, 4):
+        task, (pool, _), _ = prepared(dataset, configuration(**fields, gradient_accumulation_steps=count))
+        fitted.append(fit(task, pool, 1e-2, seed=3)[0])
+    for one, other in zip(*(model.parameters() for model in fitted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_a_weight_for_a_class_without_images_is_the_users_mistake(dataset):
     task, *_ = prepared(dataset, configuration(labels=Labels()))
     opened = shards.open_dataset(dataset)
