@@ -2,7 +2,7 @@
 
 Plain torch and DeepSpeed's ZeRO stages 1 to 3 take the same steps in bfloat16, with float32 master weights, clipping
 and AdamW: B/16 and L/16 at 224 pixels, one process per GPU, random images. Each case has fresh processes. Images per
-second and MFU are of the median step, memory is what torch allocated at most, beside what a pretraining's log predicts.
+second and MFU are of the median step, memory is what torch allocated at most.
 Then a new engine continues from a state that was saved after three steps, and after three more its weights are compared
 with those of six steps at once.
 
@@ -36,7 +36,7 @@ sys.path.append(str(ROOT))  # for the tests' package
 
 from pipelines.spec import Pretrain
 from ray_jobs.process import devices
-from ray_jobs.training import estimates, optim
+from ray_jobs.training import optim
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain, Zero
 from ray_jobs.training.methods import make_method
 from tests.support.vits import contract_for
@@ -59,7 +59,6 @@ class Measured(NamedTuple):
     mfu: float | None
     memory: float
     """bytes that torch allocated at most; on a CPU 0"""
-    predicted: float
     resumed: float
     """the largest difference of a weight after continuing from a saved state"""
 
@@ -84,7 +83,7 @@ def main() -> None:
             )
             rows.append(row(config, world, is_cpu=options.cpu))
     card = "CPU" if options.cpu else f"{world} x {torch.cuda.get_device_name()}"
-    head = "| model | engine | images/s | MFU | GiB, most | GiB, predicted | continued |"
+    head = "| model | engine | images/s | MFU | GiB, most | continued |"
     keep(
         "gpu.md",
         [
@@ -94,7 +93,7 @@ def main() -> None:
             f" {card}, torch {torch.__version__}, bfloat16 with float32 master weights.",
             "",
             head,
-            "|---|---|---:|---:|---:|---:|---|",
+            "|---|---|---:|---:|---:|---|",
             *rows,
         ],
         is_written=options.is_kept and not options.cpu,
@@ -133,7 +132,7 @@ def row(config: Pretrain, world: int, is_cpu: bool) -> str:
     same = "same bits" if found.resumed == 0 else f"{found.resumed:.0e} off"
     return (
         f"| {name} | {engine} | {config.batch_size / found.step:,.0f} | {mfu} | {found.memory / GIB:,.2f}"
-        f" | {found.predicted / GIB:,.2f} | {same} |"
+        f" | {same} |"
     )
 
 
@@ -154,12 +153,10 @@ def worker(rank: int, world: int, fields: dict[str, Any], meeting: str, output: 
     memory = 0 if is_cpu else torch.cuda.max_memory_allocated(on)
     peak = devices.peak_flops(on, torch.bfloat16)
     step = statistics.median(seconds)
-    method = make_method(config, contract_for(architecture), on)
-    flops = method.train_flops * config.batch_size / world
-    needed = estimates.memory(method, world).most
+    flops = make_method(config, contract_for(architecture), on).train_flops * config.batch_size / world
     del engine
     difference = continued(config, architecture, world, on, batch)
-    found = Measured(step, None if peak is None else flops / step / peak, memory, needed, difference)
+    found = Measured(step, None if peak is None else flops / step / peak, memory, difference)
     if rank == 0:
         output.write_text(json.dumps(found))
     dist.destroy_process_group()

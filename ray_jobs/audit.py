@@ -22,7 +22,7 @@ from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.evaluation import label_issues
 from ray_jobs.evaluation.leakage import check_labels_unseen
-from ray_jobs.process.cluster import Run, fit_resources, here, on_cluster
+from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
 
@@ -32,16 +32,12 @@ AUDITED: tuple[Split, ...] = ("train", "dev")
 
 def main(context: Context[Audit]) -> Result:
     """Audit in one Ray task, which embeds images or fits folds in others."""
-    _, concurrent = fit_resources(context.config.threads)
-    result: Result = on_cluster(audit, context, concurrent)
+    result: Result = on_cluster(audit, context)
     return result
 
 
-def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Result:
+def audit(context: Context[Audit], run: Run = here) -> Result:
     """Compute out-of-sample probabilities of all labelled images, and list the likely wrong labels.
-
-    Args:
-        concurrent: how many tasks `run` runs at once.
 
     Raises:
         UserError: the backbone was trained on these labels, or features or probabilities are not finite.
@@ -55,7 +51,7 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
         parts = np.arange(len(pool.rows))
         files, settings = leave_one_out(context, pool, run)
     else:
-        parts, files = cross_validate(context, pool, run, concurrent)
+        parts, files = cross_validate(context, pool, run)
         settings = {}
     attempt = context.attempt
     folder = context.open_store().local(Layout.files(attempt.job, attempt.key, attempt.number), files)
@@ -108,11 +104,11 @@ def leave_one_out(
 
 
 def cross_validate(
-    context: Context[Audit], pool: Images, run: Run, concurrent: int
+    context: Context[Audit], pool: Images, run: Run
 ) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
     """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
     from ray_jobs.training.task import make_task
-    from ray_jobs.tuning import folds, ledger, runner
+    from ray_jobs.tuning import folds, ledger
 
     config = context.config
     assert config.cross_validation is not None
@@ -121,10 +117,7 @@ def cross_validate(
     task = make_task(own.config, pool.dataset, own.input("backbone") if config.backbone else None)
     task = task._replace(attempts=ledger.open_ledger(own).attempts)
     parts = folds.assign_folds(pool.rows, number, config.seed)
-    tasks = [
-        (own, task, pool, parts, fold, runner.steps_after(own.config.steps, concurrent, fold, 0, number))
-        for fold in range(number)
-    ]
+    tasks = [(own, task, pool, parts, fold) for fold in range(number)]
     return parts, tuple(file for files in run(folds.fit_fold, tasks) for file in files)
 
 

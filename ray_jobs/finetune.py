@@ -49,7 +49,6 @@ from ray_jobs.tuning.runner import (
     held_out_temperature,
     last_step,
     run_refit,
-    steps_after,
     sweep,
 )
 from ray_jobs.tuning.trial import Refitted, TriedPoint
@@ -146,12 +145,9 @@ def run_refits(
     context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]
 ) -> list[Refitted]:
     """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
-    _, concurrent = cluster.fit_resources(task.config.threads, task.config.workers)
-    arguments = [
-        (context, task, pools[draw], draw, steps_after(task.steps, concurrent, number, 0, len(draws)))
-        for number, draw in enumerate(draws)
-    ]
+    arguments = [(context, task, pools[draw], draw) for draw in draws]
     if task.config.workers > 1:
+        _, concurrent = cluster.fit_resources(task.config.threads, task.config.workers)
         with ThreadPoolExecutor(concurrent) as threads:
             return [*threads.map(lambda refit: run_refit(*refit), arguments)]
     return cluster.in_tasks(run_refit, arguments, task.config.threads)
@@ -306,7 +302,7 @@ def _trained_parameters(task: Task) -> dict[str, int]:
     """Return how many weights each refit trained, those of LoRA's matrices included; nothing if it trained all."""
     if task.config.freeze is None and task.config.lora is None:
         return {}
-    from ray_jobs.training.estimates import trained_parameters
+    from ray_jobs.training.fit import trained_parameters
 
     return {"trained_parameters": trained_parameters(task)}
 

@@ -25,6 +25,7 @@ from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, check_leakage
+from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
@@ -64,7 +65,7 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
     Raises:
         UserError: the dataset has no masks or no dev split, or the backbone was trained on test images.
     """
-    from ray_jobs.evaluation.segmentation import VARIANTS, mean_iou
+    from ray_jobs.evaluation.segmentation import VARIANTS
     from ray_jobs.evaluation.tokens import DECODED, Kind, confusions_of_rows, kinds_of, moments_of_rows
 
     dataset = context.dataset()
@@ -134,8 +135,6 @@ class _Tested(NamedTuple):
 
 def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.Table]]:
     """Yield the rows of a method, each with its table of CONFUSION."""
-    from ray_jobs.evaluation.segmentation import mean_iou
-
     ids = pa.array(dataset.sample_ids("test"))
     scoring = [(dataset.info.name, np.arange(len(tested.counts)), tested.counts)]
     for task, method, places, part in tables.split_by_seen(scoring, tested.method, tested.seen):

@@ -75,14 +75,7 @@ def resize_position_embedding(
 
     "bilinear" aligns corner patches, as the authors' code does (scipy's zoom, order 1). The others do not align
     corners: "bicubic" is Hugging Face's, "bicubic_antialias" timm's.
-    Raises ValueError if the table does not have the entries of the old grid.
     """
-    entries = prefix + math.prod(old)
-    if table.shape[1] != entries:
-        raise ValueError(
-            f"position embedding has {table.shape[1]} entries; {old[0]}x{old[1]} patches"
-            f"{f' and {prefix} before them' if prefix else ''} need {entries}"
-        )
     if old == new:
         return table.clone()
     kept, patches = table[:, :prefix], table[:, prefix:]

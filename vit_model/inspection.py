@@ -48,7 +48,7 @@ def attention_distance(network: Network, images: Tensor) -> NDArray[np.float64]:
     Uniform attention on 14 x 14 patches of 16 pixels gives 116.5, or 196 / 197 of that with a class token. In an axial
     model the distance is along the row or column that a block sees.
 
-    Raises UserError for a model that is not a ViT, ValueError for no images or images of the wrong size.
+    Raises UserError for a model that is not a ViT, ValueError for images of the wrong size.
     """
     model = _vit(network, "attention distance")
     config = model.config
@@ -72,7 +72,7 @@ def attention_rollout(network: Network, images: Tensor) -> NDArray[np.float32]:
     class token's row of the product, or the mean of the patches' rows if the representation is not the class token.
     That is exact for the mean over tokens; for a MAP head it assumes a query that attends to all patches equally.
 
-    Raises UserError for an axial model or one that is not a ViT, ValueError for no images or images of the wrong size.
+    Raises UserError for an axial model or one that is not a ViT, ValueError for images of the wrong size.
     """
     model = _vit(network, "attention rollout")
     config = model.config
@@ -179,8 +179,6 @@ def _walk(model: ViT, images: Tensor) -> Iterator[Tensor]:
 
 def _batches(config: ViTConfig, images: Tensor) -> tuple[Tensor, ...]:
     """Split the images so that one layer's weights of a part fit `_WEIGHTS_AT_A_TIME`."""
-    if not len(images):
-        raise ValueError(f"images have shape {list(images.shape)}; expected at least one")
     return torch.split(images, max(1, _WEIGHTS_AT_A_TIME // (config.num_heads * config.num_tokens**2)))
 
 

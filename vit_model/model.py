@@ -177,17 +177,12 @@ class ViT(ParameterGroups):
 
         Args:
             draws: [b, blocks, 2], uniform in [0, 1), of attention and MLP; None: from torch's generator.
-
-        Raises ValueError for draws of another shape.
         """
         rate, blocks = self.config.stochastic_depth, self.config.num_blocks
         if not rate or not self.training:
             return None
-        shape = (len(x), blocks, 2)
         if draws is None:
-            draws = torch.rand(shape, device=x.device)
-        if draws.shape != shape:
-            raise ValueError(f"drop_path_draws have shape {list(draws.shape)}; expected {list(shape)}")
+            draws = torch.rand((len(x), blocks, 2), device=x.device)
         rates = torch.linspace(0, rate, blocks, dtype=torch.float64, device=x.device)[:, None]
         factors = (draws >= rates) / (1 - rates)
         return factors.to(x.dtype).permute(1, 2, 0)[..., None, None]

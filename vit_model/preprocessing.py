@@ -10,15 +10,13 @@ Use: `normalise(torch.from_numpy(load_image(path, preprocessing))[None], preproc
 
 import io
 import math
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
-from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 
 from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
@@ -33,7 +31,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *SIXTEEN_BITS)
 MAX_PIXELS = 64 * 2**20
-_PNG, _PNG_TEXTS = b"\x89PNG\r\n\x1a\n", (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
+# Pillow refuses a PNG with more text than this, 1 MiB for a compressed one by default. No pixel depends on it.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28
 
 
 def load_image(
@@ -57,11 +56,9 @@ def decode_image(source: "str | Path | bytes | Image.Image", channels: int) -> "
 
 
 def open_image(source: str | Path | bytes, formats: tuple[str, ...] = FORMATS) -> "Image.Image":
-    """Open an image file without decoding it. Raises what Pillow raises, but not for large metadata of a PNG."""
-    with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
-        small = _without_large_texts(file)
+    """Open an image file without decoding it. Raises what Pillow raises."""
     # Without a list of formats Pillow would hand PostScript to an interpreter.
-    return Image.open(small or (io.BytesIO(source) if isinstance(source, bytes) else source), formats=formats)
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats)
 
 
 def is_supported(image: "Image.Image") -> bool:
@@ -155,48 +152,6 @@ def _open(name: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint
         return Image.fromarray(source[:, :, 0] if source.shape[2:] == (1,) else source)
     with _reading(name):
         return open_image(source)
-
-
-def _without_large_texts(file: IO[bytes]) -> io.BytesIO | None:
-    """Return a PNG without the texts and the colour profile that Pillow refuses as too large; None: there are none.
-
-    Reads headers and these chunks only, and inflates no more than Pillow does.
-    """
-    if file.read(len(_PNG)) != _PNG:
-        return None
-    left_out, inflated = [], 0
-    while len(head := file.read(8)) == 8:
-        start, length = file.tell(), int.from_bytes(head[:4])
-        if head[4:] in _PNG_TEXTS:
-            compressed, size = False, 0
-            if inflated <= MAX_TEXT_MEMORY:
-                compressed, size = _text_size(head[4:], file.read(min(length, MAX_TEXT_MEMORY + 1)))
-                inflated += size
-            if inflated > MAX_TEXT_MEMORY or (compressed and size > MAX_TEXT_CHUNK):
-                left_out.append((start - 8, start + length + 4))
-        file.seek(start + length + 4)
-    if not left_out:
-        return None
-    small, start = io.BytesIO(), 0
-    for end, after in [*left_out, (file.seek(0, io.SEEK_END), 0)]:
-        file.seek(start)
-        small.write(file.read(max(0, end - start)))
-        start = after
-    small.seek(0)
-    return small
-
-
-def _text_size(kind: bytes, chunk: bytes) -> tuple[bool, int]:
-    """Return whether a PNG's text or colour profile is compressed, and its size, counted up to Pillow's limit."""
-    _, _, rest = chunk.partition(b"\0")
-    if kind == b"tEXt" or (kind == b"iTXt" and not rest.startswith(b"\1")):
-        return False, len(chunk)
-    # zTXt and iCCP: the method; iTXt: a flag, the method, the language, the translated name
-    data = rest.split(b"\0", 3)[-1] if kind == b"iTXt" else rest[1:]
-    try:
-        return True, len(zlib.decompressobj().decompress(data, MAX_TEXT_CHUNK + 1))
-    except zlib.error:
-        return True, 0  # Pillow ignores it
 
 
 def _raw_mode(image: "Image.Image") -> str:

@@ -43,7 +43,7 @@ from pipelines.results.accuracies import (
     vtab_table,
 )
 from pipelines.results.lookup import find_artifact
-from pipelines.results.query import Unfinished, query
+from pipelines.results.query import query
 from pipelines.results.tables import described_tables
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 1000  # in a table on the terminal
 MEMORY_BYTES = 3 * 2**30
+CPU_SECONDS = 90  # of each core; then SIGXCPU ends the process
 _NUMBERS = {"FLOAT", "DOUBLE", "INTEGER", "BIGINT", "HUGEINT"}
 _NESTED = ("STRUCT", "MAP", "UNION")
 
@@ -118,25 +119,22 @@ def report_query(
         else:
             print_table(listed, tuple(listed[0]))
         return
-    _limit_memory()
-    try:
-        with query(open_(store, create=False), sql) as answer:
-            if as_csv:
-                _print_csv(answer.columns, answer.rows)
-            elif as_json:
-                _print_objects(answer)
-            else:
-                _print_answer(answer)
-    except Unfinished as error:
-        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
-        os._exit(2)  # the ordinary end of a process waits for DuckDB
+    _limit_process()
+    with query(open_(store, create=False), sql) as answer:
+        if as_csv:
+            _print_csv(answer.columns, answer.rows)
+        elif as_json:
+            _print_objects(answer)
+        else:
+            _print_answer(answer)
 
 
-def _limit_memory() -> None:
-    """Limit the memory of this process, because DuckDB's own limit does not cover all that DuckDB allocates."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+def _limit_process() -> None:
+    """Limit this process, because DuckDB looks at its limits neither while it plans nor wherever it allocates."""
+    seconds = int(CPU_SECONDS * (os.cpu_count() or 1))
+    for name, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
+        _, hard = resource.getrlimit(name)
+        resource.setrlimit(name, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:

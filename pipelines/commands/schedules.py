@@ -1,11 +1,10 @@
-"""The commands schedule add, list, pause, resume, remove, preview, serve, tick and render: recurring runs."""
+"""The commands schedule add, list, pause, resume, remove, preview, serve and tick: recurring runs."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from zoneinfo import ZoneInfo
 
 import typer
@@ -31,7 +30,6 @@ from pipelines.commands.common import (
 from pipelines.engine.submission import check_address, check_store
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pinning import pin
-from pipelines.schedules import render
 from pipelines.schedules.cron import check_cron, check_timezone, ticks
 from pipelines.schedules.schedule import (
     Schedule,
@@ -44,13 +42,10 @@ from pipelines.schedules.schedule import (
     set_state,
 )
 from pipelines.schedules.serve import serve
-from pipelines.spec import RecipeError, nearest
+from pipelines.spec import RecipeError
 from pipelines.store import StoreError
 from pipelines.terminal import write
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from pipelines.schedules.schedule import Schedule
 
 app = Commands(
     name="schedule",
@@ -58,7 +53,6 @@ app = Commands(
 )
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="the name of a schedule")]
 TimezoneOption = Annotated[str, typer.Option("--timezone", help="a time zone, such as Europe/Berlin")]
-TARGETS = ("systemd", "cron", "kubernetes")
 
 
 @app.command("add")
@@ -198,7 +192,7 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 def schedule_tick(
     name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None
 ) -> None:
-    """Start the run of a schedule's last tick if it has not been started; for timers (`schedule render`)."""
+    """Start the run of a schedule's last tick if it has not been started; for timers (systemd, cron, Kubernetes)."""
     opened = open_(store, create=False)
     if (schedule := find_schedule(opened, name)).state == "paused":
         _say(f"{name}: is paused")
@@ -213,43 +207,6 @@ def schedule_tick(
         raise typer.Exit(1) from None
     if not acted:
         _say(f"{name}: nothing is due; next {_next_time(schedule)}")
-
-
-@app.command("render")
-def schedule_render(
-    name: NameArgument,
-    target: Annotated[str, typer.Option("--target", help=" | ".join(TARGETS))],
-    store: StoreOption = DEFAULT_STORE,
-    image: Annotated[
-        str | None, typer.Option("--image", help="for kubernetes: a container image with vitflow")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", help="a folder to write the files to; default: print them"),
-    ] = None,
-) -> None:
-    """Write a schedule's files for systemd, cron or Kubernetes, to be used instead of `schedule serve`."""
-    if target not in TARGETS:
-        raise RecipeError(f"--target {target}: no such target{nearest(target, TARGETS)}")
-    opened = open_(store, create=False)
-    schedule = find_schedule(opened, name)
-    files = (
-        render.systemd(schedule, opened)
-        if target == "systemd"
-        else render.crontab(schedule, opened)
-        if target == "cron"
-        else render.kubernetes(schedule, opened, image)
-    )
-    for file, text in files.items():
-        if output is None:
-            write(f"# {file}\n{text}")
-            continue
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / file).write_text(text)
-        except OSError as error:
-            raise RecipeError(f"--output {output}: cannot write {file}: {error.strerror}") from None
-        print(output / file)
 
 
 def _next_time(schedule: Schedule) -> str:

@@ -137,7 +137,7 @@ TABLES = {
         Column("images_per_second", "DOUBLE", "of all workers, since the line before"),
         Column("data_wait", "DOUBLE", "the fraction of that time that the first worker waited for images"),
         Column("mfu", "DOUBLE", "model FLOPs utilisation; NULL on CPUs"),
-        Column("seconds_left", "DOUBLE", "estimated time until the last step of the stage"),
+        Column("seconds_left", "DOUBLE", "estimated time until the last step"),
         Column("dev_loss", "DOUBLE", "loss on dev, or on a trial's held-out images"),
         Column("dev_accuracy", "DOUBLE", "accuracy on dev, or on a trial's held-out images"),
         Column("few_shot", "JSON", "few-shot accuracies on dev by name; NULL if not measured"),

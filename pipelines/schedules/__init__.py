@@ -1,1 +1,1 @@
-"""Recurring runs: their records (`schedule`), the process that starts what is due (`serve`), its units (`render`)."""
+"""Recurring runs: their records (`schedule`), and the process that starts what is due (`serve`)."""

@@ -1,7 +1,7 @@
 """Cron lines: validated, and turned into times.
 
 A line has cron's five fields and nothing that only some programs support, so it means the same to `vitflow schedule
-serve`, systemd and Kubernetes. When the clocks change, it behaves as in Debian's cron: a fixed time that does not exist
+serve`, cron and Kubernetes. When the clocks change, it behaves as in Debian's cron: a fixed time that does not exist
 is due right after the change, and one that occurs twice is due the first time; a line whose minute or hour begins with
 `*` follows elapsed time.
 """
@@ -18,116 +18,53 @@ from cronsim import CronSim, CronSimError
 
 from pipelines.spec import RecipeError
 
-_MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")
-_DAYS = ("SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT")
-_FIELDS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
-    ("minute", 0, 59, ()),
-    ("hour", 0, 23, ()),
-    ("day of month", 1, 31, ()),
-    ("month", 1, 12, _MONTHS),
-    ("day of week", 0, 7, _DAYS),
+_EXPECTED = (
+    "expected five fields, minute (0-59) hour (0-23) day-of-month (1-31) month (1-12) day-of-week (0-7 or SUN-SAT), "
+    "each *, a number, a range such as 1-5, * or a range with a step (*/2), or several of them with commas; "
+    "'0 3 * * 1' is Mondays at 3:00"
 )
-_ITEM = re.compile(r"(?:\*|([A-Z0-9]+)(?:-([A-Z0-9]+))?)(?:/([0-9]+))?")
+# L (last day), 5#2 (second Friday), and a step after a single number or a range of one.
+_OF_SOME_PROGRAMS = re.compile(r"(?<!JU)L|#|(^|[ ,])\w+/|\b(\w+)-\2/")
+_OF_A_MACHINE = {"localtime", "posixrules", "Factory", "posix", "right"}
 
 
 def check_cron(cron: str) -> str:
     """Return the line with single spaces, in capitals.
 
     Raises:
-        RecipeError: the line is invalid; the message names the field and what is expected.
+        RecipeError: the line is invalid, or programs read it differently; the message says what is expected.
     """
     fields = cron.upper().split()
-    if len(fields) != len(_FIELDS):
-        raise RecipeError(
-            f"--cron {cron!r}: {len(fields)} fields; expected five, minute hour day-of-month month day-of-week, "
-            "such as '0 3 * * 1' for Mondays at 3:00"
-        )
-    for text, (name, low, high, names) in zip(fields, _FIELDS, strict=True):
-        if problem := _problem(text, low, high, names):
-            raise RecipeError(f"--cron {cron!r}: {name}: {problem}")
-    days, weekdays = fields[2], fields[4]
-    if days != "*" and weekdays != "*" and (days.startswith("*") or weekdays.startswith("*")):
-        raise RecipeError(
-            f"--cron {cron!r}: day of month {days} with day of week {weekdays} means 'both' to some programs and "
-            "'either' to others; write the days of the field with * as a list"
-        )
     line = " ".join(fields)
     try:
-        next(CronSim(line, datetime(2024, 1, 1, tzinfo=UTC)))
-    except (CronSimError, StopIteration):
-        raise RecipeError(
-            f"--cron {cron!r}: day of month: {days} does not occur in month {fields[3]}"
-        ) from None
+        CronSim(line, datetime(2024, 1, 1, tzinfo=UTC))
+    except CronSimError as error:
+        raise RecipeError(f"--cron {cron!r}: {error}; {_EXPECTED}") from None
+    # A day field such as */2 beside the other: 'both' to some programs and 'either' to others.
+    days = sorted(fields[index] for index in (2, -1))
+    has_two_days = days[0] != "*" != days[1] and days[0].startswith("*")
+    if len(fields) != 5 or _OF_SOME_PROGRAMS.search(line) or has_two_days:
+        raise RecipeError(f"--cron {cron!r}: programs read this line differently; {_EXPECTED}")
     return line
-
-
-def _problem(text: str, low: int, high: int, names: tuple[str, ...]) -> str | None:
-    """Return what is wrong with a field; None if it is valid."""
-    for item in text.split(","):
-        match = _ITEM.fullmatch(item)
-        if match is None:
-            return f"invalid value {item!r}; expected *, a number, a range ({low}-{high}), or these with a step (*/2)"
-        first, last, step = match.groups()
-        numbers = []
-        for value in (first, last):
-            if value is None:
-                continue
-            if value in names:
-                numbers.append(names.index(value) + low)
-            elif value.isdigit() and low <= int(value) <= high:
-                numbers.append(int(value))
-            else:
-                near = difflib.get_close_matches(value, names, n=1)
-                or_names = f" or {names[0]} to {names[-1]}" if names else ""
-                return f"{value!r} is not from {low} to {high}{or_names}" + (
-                    f"; did you mean {near[0]}?" if near else ""
-                )
-        if len(numbers) == 2 and numbers[0] > numbers[1]:
-            return f"{item} runs backwards; write {last}-{first}, or two parts with a comma"
-        if step is not None and (int(step) == 0 or len(set(numbers)) == 1):
-            begin = first or low
-            return f"{item}: a step must be 1 or more and follow * or a range, as in {begin}-{high}/2"
-    return None
-
-
-_OF_A_MACHINE = ("localtime", "posixrules", "Factory")
 
 
 def check_timezone(name: str) -> str:
     """Return the name of a time zone that is the same one on every machine.
 
     Raises:
-        RecipeError: there is no such time zone; the message offers the nearest name.
+        RecipeError: there is no such time zone here; the message offers the nearest name.
     """
-    folder, _, zone = name.partition("/")
-    if folder in {"posix", "right"}:  # right has leap seconds, by which its times are off
-        raise RecipeError(f"--timezone {name!r}: not a name of its own; use {zone or 'UTC'!r}")
-    if name in _OF_A_MACHINE:
-        raise RecipeError(
-            f"--timezone {name!r}: depends on the machine; expected a name such as Europe/Berlin or UTC"
-        )
-    return known_timezone(name)
-
-
-def known_timezone(name: str) -> str:
-    """Return the name of a time zone that this machine has. Raises RecipeError otherwise."""
     try:
         ZoneInfo(name)
+        is_known = name.split("/")[0] not in _OF_A_MACHINE
     except (ValueError, OSError, KeyError):  # ZoneInfoNotFoundError is a KeyError
-        zones = {zone.lower(): zone for zone in sorted(available_timezones() - {*_OF_A_MACHINE})}
-        if not zones:
-            raise RecipeError(
-                f"--timezone {name}: this machine has no time zones; install tzdata (apt-get or pip)"
-            ) from None
-        near = [zone for low, zone in zones.items() if name and low.endswith(name.lower())] or [
-            zones[low] for low in difflib.get_close_matches(name.lower(), zones, n=1)
-        ]
-        hint = (
-            f"did you mean {min(near, key=len)!r}?"
-            if near
-            else "expected a name such as Europe/Berlin or UTC"
+        is_known = False
+    if not is_known:
+        near = difflib.get_close_matches(name, sorted(available_timezones() - _OF_A_MACHINE), n=1)
+        raise RecipeError(
+            f"--timezone {name!r}: no such time zone; expected a name of the tz database (package tzdata), "
+            f"such as {near[0] if near else 'Europe/Berlin'!r}"
         )
-        raise RecipeError(f"--timezone {name!r}: no such time zone; {hint}") from None
     return name
 
 

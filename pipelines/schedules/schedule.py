@@ -22,7 +22,7 @@ from pipelines.engine import plan, submission
 from pipelines.engine.runs import Run, is_over, run_status, start_run
 from pipelines.engine.status import Status
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.schedules.cron import check_cron, known_timezone, last_tick, ticks
+from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import (
     Layout,
@@ -56,7 +56,7 @@ class Schedule(Frozen):
     recipe: str
     changes: tuple[str, ...] = ()
     cron: Annotated[str, AfterValidator(check_cron)]
-    timezone: Annotated[str, AfterValidator(known_timezone)] = "UTC"
+    timezone: Annotated[str, AfterValidator(check_timezone)] = "UTC"
     address: str | None = None
     parallel: int | None = None
     nonce: str = ""

@@ -64,7 +64,7 @@ class LogLine(Frozen):
     mfu: float | None = None
     """Model FLOPs utilisation: the model's operations per second, divided by the devices' peak."""
     seconds_left: float | None = None
-    """Until the last step of the stage, estimated."""
+    """Until the last step, estimated."""
     dev_loss: float | None = None
     dev_accuracy: float | None = None
     """On dev, or on the part of the labels that a trial does not train on."""
@@ -76,7 +76,7 @@ def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before:
     """Say a line in words.
 
     step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
-    images 3% · 0:00:58 left. The percentage is the fit's, the time left the stage's.
+    images 3% · 0:00:58 left.
 
     Args:
         steps: the fit's last step.

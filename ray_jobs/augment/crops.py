@@ -39,12 +39,8 @@ def crops(
     """Draw the crops of a policy of `CROPPING` for images of these sizes (an int, or [n]).
 
     `positions` [n] number the samples over the whole training; `purpose` gives several views of an image different
-    random numbers. Raises ValueError for a policy that does not crop.
+    random numbers.
     """
-    if policy not in CROPPING:
-        raise ValueError(
-            f"augmentation policy {policy!r} does not crop; expected one of: {', '.join(_DRAWS)}"
-        )
     draws = uniform(seed, positions, _DRAWS[policy], purpose)
     if policy == "crop_flip":
         box = crop_boxes(draws, height, width)

@@ -81,9 +81,8 @@ def apply(operation: str, images: Tensor, magnitude: float, draws: Numbers) -> T
             return warp(images, [1, 0, sign * level * 100 * images.shape[2] / _MADE_FOR], [0, 1, 0])
         case "TranslateY":
             return warp(images, [1, 0, 0], [0, 1, sign * level * 100 * images.shape[1] / _MADE_FOR])
-        case "Cutout":
+        case _:  # Cutout
             return cutout(images, int(level * 40 * min(images.shape[1:3]) / _MADE_FOR), draws[:, 1:])
-    raise ValueError(f"unknown operation {operation!r}; expected one of: {', '.join(OPERATIONS)}")
 
 
 def rotate(images: Tensor, radians: Numbers) -> Tensor:

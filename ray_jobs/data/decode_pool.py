@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +50,6 @@ class DecodePool:
         self._width, self._height, _ = reader.size.astype(np.int64).T
         self._threads, self._pool = threads, ThreadPoolExecutor(threads)
         self._lock, self._reported = Lock(), set[int]()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop the threads and close the files."""

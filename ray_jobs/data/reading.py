@@ -15,7 +15,7 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -120,12 +120,6 @@ class Reader:
         self._mapped: dict[int, tuple[int, NDArray[np.uint8]]] = {}
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(_THREADS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop the threads and close the files."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
@@ -169,13 +170,7 @@ class Dataset:
             raise UserError(f"{path} is missing or damaged: {error}") from error
         if missing := [name for name in _READ if name not in table.schema.names]:
             raise UserError(f"{path}: missing columns: {', '.join(missing)}")
-        by_split = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
-        for split, rows in by_split.items():
-            if len(rows) != self.info.splits[split]:
-                raise UserError(
-                    f"{path} has {len(rows)} images in {split}, but dataset.json says {self.info.splits[split]}"
-                )
-        return by_split
+        return {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
 
     def index(self, split: Split) -> pa.Table:
         """Return the rows of a split (INDEX), ordered by a hash of their sample_id, as its labels and images are."""
@@ -206,15 +201,9 @@ class Dataset:
 
         Raises:
             UserError: the images do not fit into the free memory.
-            ValueError: an index is out of range.
         """
-        num_rows = self.info.splits[split]
-        rows = np.arange(num_rows) if indices is None else np.asarray(indices, np.int64)
-        if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
-            raise ValueError(
-                f"indices {rows.min()}..{rows.max()} are out of range: split {split!r} has {num_rows} images"
-            )
-        return self.load(self.index(split).take(rows), preprocessing)
+        rows = self.index(split)
+        return self.load(rows if indices is None else rows.take(np.asarray(indices, np.int64)), preprocessing)
 
     def load(self, rows: pa.Table, preprocessing: Preprocessing) -> NDArray[np.uint8]:
         """Return the images of rows of the index; otherwise as `images`."""
@@ -222,7 +211,7 @@ class Dataset:
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
         is_raw, reader = self.is_raw(preprocessing), self.reader(rows)
-        with DecodePool(reader, preprocessing, os.cpu_count() or 1, is_raw=is_raw) as pool:
+        with closing(DecodePool(reader, preprocessing, os.cpu_count() or 1, is_raw=is_raw)) as pool:
             if is_raw:
                 order = np.arange(len(rows))
                 reader.fetch(order)

@@ -80,8 +80,8 @@ def results(
         UserError: features that are not finite.
     """
     for support, test in features:
-        linear_probe.check_features("train", support, len(labels))
-        linear_probe.check_features("test", test, len(truth))
+        linear_probe.check_features("train", support)
+        linear_probe.check_features("test", test)
     few = [(shots, draw, draw % len(features)) for shots, draw in product(config.shots, range(config.draws))]
     every = [(None, place, place) for place in range(len(features))] if config.linear_probe else []
     with threadpool_limits(1):

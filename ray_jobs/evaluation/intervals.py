@@ -60,7 +60,7 @@ class Moments(NamedTuple):
 
 def accuracy_interval(correct: np.ndarray) -> Interval:
     """Return the accuracy over draws and test images with its interval, for correct [draws, n_test] (bool or 0/1)."""
-    return mean_interval(_checked("correct", correct))
+    return mean_interval(correct.astype(np.float64))
 
 
 def mean_interval(table: np.ndarray) -> Interval:
@@ -85,9 +85,9 @@ def paired_difference(correct_a: np.ndarray, correct_b: np.ndarray, *, compariso
     """Return the accuracy of a minus that of b with its interval; both are [draws, n_test], paired by draw and image.
 
     What makes a draw or an image hard for both cancels out. An interval without 0 is a difference at the 5% level; with
-    several `comparisons`, at the 5% level for all of them together. Raises ValueError if the shapes differ.
+    several `comparisons`, at the 5% level for all of them together.
     """
-    moments = moments_of(_differences(correct_a, correct_b))
+    moments = moments_of(correct_a - correct_b.astype(np.float64))
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05 / comparisons, paired=True)))
 
 
@@ -99,7 +99,7 @@ def detectable_difference(correct_a: np.ndarray, correct_b: np.ndarray) -> float
     (Card et al., "With Little Power Comes Great Responsibility", 2020, do the same for McNemar's test). The variance is
     that of the observed differences; two methods that agree on most images can be told apart more easily.
     """
-    low, high = bounds(moments_of(_differences(correct_a, correct_b)), 0.05, paired=True)
+    low, high = bounds(moments_of(correct_a - correct_b.astype(np.float64)), 0.05, paired=True)
     return float((high - low) / 2 * (1 + ndtri(POWER) / ndtri(0.975)))
 
 
@@ -169,22 +169,3 @@ def moments_of(table: np.ndarray) -> Moments:
     rows, columns = table.mean(axis=1), table.mean(axis=0)
     among_draws = rows.var(ddof=1) if draws > 1 else 0.0
     return Moments(draws, images, table.mean(), (table**2).mean(), among_draws, columns.var())
-
-
-def _differences(correct_a: np.ndarray, correct_b: np.ndarray) -> np.ndarray:
-    a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
-    if a.shape != b.shape:
-        raise ValueError(
-            f"correct_a has shape {a.shape}, correct_b {b.shape}; both need the same draws and test images"
-        )
-    return a - b
-
-
-def _checked(name: str, correct: np.ndarray) -> np.ndarray:
-    if correct.ndim != 2 or correct.size == 0:
-        raise ValueError(f"{name} has shape {correct.shape}; it must be [draws, n_test], both at least 1")
-    if not np.isin(correct, (0, 1)).all():
-        raise ValueError(
-            f"{name} holds values other than 0 and 1; give 1 for a correct prediction and 0 for a wrong one"
-        )
-    return correct.astype(np.float64)

@@ -61,7 +61,6 @@ _FLIPS = 1000  # at least so many in all, in several rounds if the images are fe
 # lists mostly its own mistakes (tests/ray_jobs/evaluation/test_label_issues.py), and `expected_precision` says little.
 MOST_ERRORS = 0.4
 _TOLERANCE = 1e-6  # of a comparison with a threshold, as cleanlab
-_PROBABILITY_ERROR = 1e-3  # by which float32 probabilities may miss 1
 
 
 class Issues(NamedTuple):
@@ -81,9 +80,10 @@ def find_issues(labels: NDArray[np.integer], probabilities: NDArray[np.floating]
         probabilities: [n, classes], out of sample.
 
     Raises:
-        UserError: a label is not one of the classes, or a row is not probabilities.
+        UserError: a probability is not finite.
     """
-    check_probabilities(labels, probabilities)
+    if not (finite := np.isfinite(probabilities).all(axis=1)).all():
+        raise UserError(f"probabilities of image {finite.argmin()} are not finite")
     own = probabilities[np.arange(len(labels)), labels]
     confident = probabilities >= thresholds(labels, probabilities).astype(probabilities.dtype) - _TOLERANCE
     reached = confident.sum(axis=1)
@@ -174,29 +174,6 @@ def thresholds(labels: NDArray[np.integer], probabilities: NDArray[np.floating])
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
 
 
-def check_probabilities(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> None:
-    """Check labels [n] and the probabilities [n, classes] of the same images.
-
-    Raises:
-        ValueError: another shape.
-        UserError: a label that is not one of the classes; a row that is not finite, not from 0 to 1 or does not add up
-            to 1.
-    """
-    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
-        raise ValueError(f"probabilities have shape {probabilities.shape}; expected [{len(labels)}, classes]")
-    classes = probabilities.shape[1]
-    if len(wrong := np.flatnonzero((labels < 0) | (labels >= classes))):
-        raise UserError(f"label {labels[wrong[0]]} of image {wrong[0]} must be from 0 to {classes - 1}")
-    in_range = ((probabilities >= 0) & (probabilities <= 1 + _PROBABILITY_ERROR)).all(axis=1)
-    sums = np.abs(probabilities.sum(axis=1, dtype=np.float64) - 1) <= _PROBABILITY_ERROR
-    if len(wrong := np.flatnonzero(~(in_range & sums))):
-        row = probabilities[wrong[0]]
-        raise UserError(
-            f"probabilities of image {wrong[0]} are {row.min()} to {row.max()} with sum {row.sum()};"
-            " all must be finite, from 0 to 1, and add up to 1"
-        )
-
-
 def left_out_probabilities(
     features: NDArray[np.floating], labels: NDArray[np.integer], classes: int
 ) -> tuple[NDArray[np.float32], dict[str, float]]:
@@ -212,7 +189,7 @@ def left_out_probabilities(
     Raises:
         UserError: features that are not finite.
     """
-    check_features("labelled", features, len(labels))
+    check_features("labelled", features)
     with threadpool_limits(1):
         given = Standardised.of(features, labels, standardise=True)
         path = RidgePath.fit(given.inputs, given.targets)

@@ -261,15 +261,8 @@ class RidgePath:
         return self.targets - residual
 
 
-def check_features(split: str, features: NDArray[np.floating], count: int) -> None:
-    """Check features [count, d] of a split.
-
-    Raises:
-        ValueError: another shape.
-        UserError: a value that is not finite.
-    """
-    if features.ndim != 2 or len(features) != count:
-        raise ValueError(f"{split} features have shape {features.shape}; expected [{count}, d]")
+def check_features(split: str, features: NDArray[np.floating]) -> None:
+    """Raise UserError if features [n, d] of a split are not finite."""
     if not np.isfinite(features).all():
         row, column = np.argwhere(~np.isfinite(features))[0]
         raise UserError(

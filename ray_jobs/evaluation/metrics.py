@@ -56,6 +56,16 @@ METRICS = (
 COMPUTED = tuple(metric for metric in METRICS if metric.of_class is not None)
 
 
+def mean_iou(counts: NDArray[np.integer]) -> float:
+    """Return the mean of intersection / union over the classes in the masks, from a confusion [classes, classes].
+
+    So every method is measured on the same classes, whichever it predicts.
+    """
+    both, in_masks = np.diag(counts), counts.sum(axis=1)
+    union = counts.sum(axis=0) + in_masks - both
+    return float(np.mean(both[in_masks > 0] / union[in_masks > 0]))
+
+
 def value(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> float:
     """Return a computed metric of one draw, from labels [n] and predictions [n]."""
     return float(np.mean(_of_classes(metric, *_counts(labels, predictions))))

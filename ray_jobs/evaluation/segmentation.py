@@ -1,4 +1,4 @@
-"""Linear segmentation: least squares from patch tokens to the classes of pixels, in closed form, and its mIoU.
+"""Linear segmentation: least squares from patch tokens to the classes of pixels, in closed form.
 
 The loss is that of pixels: every pixel with a class is one example, its input is the token of its patch, its target is
 one-hot. So an image counts by the area that has a class, and only sums over tokens (`Moments`) have to be in memory. At
@@ -129,13 +129,3 @@ def confusion(scores: NDArray[np.floating], mask: Mask) -> NDArray[np.int64]:
         for own in predictions
     ]
     return np.stack(counts).astype(np.int64)
-
-
-def mean_iou(counts: NDArray[np.integer]) -> float:
-    """Return the mean of intersection / union over the classes in the masks, from a confusion [classes, classes].
-
-    So every method is measured on the same classes, whichever it predicts.
-    """
-    both, in_masks = np.diag(counts), counts.sum(axis=1)
-    union = counts.sum(axis=0) + in_masks - both
-    return float(np.mean(both[in_masks > 0] / union[in_masks > 0]))

@@ -134,10 +134,10 @@ def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> 
     return ray.get(ray.remote(num_cpus=cpus)(function).remote(*arguments))
 
 
-def on_cluster(stage: Callable[..., Any], context: Any, *arguments: Any) -> Any:
-    """Call `stage(context, run, *arguments)` in a Ray task, with a `Run` that computes in others."""
+def on_cluster(stage: Callable[..., Any], context: Any) -> Any:
+    """Call `stage(context, run)` in a Ray task, with a `Run` that computes in others."""
     threads = context.config.threads
-    return in_task(stage, context, partial(in_tasks, threads=threads), *arguments, threads=threads)
+    return in_task(stage, context, partial(in_tasks, threads=threads), threads=threads)
 
 
 def _room(resources: dict[str, float]) -> int:

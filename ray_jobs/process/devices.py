@@ -1,4 +1,4 @@
-"""The hardware of a worker, as it is detected at run time: its device, memory, network interface and threads."""
+"""The hardware of a worker, as it is detected at run time: its device and threads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from pipelines.control_groups import cgroup_limits
 from vit_model.errors import UserError
 
 
@@ -21,14 +19,6 @@ def device(local_rank: int = 0) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def memory(on: torch.device) -> int:
-    """Return the bytes of memory of a GPU; for the CPU those of this machine, or fewer that a container may use."""
-    if on.type == "cuda":
-        return torch.cuda.get_device_properties(on).total_memory
-    total = psutil.virtual_memory().total
-    return min(total, cgroup_limits()[1] or total)
 
 
 # Operations per second of dense matrix products, by words of the GPU's name: (bfloat16, float32 without TF32). From

@@ -6,26 +6,22 @@ import time
 
 from pipelines.store import ProgressLine
 
+_SECONDS = 1.0  # at least between two lines
+
 
 class Progress:
-    """When a line of progress is due, how long the stage still takes, and the line (`pipelines.store.ProgressLine`)."""
+    """When a line of progress is due, how long the steps still take, and the line (`pipelines.store.ProgressLine`)."""
 
-    def __init__(self, total: int, seconds: float = 1.0, after: int = 0) -> None:
-        """Start the clock.
-
-        Args:
-            total: the number of steps.
-            seconds: the minimum time between two lines.
-            after: steps that the stage will take after these; the time left includes them.
-        """
-        self.total, self.seconds, self.after = total, seconds, after
+    def __init__(self, total: int) -> None:
+        """Start the clock of so many steps."""
+        self.total = total
         self.began = self.reached = time.monotonic()
         self.step = 0
         self.first: int | None = None
 
     def due(self, step: int) -> bool:
         """Return whether `step` should be shown. Ask first: reading a loss from a device synchronises with it."""
-        return step == self.total or time.monotonic() - self.reached >= self.seconds
+        return step == self.total or time.monotonic() - self.reached >= _SECONDS
 
     def reach(self, step: int) -> None:
         """Take note that `step` steps are done and will be shown."""
@@ -34,11 +30,11 @@ class Progress:
             self.first, self.began = step, self.reached
 
     def left(self, step: int) -> float | None:
-        """Return the seconds until the last step of the stage, by the steps reached so far; None before two of them."""
+        """Return the seconds until the last step, by the steps reached so far; None before two of them."""
         seconds = self.reached - self.began
         if self.first is None or seconds <= 0 or self.step <= self.first:
             return None
-        return (self.total + self.after - step) * seconds / (self.step - self.first)
+        return (self.total - step) * seconds / (self.step - self.first)
 
     def show(self, step: int, unit: str) -> None:
         """Reach a step and print the line; `unit` is what is counted."""

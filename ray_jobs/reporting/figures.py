@@ -12,6 +12,7 @@ import numpy as np
 
 from pipelines.store import FitName, LogLine, Manifest
 from ray_jobs.reporting import costs, plots
+from ray_jobs.reporting.lines import chosen_trial
 from ray_jobs.reporting.measures import Entry
 
 Measured = Mapping[str, Sequence[plots.Measured]]  # by the artifact of a training
@@ -29,11 +30,7 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     for artifact, draws in losses.items():
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()))
     for sweep in numbers["sweeps"]:
-        if "kind" in sweep:
-            figures[f"search {sweep['artifact']}"] = plots.search(sweep)
-    of_rates = [sweep for sweep in numbers["sweeps"] if "kind" not in sweep]
-    for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):
-        figures[f"sweep {labels}"] = plots.sweeps([sweep for sweep in of_rates if sweep["labels"] == labels])
+        figures[f"search {sweep['artifact']}"] = plots.search(sweep["trials"], chosen_trial(sweep))
     if numbers["mistakes"] and (matrix := numbers["mistakes"]["confusion"]):
         figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
     return figures

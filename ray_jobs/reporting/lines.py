@@ -122,7 +122,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
 
 def uncalibrated(metrics: Mapping[str, Metrics], sweeps: Iterable[Mapping[str, Any]]) -> set[str]:
     """Return the artifacts whose temperature the held-out images do not identify."""
-    accuracies = {sweep["artifact"]: _chosen_accuracies(sweep) for sweep in sweeps}
+    accuracies = {sweep["artifact"]: chosen_trial(sweep)["accuracies"] for sweep in sweeps}
     return {
         key
         for key, recorded in metrics.items()
@@ -131,12 +131,12 @@ def uncalibrated(metrics: Mapping[str, Metrics], sweeps: Iterable[Mapping[str, A
     }
 
 
-def _chosen_accuracies(sweep: Mapping[str, Any]) -> Sequence[float]:
-    """Return the accuracies on the images that the chosen trial held out, one per fold."""
+def chosen_trial(sweep: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the chosen one of a sweep's trials."""
     name, chosen = (
         ("number", sweep["chosen_trial"]) if "kind" in sweep else ("learning_rate", sweep["chosen"])
     )
-    return next(trial["accuracies"] for trial in sweep["trials"] if trial[name] == chosen)
+    return next(trial for trial in sweep["trials"] if trial[name] == chosen)
 
 
 def _calibration_error(probabilities: np.ndarray, correct: np.ndarray) -> float:

@@ -7,20 +7,19 @@ In: plain numbers and names. Out: SVG, the same bytes for the same input. The pa
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import cycle
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 # matplotlib only writes fixed colours. These are placeholders that `_inline` replaces by the page's variables.
 INK, FAINT = "#0a0b01", "#0a0b02"
@@ -28,8 +27,8 @@ SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 7))
 _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
     colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, 1)
 }
-_MARKERS = "osD^vP"
-_FOLDS = (*SERIES[2:], SERIES[1])  # the first is the mean's or the training's
+_MARKERS = "osD^vP*X<>dph"
+_FOLDS = (*SERIES[2:], SERIES[1])  # the first is the training's
 _RING = {"color": SERIES[1], "marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
 _STYLE = {
     "svg.fonttype": "none",
@@ -101,71 +100,27 @@ def few_shot(curves: Sequence[Curve]) -> str:
 
 
 def costs(unit: str, points: Sequence[CostPoint]) -> str:
-    """Plot accuracy by cost, a colour per series; the name of each model is beside its most accurate point."""
-    series = dict.fromkeys(point.series for point in points)
+    """Plot accuracy by cost, a colour per series and a marker per model."""
+    series = dict(zip(dict.fromkeys(point.series for point in points), cycle(SERIES)))
+    markers = dict(zip(dict.fromkeys(point.name for point in points), cycle(_MARKERS)))
     with _figure(5.6, 3.9) as (figure, out):
         axes = figure.subplots()
-        for number, name in enumerate(series):
-            own = [point for point in points if point.series == name]
-            axes.plot(
-                [point.cost for point in own],
-                [point.accuracy for point in own],
-                _MARKERS[number % len(_MARKERS)],
-                color=SERIES[number % len(SERIES)],
-                markersize=6,
-                label=name,
-            )
+        for point in points:
+            axes.plot(point.cost, point.accuracy, markers[point.name], color=series[point.series])
+        for name, marker in markers.items():
+            axes.plot([], [], marker, color=INK, fillstyle="none", label=name)
+        for name, colour in series.items():
+            axes.plot([], [], "s", color=colour, label=name)
         axes.set_xscale("log")
-        axes.margins(x=0.18, y=0.15)
-        _few_ticks(axes, [point.cost for point in points])
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        places = [point.cost for point in points]
+        axes.set_xlim(min(places) / 1.6, max(places) * 1.6)  # so that a tick is between them
         axes.set(xlabel=unit, ylabel="test accuracy")
         _percent_axis(axes)
         figure.legend(loc="outside lower center", ncols=2)
-        figure.draw_without_rendering()  # fixes the axes, so that names can be placed
-        _name_points(axes, points)
     return out[0]
-
-
-def _few_ticks(axes: Any, costs: Sequence[float]) -> None:
-    """Mark 1, 2 and 5 times the powers of ten on a logarithmic axis, or the ends if none of them is between."""
-    low, high = min(costs) / 1.5, max(costs) * 1.5
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if high / low < 200 else (1,)
-    ticks = [factor * 10.0**power for power in powers for factor in factors]
-    ticks = [tick for tick in ticks if low <= tick <= high] or [min(costs), max(costs)]
-    axes.set_xticks(ticks, [f"{tick:,.10g}" if tick >= 1 else f"{tick:.3g}" for tick in ticks])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _name_points(axes: Any, points: Sequence[CostPoint]) -> None:
-    """Write each model's name beside its most accurate point, where it covers no other name or point if possible."""
-    places = {point: axes.transData.transform((point.cost, point.accuracy)) for point in points}
-    points_per_pixel = 72 / axes.figure.dpi
-    taken = [
-        (*(places[point] * points_per_pixel), 4.0, 4.0) for point in points
-    ]  # middle, half width and height
-    best = {point.name: point for point in sorted(points, key=lambda point: point.accuracy)}
-    for name, point in best.items():
-        x, y = places[point] * points_per_pixel
-        half = 2.7 * len(_cut(name))
-        moves = [(0, 11), (half + 8, 0), (-half - 8, 0), (0, -11), (half, 14), (-half, 14), (half, -14)]
-        boxes = [(x + dx, y + dy, half, 6.0) for dx, dy in moves]
-        free = [box for box in boxes if not any(_overlap(box, other) for other in taken)]
-        box = (free or boxes)[0]
-        taken.append(box)
-        axes.annotate(
-            _cut(name),
-            (point.cost, point.accuracy),
-            (box[0] - x, box[1] - y),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=9,
-        )
-
-
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return abs(one[0] - other[0]) < one[2] + other[2] and abs(one[1] - other[1]) < one[3] + other[3]
 
 
 def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> str:
@@ -208,63 +163,37 @@ def _fold_style(number: int) -> dict[str, Any]:
     }
 
 
-def sweeps(panels: Sequence[Mapping[str, Any]]) -> str:
-    """Plot validation accuracy by learning rate, one panel per sweep, folds as dots; a ring marks the chosen rate.
-
-    Args:
-        panels: sweeps of report.json without a search.
-    """
-    with _panels(len(panels)) as (grid, out):
-        for sweep, axes in zip(panels, grid, strict=True):
-            trials = sorted(sweep["trials"], key=itemgetter("learning_rate"))
-            rates, folds = (
-                [trial["learning_rate"] for trial in trials],
-                [trial["accuracies"] for trial in trials],
-            )
-            means = [float(np.mean(fold)) for fold in folds]
-            for number, accuracies in enumerate(zip(*folds, strict=True)):
-                style = _fold_style(number) | {"label": f"fold {number}", "linestyle": "", "alpha": 0.7}
-                axes.plot(rates, accuracies, **style)
-            axes.plot(rates, means, color=SERIES[0], label="mean")
-            chosen = rates.index(sweep["chosen"])
-            axes.plot(rates[chosen], means[chosen], **_RING)
-            _logarithmic(axes, rates, [_short(rate) for rate in rates])
-            axes.set(title=sweep["stage"], xlabel="learning rate")
-            if len(folds[0]) > 1:
-                axes.legend(fontsize="small")
-    return out[0]
-
-
-def search(sweep: Mapping[str, Any]) -> str:
+def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
     """Plot validation accuracy by each searched field: a dot is a trial, hollow if it was ended, a ring the chosen one.
 
-    Fields whose values are not all numbers have one place per value.
+    A line covers the folds of a trial. Fields whose values are not all numbers have one place per value.
 
     Args:
-        sweep: of report.json, with a search.
+        trials: of a sweep of report.json.
+        chosen: one of them.
     """
-    trials = sweep["trials"]
+    points = [trial.get("point") or {"learning_rate": trial["learning_rate"]} for trial in trials]
     means = [float(np.mean(trial["accuracies"])) for trial in trials]
-    chosen = [trial["number"] for trial in trials].index(sweep["chosen_trial"])
-    fields = list(trials[0]["point"])
-    with _panels(len(fields)) as (grid, out):
-        for field, axes in zip(fields, grid, strict=True):
-            values = [trial["point"][field] for trial in trials]
+    best = trials.index(chosen)
+    with _panels(len(points[0])) as (grid, out):
+        for field, axes in zip(points[0], grid, strict=True):
+            values = [point[field] for point in points]
             is_number = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
             names = sorted({_value(value) for value in values})
             places = values if is_number else [names.index(_value(value)) for value in values]
             for place, accuracy, trial in zip(places, means, trials, strict=True):
                 fill = "none" if "pruned_at" in trial else SERIES[0]
+                axes.vlines(place, min(trial["accuracies"]), max(trial["accuracies"]), color=SERIES[0])
                 axes.plot(place, accuracy, "o", color=SERIES[0], markerfacecolor=fill, markersize=4)
-            axes.plot(places[chosen], means[chosen], **_RING)
+            axes.plot(places[best], means[best], **_RING)
             if not is_number:
                 axes.set_xticks(range(len(names)), names)
                 axes.set_xlim(-0.5, len(names) - 0.5)
             elif min(places) > 0 and max(places) >= 10 * min(places):
-                powers = range(math.ceil(math.log10(min(places))), math.floor(math.log10(max(places))) + 1)
-                _logarithmic(
-                    axes, [10.0**power for power in powers], [f"{10.0**power:g}" for power in powers]
-                )
+                few = sorted(set(places))
+                powers = [10.0**power for power in range(-12, 12) if few[0] <= 10.0**power <= few[-1]]
+                ticks = few if len(few) <= 5 else powers
+                _logarithmic(axes, ticks, [f"{tick:g}" for tick in ticks])
             axes.set(xlabel=field.replace("_", " "))
     return out[0]
 
@@ -320,12 +249,6 @@ def _value(value: Any) -> str:
 def _cut(name: str) -> str:
     """Return a name that fits under an axis."""
     return name if len(name) <= 16 else f"{name[:15]}…"
-
-
-def _short(rate: float) -> str:
-    """Return a learning rate in few characters: '3e-4'."""
-    mantissa, exponent = f"{rate:.1e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _percent_axis(axes: Any) -> None:

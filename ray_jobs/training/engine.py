@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelines.spec import Optimizer, Pretrain
+from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import optim
-from vit_model.compute import ModelStates, model_state_bytes
 
 WEIGHTS = "weights"  # the kind of shards that are master weights; other kinds are averages
 EMA = "ema"  # the kind that is the moving average of the weights
@@ -299,64 +298,6 @@ def make_engine(
         steps = config.gradient_accumulation_steps
         return Plain(module, optimizer, dtype, config.optimizer.clip_norm, world, steps)
     return Zero(module, optimizer, settings)
-
-
-class EngineBytes(NamedTuple):
-    """What an engine holds on one worker, in bytes."""
-
-    states: ModelStates
-    buffers: int
-    """of its own, at most"""
-    late: int = 0
-    """how much of the gradients and buffers is only there when the activations are gone"""
-
-
-def state_bytes(
-    parameters: int, config: Pretrain, world: int, value_bytes: int, matrices: int = 0
-) -> EngineBytes:
-    """Return what the engine of `make_engine` holds on one worker.
-
-    Args:
-        value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
-        matrices: how many of the parameters are in matrices of the blocks.
-    """
-    if world == 1 or config.zero_stage == 0:
-        return plain_bytes(parameters, config.optimizer, value_bytes, matrices)
-    averages = optim.bytes_of_averages(config.optimizer, 1)
-    states = model_state_bytes(parameters, config.zero_stage, world, value_bytes, 4 + averages)
-    sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
-    if config.zero_stage == 1 and sum_bytes > value_bytes:
-        # DeepSpeed's BF16_Optimizer sums all gradients on each worker, and copies them, also rounded, to reduce them.
-        both = (sum_bytes + value_bytes) * parameters
-        return EngineBytes(states._replace(gradients=both), both, late=both + value_bytes * parameters)
-    share, bucket = -(-parameters // world), value_bytes * min(parameters, optim.BUCKET)
-    # Before a step, the gradients of the worker's share become one tensor, which becomes float32.
-    flat = sum_bytes * share + (0 if sum_bytes == 4 else 4 * share)
-    if config.zero_stage == 1:  # most of the other gradients are gone by then
-        buffers = max(bucket, flat + sum_bytes * share - states.gradients)
-        return EngineBytes(states, buffers, late=states.gradients + buffers)
-    states = states._replace(gradients=sum_bytes * share)
-    if config.zero_stage == 2:
-        return EngineBytes(states, max(bucket, flat))
-    # Stage 3 keeps the bucket. Until the step it has as many weights gathered, as many coming, and a copy of these.
-    return EngineBytes(states, bucket + max(3 * bucket, flat))
-
-
-def plain_bytes(
-    parameters: int, optimizer: Optimizer, value_bytes: int, matrices: int = 0, frozen: int = 0
-) -> EngineBytes:
-    """Return what `Plain` holds; the arguments are those of `state_bytes`.
-
-    Args:
-        frozen: further weights, which are not trained.
-    """
-    copy_bytes = 0 if value_bytes == 4 else value_bytes
-    states = ModelStates(
-        (4 + copy_bytes) * (parameters + frozen),
-        (4 + copy_bytes) * parameters,
-        optim.bytes_of_averages(optimizer, parameters, matrices),
-    )
-    return EngineBytes(states, buffers=0)
 
 
 def has_ema(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,17 +20,17 @@ from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.training import estimates, optim
+from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain
 from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, evaluation
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, Reporting
 from ray_jobs.training.state import TrainState, WorkerState, own_state
-from ray_jobs.training.steps import Course, Curve, evenly, steps
+from ray_jobs.training.steps import Course, Curve, advise_on_memory, evenly, steps
 from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
-from vit_model import lora
+from vit_model import compute, lora
 from vit_model.build import Network, build
 from vit_model.model import ViT
 from vit_model.objectives.losses import softmax_cross_entropy
@@ -170,6 +170,27 @@ def backbone_changes(task: Task) -> list[str]:
     return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
 
 
+def trained_parameters(task: Task) -> int:
+    """Return how many weights a fit trains, those of LoRA's matrices included."""
+    with torch.device("meta"):
+        model = build(task.contract.architecture)
+    optim.restrict(model, task.config)
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+def fit_flops(task: Task) -> int:
+    """Return the floating-point operations of a step of a fit per image; with `freeze: N` as if all were trained."""
+    config, architecture = task.config, task.contract.architecture
+    if config.lora is not None:
+        return compute.restricted_train_flops(architecture, config.lora)
+    if config.freeze == "backbone":
+        return compute.restricted_train_flops(architecture, "head")
+    if config.freeze == "all_but_biases":
+        return compute.restricted_train_flops(architecture, "biases")
+    return compute.train_flops(architecture)
+
+
+@advise_on_memory()
 def fit(
     task: Task,
     data: Images,
@@ -195,22 +216,19 @@ def fit(
 
     Raises:
         DivergenceError: the loss or a gradient is not finite.
-        UserError: the device certainly cannot hold the fit.
+        UserError: the device has not enough memory.
         Superseded: while a checkpoint was committed, there was a newer attempt.
     """
     config, last = task.config, task.steps
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
-    estimates.require_fit(task, device)
     model, engine, saved = start(task, learning_rate, seed, manager, worker)
     before = _state_before(saved, worker, reporting)
     course, sampler = _course(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
     with Loader(data, sampler, preprocessing, crop=course.transform.crop, threads=config.threads) as batches:
         is_limit = config.early_stopping is not None and task.last_step is None
-        log = Log(
-            config, estimates.fit_flops(task), len(data.labels), batches, reporting, worker, last, is_limit
-        )
+        log = Log(config, fit_flops(task), len(data.labels), batches, reporting, worker, last, is_limit)
         if saved is not None:
             batches.load_state_dict(before.loader)
             log.continue_from(saved.step, before.log)

@@ -15,7 +15,7 @@ _GAUGES = {
     "images_per_second": "Training images per second of all workers",
     "data_wait": "Share of the time that the first worker waited for images",
     "mfu": "Model FLOPs utilisation, a share of the GPUs' peak",
-    "seconds_left": "Estimated seconds until the last step of the stage",
+    "seconds_left": "Estimated seconds until the last step",
     "dev_loss": "Loss on dev, the last that was measured",
     "dev_accuracy": "Accuracy on dev, the last that was measured",
 }

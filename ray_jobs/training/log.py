@@ -154,8 +154,6 @@ class Reporting(NamedTuple):
     """of the first worker; None: nothing is written to the store"""
     unit: str = "step"
     """what a line of progress calls a step"""
-    remaining_steps: int = 0
-    """steps that the stage still does after this training, for the estimated time left"""
 
 
 class Log:
@@ -184,9 +182,7 @@ class Log:
         self.last = steps or config.steps
         """the last step"""
         self._unit, self._is_limit = reporting.unit, is_limit
-        self._progress = progress.Progress(self.last, after=reporting.remaining_steps)
-        # A fit is not the end of its stage.
-        self._last_shown = self.last if isinstance(config, Pretrain) else self.last - 1
+        self._progress = progress.Progress(self.last)
         device = devices.device(worker.local_rank)
         peak = devices.peak_flops(device, devices.torch_dtype(config.dtype, device))
         self._peak = None if peak is None else worker.world * peak / flops  # images/s
@@ -216,7 +212,7 @@ class Log:
             self._sum += each
             self._summed += 1
         seconds = time.monotonic() - self._time
-        is_shown = self._summed > 0 and done <= self._last_shown and self._progress.due(done)
+        is_shown = self._summed > 0 and self._progress.due(done)
         is_written = self._writer is not None and (
             loss is not None or evaluation is not None or seconds >= LINE_SECONDS
         )

@@ -30,7 +30,7 @@ from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
 from ray_jobs.process.context import Context
 from ray_jobs.process.heartbeat import Steps, count_steps
-from ray_jobs.training import estimates, optim
+from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import EMA, WEIGHTS, Engine, StateShard, make_engine
 from ray_jobs.training.evaluators import Evaluator
@@ -41,9 +41,9 @@ from ray_jobs.training.log import Log, LogWriter, Reporting
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef, find_model, make_contract, take_over
 from ray_jobs.training.state import TrainState, own_state
-from ray_jobs.training.steps import Course, Curve, evenly, steps
+from ray_jobs.training.steps import Course, Curve, advise_on_memory, evenly, steps
 from ray_jobs.training.task import Evaluation
-from ray_jobs.training.workers import ALONE, Worker, this_worker
+from ray_jobs.training.workers import ALONE, Worker, micro_batch_share, this_worker
 from ray_jobs.training.workers.hangs import named_hangs
 from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
 from vit_model.build import Network, build
@@ -81,6 +81,7 @@ def work(context: Context[Pretrain], group: int, start: Checkpoint | None) -> di
     return {"files": staging.files, "metrics": metrics}
 
 
+@advise_on_memory()
 def train(
     config: Pretrain,
     dataset: Dataset,
@@ -105,8 +106,8 @@ def train(
         writer: of rank 0, writes the log; None: there is none.
 
     Raises:
-        UserError: the workers cannot share a batch evenly, their memory cannot hold the training, the dataset has no
-            training images, the start's weights do not fit the model, or the teacher does not fit the data.
+        UserError: the workers cannot share a batch evenly, a device has not enough memory, the dataset has no training
+            images, the start's weights do not fit the model, or the teacher does not fit the data.
         DivergenceError: the loss or a gradient is not finite.
         StoreDamaged: the checkpoint does not fit the model.
         Superseded: while a checkpoint was committed, there was a newer attempt.
@@ -115,7 +116,9 @@ def train(
     dataset.require("train")
     contract = make_contract(config, dataset.info, init_from)
     method = make_method(config, contract, devices.device(worker.local_rank), teacher)
-    estimates.check(method, worker)
+    lines = describe(method, worker.world)
+    if worker.rank == 0:
+        print(*lines, sep="\n", flush=True)
     saved = None if manager is None else manager.opened_start()
     with _without_torchs_warnings():
         training = prepare(method, dataset, worker, saved, init_from)
@@ -133,6 +136,26 @@ def train(
     if (accuracy := curve.points[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = accuracy
     return metrics | ({"continued_at_step": first} if first else {})
+
+
+def describe(method: Method, world: int) -> tuple[str, str]:
+    """Describe what the configuration implies in two lines: how the batch is divided, and the operations.
+
+    Raises:
+        UserError: the workers cannot share a micro-batch evenly.
+    """
+    config, flops = method.config, method.train_flops
+    exaflops = flops * config.steps * config.batch_size / 1e18
+    images, parts = micro_batch_share(config, world), config.gradient_accumulation_steps
+    of_teacher = f", {method.teacher_flops / 1e9:.4g} of them the teacher's" if method.teacher_flops else ""
+    return (
+        f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
+        f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
+        f"compute: {method.contract.architecture.num_parameters:,} parameters"
+        f" · {method.forward_flops / 1e9:.4g} GFLOPs per image forward"
+        f" · {flops / 1e9:.4g} GFLOPs per image in training{of_teacher}"
+        f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images",
+    )
 
 
 def _speed(training: Training, first: int, seconds: float) -> dict[str, float | int | str]:

@@ -42,8 +42,6 @@ def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer
     `total_steps` itself, at which a decay or cooldown would reach 0, is never run. rsqrt and the cooldown are
     big_vision's (utils.py; Zhai et al. 2022, section 3.5).
     """
-    if not 0 <= step <= total_steps:
-        raise ValueError(f"step {step} is not from 0 to total_steps {total_steps}")
     warmup, cooldown = warmup_steps(optimizer, total_steps), round(optimizer.cooldown_fraction * total_steps)
     rising = min(1.0, step / warmup) if warmup else 1.0
     since = max(0, step - warmup)
@@ -93,16 +91,6 @@ def average_kinds(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> tup
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
         return ()
     return _RULES[type(optimizer)].averages
-
-
-def bytes_of_averages(optimizer: Optimizer, parameters: int, matrices: int = 0) -> int:
-    """Return the bytes of an optimizer's averages, and of the moving average of the weights (`Optimizer.ema`).
-
-    `matrices` of the parameters are in matrices of a ViT's blocks.
-    """
-    of_matrix, of_other = (len(rule.averages) for rule in OPTIMIZERS[optimizer.name])
-    averages = of_matrix * matrices + of_other * (parameters - matrices)
-    return 4 * (averages + parameters * (optimizer.ema is not None))
 
 
 def make_optimizer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ from ray_jobs.training.engine import Engine
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.state import WorkerState
 from ray_jobs.training.workers import Worker
+from vit_model.errors import UserError
+
+_NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,25 @@ def steps(course: Course, batches: Loader, first: int, last: int) -> Iterator[St
         norm = course.engine.step(rate)
         course.guard.watch(step, norm)
         yield Step(step + 1, rate, norm, losses)
+
+
+@contextmanager
+def advise_on_memory() -> Iterator[None]:
+    """Say what to do if torch cannot allocate the memory that a training needs.
+
+    Raises:
+        UserError: a device, or the machine, has not enough memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY_ON_CPU not in str(error):
+            raise
+        raise UserError(
+            f"the training does not fit into memory: {str(error).splitlines()[0]}. For fewer activations use more"
+            " gradient_accumulation_steps, activation_checkpointing, a smaller batch_size, a lower resolution or more"
+            " workers; for the rest a smaller model or, in a pretraining with several workers, a higher zero_stage"
+        ) from error
 
 
 def evenly(steps: int, count: int) -> set[int]:

@@ -45,16 +45,12 @@ def trial(
     pool: Images,
     folds: Folds,
     fold: int,
-    remaining_steps: int = 0,
     report: Report = lambda evaluation: None,
     worker: Worker = ALONE,
 ) -> Trial | None:
     """Fit on the first part of a fold, score on the second; write the result to the ledger and return it.
 
     Workers other than the first return None.
-
-    Args:
-        remaining_steps: that the stage still does after this trial.
     """
     began, name, title = time.monotonic(), task.trial(fold), fit_title(context.config, task, fold, len(folds))
     inside, outside = (pool.take(rows) for rows in folds[fold])
@@ -66,7 +62,7 @@ def trial(
     try:
         with writer or nullcontext():
             given = fetched(context, task), inside, task.learning_rate, task.config.seed, manager
-            reporting = Reporting(writer, f"{title}, step", remaining_steps)
+            reporting = Reporting(writer, f"{title}, step")
             fitted = fit(*given, reporting, Validation(held_out, stopping, task.config.select_by), worker)
             if writer is None:
                 return None
@@ -132,7 +128,6 @@ def refit(
     task: Task,
     pool: Images,
     draw: int,
-    remaining_steps: int = 0,
     worker: Worker = ALONE,
 ) -> Refitted | None:
     """Fit on all of a draw's labels, score on test, and record it in the ledger.
@@ -151,7 +146,7 @@ def refit(
             task.learning_rate,
             task.config.seed + draw,
             manager,
-            Reporting(writer, f"draw {draw}, step", remaining_steps),
+            Reporting(writer, f"draw {draw}, step"),
             worker=worker,
         )
     if worker.rank:

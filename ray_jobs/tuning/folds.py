@@ -56,12 +56,8 @@ def fit_fold(
     pool: Images,
     folds: NDArray[np.int64],
     number: int,
-    remaining_steps: int,
 ) -> tuple[FileEntry, ...]:
     """Fit on the images of all other folds, and write the probabilities of this one's (in a Ray task).
-
-    Args:
-        remaining_steps: that the stage still does after this fit, for the estimated time left.
 
     Raises:
         DivergenceError: the loss or a gradient is not finite.
@@ -75,7 +71,7 @@ def fit_fold(
         task.learning_rate,
         task.config.seed,
         manager,
-        Reporting(unit=f"fold {number}, step", remaining_steps=remaining_steps),
+        Reporting(unit=f"fold {number}, step"),
     ).model
     held_out = pool.take(np.flatnonzero(folds == number))
     probabilities = predict(model, task.contract, held_out).softmax(dim=1).numpy()

@@ -17,14 +17,12 @@ would block the key until somebody removes the entry.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.spec import Finetune
@@ -167,11 +165,9 @@ class Ledger:
             problem = "it is not there" if data is None else "its sha256 is not that of its entry"
             raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {problem}")
         try:
-            table = pq.read_table(pa.BufferReader(data))
-            _check(table)
-        except (pa.ArrowException, OSError, ValueError) as error:
+            return pq.read_table(pa.BufferReader(data))
+        except (pa.ArrowException, OSError) as error:
             raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {error}") from None
-        return table
 
     def _copy(self, attempt: int, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
         """Copy an attempt's files into the own attempt's folder. Raises StoreDamaged if one is not what it was."""
@@ -209,22 +205,6 @@ def open_ledger(context: Context[Finetune]) -> Ledger:
         else:
             print(f"the work of attempt {number} is not used: it ran other code", flush=True)
     return Ledger(context, usable)
-
-
-def _check(images: pa.Table) -> None:
-    """Raise ValueError unless a table is one of `IMAGES`, with numbers that a refit can have."""
-    if not images.schema.equals(IMAGES):
-        raise ValueError(f"its columns are {images.schema.names}; expected {IMAGES.names}")
-    for name in PROBABILITIES.names:
-        is_calibrated = name.startswith("calibrated")
-        if images[name].null_count not in ({0, len(images)} if is_calibrated else {0}):
-            raise ValueError(f"{name} is missing for some images")
-    for name in ("prediction", "top5", "probability", "top5_probabilities", "calibrated_probability"):
-        values = images[name].combine_chunks()
-        extremes = pc.min_max(values.flatten() if pa.types.is_list(values.type) else values).as_py()
-        most = 1 if "probabilit" in name else math.inf
-        if extremes["min"] is not None and not 0 <= extremes["min"] <= extremes["max"] <= most:
-            raise ValueError(f"{name} has values from {extremes['min']} to {extremes['max']}")
 
 
 def _name(context: Context[Finetune], attempt: int, file: str) -> str:

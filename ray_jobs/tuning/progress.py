@@ -1,4 +1,4 @@
-"""What a search of a fine-tuning says while it runs: its best trial so far, its trials, the time that is left.
+"""What the sweep of a fine-tuning says while it runs: its best trial so far, its trials, the time that is left.
 
 In: the configuration, the ledger. Out: lines for the log.
 """
@@ -21,20 +21,26 @@ from ray_jobs.tuning.points import points, size
 from ray_jobs.tuning.trial import TriedPoint
 
 _TABLES = 4  # of a search, the last one at its end
-_FEW = 8  # trials, of which there is only the table at the end
+_FEW = 8  # points, of which there is only the table at the end
 _ROWS = 10  # of a table before the end
 
 
 def ended(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: int) -> list[TriedPoint]:
     """Return the points whose trials have ended in all folds."""
-    tried = []
+    begun = _begun(config, ledger, known, folds)
+    return [point for point in begun if len(point.folds) == folds]
+
+
+def _begun(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: int) -> list[TriedPoint]:
+    """Return the points with the trials that have ended, where there are any."""
+    begun = []
     for number, point in known.items():
         digest = point_digest(config.search, point)
         names = [FitName("trial", number, fold, digest) for fold in range(folds)]
         trials = [found[1] for name in names if (found := ledger.trial(name)) is not None]
-        if len(trials) == folds:
-            tried.append(TriedPoint(number, point, trials))
-    return tried
+        if trials:
+            begun.append(TriedPoint(number, point, trials))
+    return begun
 
 
 def table(tried: Sequence[TriedPoint], rows: int | None = None) -> str:
@@ -52,7 +58,9 @@ def table(tried: Sequence[TriedPoint], rows: int | None = None) -> str:
 def progress(
     config: Finetune, ledger: Ledger, folds: int, concurrent: int = 1, deadline: float = math.inf
 ) -> str:
-    """Return how many trials of a search have ended, the time left, and the best so far; after each quarter a table.
+    """Return how many trials of a sweep have ended, the time left, and the best point so far.
+
+    After each quarter of at least 8 points there is a table.
 
     Args:
         folds: how many trials each point has.
@@ -61,38 +69,39 @@ def progress(
     """
     search = config.search
     known = ledger.points() if isinstance(search, Optuna) else dict(enumerate(points(config)))
-    total = int(min(search.trials, size(config))) if isinstance(search, Optuna) else len(known)
-    tried = ended(config, ledger, known, folds)
-    message = f"{len(tried)} of {total} trials have ended"
-    if total > len(tried) and (seconds := _seconds(config, tried)) > 0:
-        left = (total - len(tried)) * seconds / concurrent
+    count = int(min(search.trials, size(config))) if isinstance(search, Optuna) else len(known)
+    begun = _begun(config, ledger, known, folds)
+    done, total = sum(len(point.folds) for point in begun), count * folds
+    message = f"{done} of {total} trials have ended"
+    if total > done and (seconds := _seconds(config, begun)) > 0:
+        left = (total - done) * seconds / concurrent
         message += ", " + time_left(left, deadline, isinstance(search, ASHA))
+    tried = [point for point in begun if len(point.folds) == folds]
     if whole := [point for point in tried if not point.is_pruned]:
         best = max(whole, key=lambda point: point.rank)
         message += f"; the best is trial {best.number}, {config.select_by} {best.selecting:.3f}: {describe(best.point)}"
-    quarters = [_TABLES * count // total for count in (len(tried) - 1, len(tried))]
-    if total >= _FEW and len(tried) < total and quarters[0] < quarters[1]:
+    quarters = [_TABLES * number // count for number in (len(tried) - 1, len(tried))]
+    if count >= _FEW and len(tried) < count and quarters[0] < quarters[1]:
         message += "\n" + table(tried, _ROWS)
     return message
 
 
 def time_left(seconds: float, deadline: float, is_limit: bool) -> str:
-    """Say how long a search still takes, by the mean of what has ended; less if it may begin nothing after a deadline.
+    """Say how long a sweep still takes, by the mean of what has ended; less if it may begin nothing after a deadline.
 
     Args:
         is_limit: whether it may take less.
     """
     until = max(0.0, deadline - time.time())
     left = f"{'at most ' * is_limit}{timedelta(seconds=round(min(seconds, until)))} left"
-    return f"{left} {'of search.minutes' if until < seconds else 'for the search'}"
+    return left + " of search.minutes" * (until < seconds)
 
 
-def _seconds(config: Finetune, tried: Sequence[TriedPoint]) -> float:
-    """Return the mean seconds of a point's trials; of ASHA's, of those that it does not end."""
-    taken = []
-    for point in tried:
-        steps = config.at(point.point).steps
-        taken.append(
-            sum(trial.seconds * (steps / trial.step if trial.is_pruned else 1) for trial in point.folds)
-        )
+def _seconds(config: Finetune, begun: Sequence[TriedPoint]) -> float:
+    """Return the mean seconds of the trials that have ended; of ASHA's, of those that it does not end."""
+    taken = [
+        trial.seconds * (config.at(point.point).steps / trial.step if trial.is_pruned else 1)
+        for point in begun
+        for trial in point.folds
+    ]
     return float(np.mean(taken)) if taken else 0.0

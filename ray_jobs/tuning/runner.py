@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from pipelines.scratch import scratch_folder
@@ -115,25 +114,22 @@ def run_trial(
     pool: Images,
     folds: Folds,
     fold: int,
-    remaining_steps: int,
     report: Callable[[Evaluation], None] | None = None,
 ) -> Trial:
     """Run a trial in this process, or in as many workers as are configured. `report` is given for a trial of ASHA."""
     from ray_jobs.tuning import fits
 
     told = () if report is None else (report,)
-    result = fits.run(fits.trial, context, task, pool, folds, fold, remaining_steps, *told)
+    result = fits.run(fits.trial, context, task, pool, folds, fold, *told)
     assert isinstance(result, Trial)
     return result
 
 
-def run_refit(
-    context: Context[Finetune], task: Task, pool: Images, draw: int, remaining_steps: int
-) -> Refitted:
+def run_refit(context: Context[Finetune], task: Task, pool: Images, draw: int) -> Refitted:
     """Run a refit in this process, or in as many workers as are configured."""
     from ray_jobs.tuning import fits
 
-    result = fits.run(fits.refit, context, task, pool, draw, remaining_steps)
+    result = fits.run(fits.refit, context, task, pool, draw)
     assert isinstance(result, Refitted)
     return result
 
@@ -170,9 +166,6 @@ def run_trials(
             context=context,
             pool=pools[0],
             folds=folds,
-            remaining_steps=partial(
-                steps_after, config.steps, concurrent, trials=len(trials), refits=len(pools)
-            ),
             concurrent=concurrent,
             deadline=_deadline(config, sum(trial.seconds for *_, trial in finished), concurrent),
             trials=trials,
@@ -211,7 +204,6 @@ def _tune_trial(
     context: Context[Finetune],
     pool: Images,
     folds: Folds,
-    remaining_steps: Callable[[int], int],
     concurrent: int,
     deadline: float,
     trials: list[tuple[Task, int, Trial | None]],
@@ -241,12 +233,11 @@ def _tune_trial(
     elif time.time() < deadline:
         told = report if isinstance(search, ASHA) else None
         try:
-            done = run_trial(context, task, pool, folds, fold, remaining_steps(number), told)
+            done = run_trial(context, task, pool, folds, fold, told)
         except SystemExit:  # ASHA has ended it
             say_progress()
             raise
-        if search is not None:
-            say_progress()
+        say_progress()
     last = search.evaluations if isinstance(search, ASHA) else 1
     tune.report({"selecting": 0.0 if done is None else selecting(done), "evaluation": last})
 
@@ -272,24 +263,15 @@ def run_proposed(
         if len(done) == len(folds):
             proposals.results[number] = mean(done)
     proposals.begun = [number for number in proposals.points if number not in proposals.results]
-    count = (proposals.total - len(proposals.results)) * len(folds)
     _, concurrent = cluster.fit_resources(config.threads, config.workers)
     deadline = _deadline(config, seconds, concurrent)
-    run, running, fits = (
-        cluster.remote(run_point, config.threads, config.workers),
-        dict[Any, int](),
-        itertools.count(),
-    )
+    run, running = cluster.remote(run_point, config.threads, config.workers), dict[Any, int]()
     while True:
         while len(running) < concurrent and time.time() < deadline:
             if (begins := proposals.next()) is None:
                 break
-            remaining = [
-                steps_after(config.steps, concurrent, next(fits), trials=count, refits=len(pools))
-                for _ in folds
-            ]
             point_task = at_point(task, begins, proposals.points[begins], dataset)
-            running[run(context, point_task, pools[0], folds, remaining, deadline)] = begins
+            running[run(context, point_task, pools[0], folds, deadline)] = begins
         if not running:
             break
         (result,), _ = ray.wait([*running])
@@ -340,24 +322,15 @@ class Proposals:
 
 
 def run_point(
-    context: Context[Finetune],
-    task: Task,
-    pool: Images,
-    folds: Folds,
-    remaining_steps: list[int],
-    deadline: float,
+    context: Context[Finetune], task: Task, pool: Images, folds: Folds, deadline: float
 ) -> float | None:
-    """Run a point's trials, fold by fold, and return their mean of what selects; None if they begin too late.
-
-    Args:
-        remaining_steps: how many steps the stage still does after each fold's trial.
-    """
+    """Run a point's trials, fold by fold, and return their mean of what selects; None if they begin too late."""
     if time.time() >= deadline:
         return None
     ledger, trials = Ledger(context, task.attempts), []
-    for fold, remaining in enumerate(remaining_steps):
+    for fold in range(len(folds)):
         found = ledger.trial(task.trial(fold))
-        trials.append(run_trial(context, task, pool, folds, fold, remaining) if found is None else found[1])
+        trials.append(run_trial(context, task, pool, folds, fold) if found is None else found[1])
     return mean(trials)
 
 
@@ -374,17 +347,3 @@ def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
     """
     if not isinstance(error.exc_value, SystemExit):
         sys.__unraisablehook__(error)
-
-
-def steps_after(steps: int, concurrent: int, number: int, trials: int, refits: int) -> int:
-    """Return how many steps the stage does after fit `number`, with `concurrent` fits in parallel.
-
-    Args:
-        steps: of each fit.
-        number: the fit's place among those that this attempt does: the trials, then the refits, from 0.
-        trials: how many trials it does; 0 after the sweep.
-        refits: how many refits it does.
-    """
-    trial_rounds = math.ceil(trials / concurrent)
-    this_round = number // concurrent if number < trials else trial_rounds + (number - trials) // concurrent
-    return (trial_rounds + math.ceil(refits / concurrent) - this_round - 1) * steps

@@ -13,7 +13,6 @@ import yaml
 from pipelines.spec.vtab import TASKS
 from pipelines.store import Manifest, all_manifests, open_store
 from ray_jobs.data.shards import Dataset, open_dataset
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, read_table
 from tests.conftest import Vitflow
 from tests.support.examples import EXAMPLES, Example, read
 from tests.support.imagenet import REAL
@@ -109,14 +108,14 @@ def test_a_dataset_has_the_images_and_labels_of_its_source(
 
 def test_imagenet_is_scored_by_its_own_labels_and_by_reals(made: Made) -> None:
     folder, dataset = made.store / made.manifests["scores"].folder, made.dataset("imagenet")
-    rows = {row["task"]: row for row in read_table(folder / "rows.parquet", ROWS)}
+    rows = {row["task"]: row for row in pq.read_table(folder / "rows.parquet").to_pylist()}
     assert {task: row["num_images"] for task, row in rows.items()} == {
         "ImageNet-1k": 6,
         "ImageNet-1k (ReaL)": 4,
     }
     keys = dict(zip(dataset.sample_ids("test"), dataset.index("test")["key"].to_pylist(), strict=True))
     for task, row in rows.items():
-        found = [p for p in read_table(folder / "predictions.parquet", PREDICTIONS) if p["task"] == task]
+        found = [p for p in pq.read_table(folder / "predictions.parquet").to_pylist() if p["task"] == task]
         for one in found:
             number = int(keys[one["sample_id"]].removeprefix("val/ILSVRC2012_val_").removesuffix(".JPEG"))
             known = REAL[number - 1] if "ReaL" in task else [one["label"]]

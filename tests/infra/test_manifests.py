@@ -7,7 +7,6 @@ import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -15,9 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pipelines.recipe.load import load_pipeline
-from pipelines.schedules import render
-from pipelines.schedules.schedule import Schedule
+from pipelines.schedules.cron import check_cron, check_timezone
+from pipelines.schedules.schedule import check_name
 from tests.support.paths import ROOT, SHARED
 
 INFRA = ROOT / "infra"
@@ -142,19 +140,15 @@ def test_the_rays_are_open_to_each_other_and_else_at_the_jobs_api_alone() -> Non
     assert jobs["ports"] == [{"protocol": "TCP", "port": 8265}]
 
 
-def test_the_cron_job_is_what_schedule_render_prints() -> None:
-    schedule = Schedule(
-        name="nightly",
-        pipeline=load_pipeline("quickstart"),
-        recipe="quickstart",
-        cron="0 3 * * *",
-        timezone="Etc/UTC",
-        address="http://vitflow-ray-head-svc:8265",
-    )
-    store: Any = SimpleNamespace(uri="s3://bucket/prefix", settings={})
-    assert [yaml.safe_load(text) for text in render.kubernetes(schedule, store).values()] == [
-        MANIFESTS["cronjob"]
-    ]
+def test_the_cron_job_ticks_a_schedule_once_and_has_no_secrets() -> None:
+    spec = MANIFESTS["cronjob"]["spec"]
+    assert spec["concurrencyPolicy"] == "Forbid" and spec["startingDeadlineSeconds"] > 0
+    assert check_cron(spec["schedule"]) == spec["schedule"] and check_timezone(spec["timeZone"])
+    (container,) = containers(MANIFESTS["cronjob"])
+    *command, name = container["command"]
+    assert command == ["vitflow", "schedule", "tick"]
+    assert MANIFESTS["cronjob"]["metadata"]["name"] == f"vitflow-{check_name(name)}"
+    assert container["envFrom"] == [{"secretRef": {"name": "vitflow"}}] and "env" not in container
 
 
 def test_the_image_is_made_of_what_is_there() -> None:
@@ -176,9 +170,14 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
         # vitflow need not be installed where it will be
         text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text(), flags=re.MULTILINE)
         (tmp_path / unit.name).write_text(text)
-    names = ["vitflow-schedule.service", "vitflow-run@quickstart.service", "vitflow-run@quickstart.timer"]
+    timed = [f"vitflow-{name}.{kind}" for name in ("run@a", "tick@a") for kind in ("service", "timer")]
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *(tmp_path / name for name in names)],
+        [
+            "systemd-analyze",
+            "verify",
+            "--man=no",
+            *(tmp_path / name for name in ("vitflow-schedule.service", *timed)),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,8 +1,7 @@
-"""Costs against the papers' tables, torch's FLOP counter and what autograd keeps. Run: pytest tests/vit_model."""
+"""Operations against the papers' tables and torch's FLOP counter. Run: pytest tests/vit_model."""
 
 import subprocess
 import sys
-from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.kept import kept_bytes
 from vit_model import compute, lora
 from vit_model.build import Network, build
 from vit_model.config import Architecture, LoRAOptions, ResNetConfig, ViTConfig
@@ -60,6 +58,7 @@ TABLE_6 = [
     ("R50+L/16", 14, 1668, 0.03),
 ]
 
+Trained = Literal["all", "head", "biases"] | LoRAOptions
 SMALL: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 4,
@@ -69,7 +68,6 @@ SMALL: dict[str, Any] = {
     "mlp_dim": 192,
     "num_classes": 10,
 }
-# At least 32 tokens see each other in all of them: with fewer, fused attention may not be worth its call on a CPU.
 VITS: list[dict[str, Any]] = [
     {},
     {"pooling": "gap", "image_size": (32, 48)},
@@ -104,10 +102,6 @@ def said(config: Architecture) -> str:
     return str(changed)
 
 
-BOUND = 0.01
-"""Of the estimated activation memory: what is left out is a few values by image, and indices by batch."""
-
-
 def printed(value: float, like: str) -> str:
     """The value with as many decimals as a table's entry."""
     return f"{value:.{len(like.partition('.')[2])}f}"
@@ -130,7 +124,7 @@ def logits(model: Any, images: Tensor) -> Tensor:
     return out + model.head_dist(tokens[:, 1]) if hasattr(model, "head_dist") else out
 
 
-def restrict(model: Network, trained: compute.Trained | Literal["head"]) -> None:
+def restrict(model: Network, trained: Trained) -> None:
     """Train some weights of a model only."""
     if isinstance(trained, LoRAOptions):
         assert isinstance(model, ViT)
@@ -142,9 +136,7 @@ def restrict(model: Network, trained: compute.Trained | Literal["head"]) -> None
         weight.requires_grad_(is_trained or name.startswith(HEADS))
 
 
-def counted(
-    config: Architecture, backward: bool = False, trained: compute.Trained | Literal["head"] = "all"
-) -> int:
+def counted(config: Architecture, backward: bool = False, trained: Trained = "all") -> int:
     """Operations of one image as torch counts them, without memory or work for them."""
     with torch.device("meta"):
         model = build(config)
@@ -203,101 +195,6 @@ def test_exaflops_beside_the_papers(name: str, epochs: int, published: float, ga
     assert found == pytest.approx(gap, abs=0.006)
     if not name.startswith("R"):  # the ViTs: the table rounds B/32 to 55
         assert abs(found) < (2.5 if name == "B/32" else 0.5)
-
-
-def test_core_days_of_table_2_imply_a_utilisation_that_tpus_have() -> None:
-    """Model, images seen, thousands of TPUv3-core-days; and the utilisations that the docstring names."""
-    rows = [
-        ("H/14", 14 * JFT_IMAGES, 2.5, 0.32),
-        ("L/16", 14 * JFT_IMAGES, 0.68, 0.43),
-        ("L/16", 90 * 14.2e6, 0.23, 0.39),
-    ]
-    implied = []
-    for name, images, published, said in rows:
-        at_peak = compute.tpuv3_core_days(exaflops(name, images), utilisation=1)
-        implied.append(at_peak / (published * 1e3))
-        assert implied[-1] == pytest.approx(said, abs=0.006)
-    assert sum(implied) / 3 == pytest.approx(compute.TPUV3_UTILISATION, abs=0.005)
-
-
-def test_device_hours() -> None:
-    assert compute.device_hours(3.6, peak_flops=1e15, utilisation=0.5) == pytest.approx(2)
-    assert compute.tpuv3_core_days(61.5e12 * 86_400 / 1e18, utilisation=1) == pytest.approx(1)
-    for peak, utilisation in ((0, 0.5), (1e15, 0), (1e15, 1.5)):
-        with pytest.raises(ValueError, match=f"peak_flops {peak} must be > 0 and utilisation {utilisation}"):
-            compute.device_hours(1, peak, utilisation)
-
-
-def test_zero_divides_one_state_after_another() -> None:
-    """The example of Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 devices, in GB."""
-    totals = [sum(compute.model_state_bytes(7_500_000_000, stage, 64)) / 1e9 for stage in range(4)]
-    assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
-    assert compute.model_state_bytes(10, 3, 4) == (2 * 3, 2 * 3, 12 * 3), "the last worker's share is padded"
-    assert compute.model_state_bytes(10, 1, 1, value_bytes=4) == (40, 40, 120)
-    with pytest.raises(ValueError, match="zero_stage 4 must be 0, 1, 2 or 3, and workers 2"):
-        compute.model_state_bytes(10, 4, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", SHAPES, ids=said)
-def test_activation_memory_is_what_autograd_keeps(config: Architecture, dtype: torch.dtype) -> None:
-    model, images = build(config).to(dtype), 16
-    pixels = torch.randn(images, config.in_channels, *config.image_shape, dtype=dtype)
-    estimated = compute.activation_bytes(
-        config, images, value_bytes=dtype.itemsize, fused_attention=dtype == torch.float32
-    )
-    assert estimated == pytest.approx(kept_bytes(model, lambda: logits(model, pixels)), rel=BOUND)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("trained", ["biases", LoRAOptions()], ids=str)
-def test_few_trained_weights_keep_less(trained: compute.Trained, dtype: torch.dtype) -> None:
-    for config in SHAPES[: len(VITS)]:
-        assert isinstance(config, ViTConfig)
-        model, images = build(config), 16
-        restrict(model, trained)
-        model.to(dtype)
-        pixels = torch.randn(images, config.in_channels, *config.image_shape, dtype=dtype)
-        settings: Any = {"value_bytes": dtype.itemsize, "fused_attention": dtype == torch.float32}
-        estimated = compute.activation_bytes(config, images, **settings, trained=trained)
-        kept = kept_bytes(model, partial(logits, model, pixels))
-        assert estimated == pytest.approx(kept, rel=0.15), said(config)
-        assert estimated < compute.activation_bytes(config, images, **settings)
-    default = ViTConfig.model_validate(SMALL)
-    assert compute.lora_parameters(default, LoRAOptions()) == 3 * 2 * 2 * 8 * 64
-
-
-@pytest.mark.parametrize("config", SHAPES[: len(VITS)], ids=said)
-def test_with_checkpointing_inputs_and_one_block_are_kept(config: ViTConfig) -> None:
-    model, images = build(config), 16
-    pixels = torch.randn(images, config.in_channels, *config.image_shape)
-    tokens = images * config.num_tokens
-    if config.axial:
-        within = torch.randn(tokens // config.grid[1], config.grid[1], config.width, requires_grad=True)
-    else:
-        within = torch.randn(images, config.num_tokens, config.width, requires_grad=True)
-    of_a_block = kept_bytes(model, lambda: model.blocks[0](within))
-    of_all = kept_bytes(model, lambda: logits(model, pixels))
-    outside = of_all - config.num_blocks * of_a_block
-    expected = outside + of_a_block + config.num_blocks * tokens * config.width * 4
-    estimated = compute.activation_bytes(config, images, value_bytes=4, checkpointing=True)
-    assert estimated == pytest.approx(expected, rel=BOUND)
-    assert estimated < compute.activation_bytes(config, images, value_bytes=4)
-
-
-def test_dropout_keeps_a_byte_for_each_value_where_a_cpu_keeps_a_number() -> None:
-    without, dropping = (ViTConfig.model_validate({**SMALL, "dropout": rate}) for rate in (0.0, 0.1))
-    pixels = torch.randn(4, 3, *without.image_shape)
-    kept = [kept_bytes(model, partial(logits, model, pixels)) for model in map(build, (without, dropping))]
-    estimated = [compute.activation_bytes(config, 4, value_bytes=4) for config in (without, dropping)]
-    assert estimated[1] - estimated[0] == (kept[1] - kept[0]) / 4
-
-
-def test_a_resnet_has_no_blocks_to_checkpoint() -> None:
-    with pytest.raises(ValueError, match=r"checkpointing .* ResNet"):
-        compute.activation_bytes(SHAPES[-1], 1, checkpointing=True)
 
 
 def test_costs_need_no_torch() -> None:

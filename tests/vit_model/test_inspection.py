@@ -280,10 +280,7 @@ def test_what_a_model_has_not_is_said() -> None:
     model, images = model_and_images(AXIAL[0])
     with pytest.raises(ValueError, match=r"attention rollout .* this model is axial"):
         inspection.attention_rollout(model, images)
-    model, images = model_and_images({})
-    for summary in (inspection.attention_distance, inspection.attention_rollout):
-        with pytest.raises(ValueError, match=r"images have shape \[0, 3, 12, 12\]; expected at least one"):
-            summary(model, images[:0])
+    model, _ = model_and_images({})
     with pytest.raises(
         ValueError,
         match=r"count is 33; .* from 1 to 32",

@@ -58,11 +58,6 @@ def test_several_tables_are_resized_one_by_one() -> None:
         assert torch.equal(both[index : index + 1], alone)
 
 
-def test_a_table_of_another_grid_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 17 entries; 4x5 patches and 1 before them need 21"):
-        resize_position_embedding(table(17), (4, 5), (4, 4), prefix=1)
-
-
 def test_axes_are_resized_as_numpy_interpolates() -> None:
     original = table(5)
     expected = [np.interp(np.linspace(0, 4, 8), np.arange(5), original[0, :, k].numpy()) for k in range(5)]

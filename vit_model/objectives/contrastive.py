@@ -93,13 +93,7 @@ class MoCo(AroundModel):
         Args:
             keys_of_one, keys_of_other: [B, d], the keys of all workers' views.
             draws_of_one, draws_of_other: [b, blocks, 2], see `ViT.drop_path_factors`.
-
-        Raises ValueError if the numbers of views differ, or if their size is not the model's.
         """
-        if len(one) != len(other):
-            raise ValueError(
-                f"views of {len(one)} and of {len(other)} images; both must show the same images"
-            )
         first, second = (
             info_nce(self.predictor(self.projector(self.model(view, draws))), keys, self.temperature)
             for view, keys, draws in (

@@ -22,7 +22,7 @@ from vit_model.blocks import Block, sincos2d_moco
 from vit_model.config import MaeOptions, ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
-from vit_model.objectives.masked_patches import check_batch, targets
+from vit_model.objectives.masked_patches import targets
 from vit_model.parts import AroundModel
 
 
@@ -117,11 +117,8 @@ class MaskedAutoencoder(AroundModel):
             pixels: the same images before normalisation, uint8 [b, height, width, c].
             draws: float64 [b, n] in [0, 1); the patches with the smallest numbers are visible.
             drop_path_draws: [b, blocks, 2], see `ViT.drop_path_factors`.
-
-        Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
-        check_batch(config, images, pixels, draws)
         order = draws.argsort(dim=1, stable=True)
         predicted = in_full(self.predict(images, order, drop_path_draws))
         expected = targets(pixels, config.patch_size, "pixels")

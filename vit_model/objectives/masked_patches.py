@@ -7,7 +7,7 @@ Letters in shapes: b batch, n patches, k corrupted patches, d width, c channels,
 The authors' code was never released. Docstrings below note the choices that the paper leaves open.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,25 +123,6 @@ def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
     return ((blocks // (256 // LEVELS)).long() * weights).sum(dim=-1)
 
 
-def check_batch(
-    config: ViTConfig, images: Tensor, pixels: Tensor, draws: Tensor, *draws_per_patch: int
-) -> None:
-    """Raise ValueError unless these fit the model and each other.
-
-    Images are [b, c, height, width], pixels uint8 [b, height, width, c], draws float64 [b, n, *draws_per_patch].
-    """
-    b, channels, sides = len(images), config.in_channels, config.image_shape
-    for name, tensor, shape, dtype in (
-        ("images", images, [b, channels, *sides], images.dtype),
-        ("pixels", pixels, [b, *sides, channels], torch.uint8),
-        ("draws", draws, [b, config.num_patches, *draws_per_patch], torch.float64),
-    ):
-        if (list(tensor.shape), tensor.dtype) != (shape, dtype):
-            raise ValueError(
-                f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
-            )
-
-
 class MaskedPatches(AroundModel):
     """A ViT with the task's own parts: the mask vector and one linear layer on the tokens of corrupted patches.
 
@@ -153,8 +134,6 @@ class MaskedPatches(AroundModel):
     def __init__(self, model: ViT, target: Target = "mean_colour", beside_labels: bool = False) -> None:
         super().__init__()
         config = model.config
-        if target not in get_args(Target):
-            raise ValueError(f"unknown target {target!r}; expected one of: {', '.join(get_args(Target))}")
         has_head = bool(config.num_classes or config.representation_head or config.pooling == "map")
         if has_head and not beside_labels:
             raise ValueError(
@@ -184,11 +163,8 @@ class MaskedPatches(AroundModel):
             pixels: the same images before normalisation, uint8 [b, height, width, c].
             draws: float64 [b, n, 2] in [0, 1), see `corruption`.
             drop_path_draws: [b, blocks, 2], see `ViT.drop_path_factors`.
-
-        Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
-        check_batch(config, images, pixels, draws, DRAWS)
         plan = corruption(draws)
         patches = corrupt(self.model.patch_embed(images), self.mask_token, plan)
         tokens = self._tokens(patches, drop_path_draws)

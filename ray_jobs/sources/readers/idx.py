@@ -9,14 +9,11 @@ big-endian uint32, and then the numbers. The sizes in a header are trusted only 
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +33,6 @@ FILES = {
 DEV_FRACTION = 1 / 12
 MAX_SIDE = 1024  # pixels; the images are stored raw, which suits small ones
 MAX_BYTES = 2**30  # of one unpacked file; the largest dataset of this family, EMNIST, has half of it
-_CHUNK = 2**20
 
 
 class Images(NamedTuple):
@@ -70,19 +66,14 @@ def rows(source: IdxSource, files: Files, numbers: Sequence[int]) -> Iterator[ND
 
 @lru_cache(maxsize=1)  # a task reads several shards of one source
 def _read(source: IdxSource, located: tuple[tuple[str, str], ...]) -> Images:
-    files = dict(located)
-    paths = {
-        name: containers.local(files, name) if path.startswith("s3://") else Path(path)
-        for name, path in located
-    }
-    return read(paths, len(source.class_names), source.selected())
+    return read(dict(located), len(source.class_names), source.selected())
 
 
-def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) -> Images:
+def read(files: Files, num_classes: int, classes: Sequence[int]) -> Images:
     """Read the images of some classes.
 
     Args:
-        files: the path of each of the four files, by its name in `FILES`.
+        files: the four files, by their names in `FILES`.
         num_classes: labels are 0..num_classes-1.
         classes: ascending labels, which become 0, 1, ...
 
@@ -92,7 +83,7 @@ def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) ->
     """
     images, labels, keys, splits = [], [], [], []
     for split, names in FILES.items():
-        all_images, all_labels = _read_pair(files[names[0]], files[names[1]], num_classes)
+        all_images, all_labels = _read_pair(files, *names, num_classes)
         kept = np.flatnonzero(np.isin(all_labels, classes))
         images.append(all_images[kept])
         labels.append(np.searchsorted(classes, all_labels[kept]))
@@ -111,60 +102,45 @@ def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) ->
     return result
 
 
-def read_file(path: Path) -> NDArray[np.uint8]:
+def read_file(files: Files, name: str) -> NDArray[np.uint8]:
     """Read the array of one IDX file of uint8, gzipped or not.
 
     Raises:
         UserError: not IDX, damaged, shorter or longer than its header says, or larger than MAX_BYTES.
     """
-    try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            if not zipped:
-                return _parse(path, file)
-            with gzip.GzipFile(fileobj=file) as unzipped:
-                return _parse(path, unzipped)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is truncated or damaged: {error}") from error
-
-
-def _parse(path: Path, file: IO[bytes] | gzip.GzipFile) -> NDArray[np.uint8]:
-    magic = file.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0":
-        raise UserError(f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}")
-    kind, dimensions = magic[2], magic[3]
+    path, data = files[name], containers.read_file(files, name, MAX_BYTES)
+    if len(data) < 4 or data[:2] != b"\0\0":
+        raise UserError(f"{path} is not an IDX file: it begins with {data[:4].hex(' ') or 'nothing'}")
+    kind, dimensions = data[2], data[3]
     if kind != 8 or dimensions not in (1, 3):
         raise UserError(
             f"{path} has type {kind:#04x} and {dimensions} dimensions; "
             "expected type 0x08 with 3 dimensions (images) or 1 (labels)"
         )
-    header = file.read(4 * dimensions)
-    if len(header) < 4 * dimensions:
+    start = 4 + 4 * dimensions
+    if len(data) < start:
         raise UserError(f"{path} is truncated: it ends inside its header")
-    shape = [int.from_bytes(header[start : start + 4]) for start in range(0, len(header), 4)]
+    shape = np.frombuffer(data, ">u4", dimensions, offset=4).tolist()
     expected = math.prod(shape)
-    if not 0 < expected <= MAX_BYTES or max(shape[1:], default=1) > MAX_SIDE:
+    if not expected or max(shape[1:], default=1) > MAX_SIDE:
         raise UserError(
             f"{path}: its header says {' x '.join(map(str, shape))} numbers; "
-            f"expected 1 to {MAX_BYTES:,}, in images of at most {MAX_SIDE} pixels per side"
+            f"expected at least 1, in images of at most {MAX_SIDE} pixels per side"
         )
-    data = bytearray()
-    while chunk := file.read(min(_CHUNK, expected + 1 - len(data))):
-        data += chunk
-    if len(data) != expected:
-        count = f"{len(data):,}" if len(data) < expected else "more"
+    if len(data) - start != expected:
         raise UserError(
-            f"{path} is truncated or damaged: its header says {expected:,} numbers, but it has {count}"
+            f"{path} is truncated or damaged: its header says {expected:,} numbers, but it has"
+            f" {len(data) - start:,}"
         )
-    return np.frombuffer(bytes(data), np.uint8).reshape(shape)
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
 def _read_pair(
-    images_file: Path, labels_file: Path, num_classes: int
+    files: Files, images_name: str, labels_name: str, num_classes: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Read images [n, h, w] and their labels [n]."""
-    images, labels = read_file(images_file), read_file(labels_file)
+    images_file, labels_file = files[images_name], files[labels_name]
+    images, labels = read_file(files, images_name), read_file(files, labels_name)
     if images.ndim != 3:
         raise UserError(f"{images_file}: expected images with 3 dimensions, not {images.ndim}")
     if labels.ndim != 1:

@@ -6,12 +6,11 @@ In: CLEVR's list of scenes; KITTI's label files and devkit. Out: counts, and dis
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vit_model.errors import UserError
 
@@ -21,8 +20,7 @@ KITTI_DISTANCES = (-100.0, 8.0, 20.0, 999.0)  # metres; the last interval means 
 NO_VEHICLE = 1000.0
 VEHICLES = ("Car", "Van", "Truck")  # not Tram
 KITTI_TYPES = (*VEHICLES, "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc", "DontCare")
-MAX_SCENE = 2**20  # characters; a real one has some thousand
-_CHUNK = 2**18
+_NEEDED = ("scenes", "image_filename", "objects", "pixel_coords")
 
 
 def interval(value: float, thresholds: Sequence[float]) -> int:
@@ -54,79 +52,26 @@ def clevr_distance(scene: Mapping[str, Any]) -> int:
     return label
 
 
-def clevr_scenes(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the scenes of a `CLEVR_<split>_scenes.json` one by one, because the whole file needs too much memory.
+def clevr_scenes(data: bytes) -> list[dict[str, Any]]:
+    """Return the scenes of a `CLEVR_<split>_scenes.json`, with the fields that their labels need.
 
     Raises:
-        UserError: another JSON, a scene of more than MAX_SCENE characters, or a scene without name or objects.
+        UserError: another JSON, or a scene without name or objects.
     """
-    text = _Json(file)
-    text.expect("{")
-    while True:
-        key = text.value()
-        text.expect(":")
-        if key == "scenes":
-            break
-        text.value()
-        if text.expect(",}") == "}":
-            raise UserError("has no list of scenes")
-    text.expect("[")
-    while True:
-        scene = text.value()
+    try:
+        # all fields of 70,000 scenes would need several GB of memory
+        content = json.loads(data, object_hook=lambda one: {key: one[key] for key in _NEEDED if key in one})
+    except (ValueError, RecursionError) as error:
+        raise UserError("is not the JSON of CLEVR's scenes, or is truncated") from error
+    scenes = content.get("scenes") if isinstance(content, dict) else None
+    if not isinstance(scenes, list):
+        raise UserError("has no list of scenes")
+    for scene in scenes:
         if not isinstance(scene, dict) or not isinstance(scene.get("image_filename"), str):
             raise UserError("has a scene without image_filename")
         if not isinstance(scene.get("objects"), list):
             raise UserError(f"has no objects for {scene['image_filename']}")
-        yield scene
-        if text.expect(",]") == "]":
-            return
-
-
-class _Json:
-    """A reader of a JSON text of any length, value by value."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._utf8, self._json = file, codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder()
-        self._text, self._at = "", 0
-
-    def value(self) -> Any:
-        """Return the next value, which must have at most MAX_SCENE characters."""
-        self._skip_space()
-        while True:
-            try:
-                value, end = self._json.raw_decode(self._text, self._at)
-            except (json.JSONDecodeError, RecursionError) as error:
-                buffered = len(self._text) - self._at
-                if buffered > MAX_SCENE or not self._more():
-                    raise UserError("is not the JSON of CLEVR's scenes, or is truncated") from error
-                continue
-            # a number at the end of the buffer may continue
-            if end < len(self._text) or not self._more():
-                self._at = end
-                return value
-
-    def expect(self, characters: str) -> str:
-        """Return the next character, which must be one of these."""
-        self._skip_space()
-        character = self._text[self._at : self._at + 1]
-        if not character or character not in characters:
-            raise UserError("is not the JSON of CLEVR's scenes, or is truncated")
-        self._at += 1
-        return character
-
-    def _skip_space(self) -> None:
-        while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
-            if self._at < len(self._text) or not self._more():
-                return
-
-    def _more(self) -> bool:
-        chunk = self._file.read(_CHUNK)
-        if not chunk:
-            return False
-        self._text, self._at = self._text[self._at :] + self._utf8.decode(chunk), 0
-        return True
+    return scenes
 
 
 # ------------------------------------------------------------------------------------------------- KITTI

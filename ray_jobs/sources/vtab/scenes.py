@@ -30,6 +30,7 @@ _CLEVR_LABELS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "clevr_count": scene_labels.clevr_count,
     "clevr_dist": scene_labels.clevr_distance,
 }
+_MAX_SCENES = 2**30  # bytes of a list of scenes; the largest has some hundred million
 _CLEVR_PARTS = {"train": "train", "validation": "val"}  # the test images have no scenes
 _Row = tuple[str, int, Member | None]  # key, label, position of its bytes
 _DMLAB = "dmlab.tar.gz"
@@ -59,9 +60,9 @@ def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str,
     for part, name in _CLEVR_PARTS.items():
         scenes = f"{_CLEVR}::CLEVR_v1.0/scenes/CLEVR_{name}_scenes.json"
         try:
-            with containers.local(files, scenes).open("rb") as file:
-                named = ((scene["image_filename"], scene) for scene in scene_labels.clevr_scenes(file))
-                parts[part] = _records([(key, label(scene), images.get(key)) for key, scene in named])
+            found = scene_labels.clevr_scenes(containers.read_file(files, scenes, _MAX_SCENES))
+            named = ((scene["image_filename"], scene) for scene in found)
+            parts[part] = _records([(key, label(scene), images.get(key)) for key, scene in named])
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise UserError(f"{scenes}: {error}") from error
     return parts

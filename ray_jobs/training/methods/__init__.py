@@ -1,7 +1,7 @@
 """Pretraining methods, one module per objective: what it trains around a model, the loss of a batch, what both cost.
 
-In: the stage's configuration and the contract of the model. Out: a `Method`, which the training loop, the estimates and
-the checkpoints ask. docs/add-an-objective.md shows how to add one.
+In: the stage's configuration and the contract of the model. Out: a `Method`, which the training loop asks.
+docs/add-an-objective.md shows how to add one.
 """
 
 from __future__ import annotations

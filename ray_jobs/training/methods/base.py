@@ -14,9 +14,8 @@ from ray_jobs.process import devices
 from ray_jobs.training.engine import Engine
 from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
-from vit_model.blocks import is_fused
 from vit_model.build import Network
-from vit_model.config import Architecture, ViTConfig
+from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.objectives.losses import CROSS_ENTROPIES
 from vit_model.parts import ParameterGroups
@@ -26,14 +25,11 @@ from vit_model.preprocessing import normalise
 class Method(ABC):
     """An objective of a pretraining.
 
-    First it is asked what it costs, before anything is allocated; then for the module to train (`module`, once) and for
-    losses.
+    It is asked for the module to train (`module`, once), for losses, and for what they cost.
     """
 
     passes = 1
     """how often a step computes each image"""
-    frozen = ""
-    """what weights are that are not trained, for the log"""
 
     def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device) -> None:
         self.config, self.contract, self.device = config, contract, device
@@ -60,16 +56,6 @@ class Method(ABC):
         return
 
     @property
-    def added_parameters(self) -> int:
-        """Trained weights beside the model's."""
-        return 0
-
-    @property
-    def frozen_bytes(self) -> int:
-        """The bytes of weights that are not trained; their forward pass keeps nothing."""
-        return 0
-
-    @property
     def teacher_flops(self) -> int:
         """The operations of an image's forward pass through a teacher."""
         return 0
@@ -83,11 +69,6 @@ class Method(ABC):
     def train_flops(self) -> int:
         """The operations of a step per image, those of weights that are not trained included."""
         return self.passes * compute.train_flops(self.contract.architecture)
-
-    def activation_bytes(self, images: int) -> int:
-        """Return the bytes that the forward passes of so many images keep for the backward pass."""
-        checkpointing, architecture = self.config.activation_checkpointing, self.contract.architecture
-        return self.passes * activation_bytes(architecture, images, self.device, self.dtype, checkpointing)
 
     @property
     def vit(self) -> ViTConfig:
@@ -105,25 +86,3 @@ class Method(ABC):
         return drop_path_draws(
             self.contract.architecture, self.config.seed, batch.positions, self.device, self.passes
         )
-
-
-def activation_bytes(
-    architecture: Architecture,
-    images: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    trained: compute.Trained = "all",
-) -> int:
-    """Return `compute.activation_bytes` on a device like this one."""
-    is_vit_and_fused = isinstance(architecture, ViTConfig) and is_fused(
-        device, dtype, architecture.num_tokens
-    )
-    return compute.activation_bytes(
-        architecture,
-        images,
-        value_bytes=dtype.itemsize,
-        fused_attention=is_vit_and_fused,
-        checkpointing=checkpointing,
-        trained=trained,
-    )

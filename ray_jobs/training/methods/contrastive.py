@@ -21,22 +21,6 @@ class Contrastive(Method):
     """Recognises an image's other view among those of a batch."""
 
     passes = 2
-    frozen = "momentum encoder"
-
-    @property
-    def _projector(self) -> int:
-        """The weights of the projector's linear layers and norms."""
-        hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
-        return hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
-
-    @property
-    def added_parameters(self) -> int:
-        hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
-        return self._projector + 2 * hidden * output + 2 * hidden
-
-    @property
-    def frozen_bytes(self) -> int:
-        return 4 * (self.vit.num_parameters + self._projector)
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)
@@ -58,5 +42,10 @@ class Contrastive(Method):
 
     @property
     def train_flops(self) -> int:
-        keys = compute.forward_flops(self.vit) + 2 * self._projector
-        return super().train_flops + self.passes * (6 * self.added_parameters + keys)
+        hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
+        projector = (
+            hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
+        )  # weights, those of norms included
+        predictor = 2 * hidden * output + 2 * hidden
+        keys = compute.forward_flops(self.vit) + 2 * projector
+        return super().train_flops + self.passes * (6 * (projector + predictor) + keys)

@@ -27,8 +27,6 @@ _NAMED = 5  # classes in a message
 class Distillation(Method):
     """Learns labels, and the teacher's answers to the same pixels."""
 
-    frozen = "teacher"
-
     def __init__(
         self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef
     ) -> None:
@@ -36,15 +34,6 @@ class Distillation(Method):
         self._folder, self._theirs = teacher.folder, read_teacher(teacher, config, contract)
         is_by_class = config.distillation.kind != "features"
         self._classes = columns(teacher, contract, self._theirs) if is_by_class else None
-
-    @property
-    def added_parameters(self) -> int:
-        shape = self.contract.architecture, self._theirs.architecture
-        return 0 if self._classes else (shape[0].width + 1) * shape[1].width
-
-    @property
-    def frozen_bytes(self) -> int:
-        return self._theirs.architecture.num_parameters * self.dtype.itemsize
 
     @property
     def teacher_flops(self) -> int:

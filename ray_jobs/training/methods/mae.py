@@ -10,7 +10,6 @@ from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods.base import Method
 from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
-from vit_model.blocks import is_fused
 from vit_model.build import Network
 from vit_model.model import ViT
 from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
@@ -19,10 +18,6 @@ from vit_model.parts import ParameterGroups
 
 class Autoencoder(Method):
     """Reconstructs the pixels of masked patches."""
-
-    @property
-    def added_parameters(self) -> int:
-        return compute.decoder_parameters(self.vit, self.config.mae)
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)
@@ -41,17 +36,3 @@ class Autoencoder(Method):
     @property
     def train_flops(self) -> int:
         return compute.train_flops(self.vit, self.config.mae)
-
-    def activation_bytes(self, images: int) -> int:
-        sequences = compute.seen_tokens(self.vit, self.config.mae), self.vit.num_tokens
-        encoder_is_fused, decoder_is_fused = (
-            is_fused(self.device, self.dtype, tokens) for tokens in sequences
-        )
-        return compute.autoencoder_activation_bytes(
-            self.vit,
-            self.config.mae,
-            images,
-            value_bytes=self.dtype.itemsize,
-            fused_attention=(encoder_is_fused, decoder_is_fused),
-            checkpointing=self.config.activation_checkpointing,
-        )

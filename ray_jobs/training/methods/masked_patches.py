@@ -11,17 +11,12 @@ from ray_jobs.training.methods.base import Method
 from ray_jobs.training.optim import MicroBatch
 from vit_model.build import Network
 from vit_model.model import ViT
-from vit_model.objectives.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels, outputs
+from vit_model.objectives.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels
 from vit_model.parts import ParameterGroups
 
 
 class Patches(Method):
     """Predicts corrupted patches."""
-
-    @property
-    def added_parameters(self) -> int:
-        """Those of the mask vector and a linear layer."""
-        return self.vit.width + (self.vit.width + 1) * outputs(self.vit, self.config.patch_target)
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)

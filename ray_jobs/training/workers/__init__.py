@@ -22,8 +22,6 @@ class Worker(NamedTuple):
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    local_world: int = 1
-    """the number of workers on this machine"""
     group: int = 0
     """a number that no other group of workers of the same training has"""
 
@@ -36,9 +34,7 @@ def this_worker(group: int = 0) -> Worker:
     import ray.train
 
     own = ray.train.get_context()
-    return Worker(
-        own.get_world_rank(), own.get_world_size(), own.get_local_rank(), own.get_local_world_size(), group
-    )
+    return Worker(own.get_world_rank(), own.get_world_size(), own.get_local_rank(), group)
 
 
 def micro_batch_size(config: Pretrain) -> int:

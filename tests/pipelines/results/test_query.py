@@ -4,6 +4,9 @@ import csv
 import io
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +320,6 @@ HOSTILE = [
     "SELECT * FROM glob('/*')",
     "SELECT * FROM query_table('rows')",
     "SELECT * FROM duckdb_settings()",
-    "SELECT * FROM information_schema.tables",
     "SELECT * FROM hidden_variable",
     "ATTACH 'OUT' AS x",
     "INSTALL httpfs",
@@ -383,19 +385,26 @@ def test_no_file_can_be_reached_from_the_database_itself(
     [
         "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT * FROM t",
         "SELECT count(*) FROM range(100000000) a, range(100000000) b",
-        # DuckDB plans these for longer
-        " UNION ".join(["SELECT 1"] * 6_000),
-        "SELECT " + ",".join("1" * 12_000),
     ],
-    ids=["recursive", "product", "unions", "columns"],
+    ids=["recursive", "product"],
 )
 def test_what_takes_too_long_is_stopped(store: Store, sql: str) -> None:
     with pytest.raises(RecipeError, match=r"stopped after 0\.5 s"):
         ask(store, sql, seconds=0.5)
 
 
-def test_sql_that_is_long_to_parse_is_refused(store: Store) -> None:
-    with pytest.raises(RecipeError, match=r"has 299,993 characters; at most 100,000"):
+@pytest.mark.slow
+def test_planning_that_takes_too_long_ends_the_process(store: Store) -> None:
+    """DuckDB cannot be interrupted while it plans."""
+    sql = "SELECT count(*) FROM " + ", ".join(f"rows r{number}" for number in range(600))
+    code = "import sys; from pipelines.commands import queries; queries.CPU_SECONDS = 1"
+    code += "; queries.report_query(*sys.argv[1:], tables=False, as_csv=False, as_json=False)"
+    done = subprocess.run([sys.executable, "-c", code, sql, store.uri], capture_output=True)
+    assert done.returncode == -signal.SIGXCPU
+
+
+def test_sql_that_is_long_to_plan_is_refused(store: Store) -> None:
+    with pytest.raises(RecipeError, match=r"has 299,993 characters; at most 20,000"):
         ask(store, " UNION ".join(["SELECT 1"] * 20_000))
 
 

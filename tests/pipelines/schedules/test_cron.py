@@ -10,12 +10,7 @@ from apscheduler.triggers.cron import CronTrigger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.schedules.cron import (
-    check_cron,
-    check_timezone,
-    last_tick,
-    ticks,
-)
+from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.spec import RecipeError
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
@@ -104,7 +99,7 @@ def test_ticks_are_those_that_a_walk_over_all_minutes_finds(line: str, begin: da
     try:
         checked = check_cron(line)
     except RecipeError as error:
-        assert "does not occur" in str(error)
+        assert "Bad day-of-month" in str(error)
         assert not walked(
             line, ZoneInfo("UTC"), datetime(2024, 2, 1, tzinfo=UTC), datetime(2024, 3, 1, tzinfo=UTC)
         )
@@ -151,56 +146,45 @@ def test_the_last_tick_may_be_years_ago() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("problem", "lines"),
     [
-        ("0 25 * * *", "hour: '25' is not from 0 to 23"),
-        ("60 * * * *", "minute: '60' is not from 0 to 59"),
-        ("* * * * MOM", "day of week: 'MOM' is not from 0 to 7 or SUN to SAT; did you mean MON?"),
-        ("* * 0 * *", "day of month: '0' is not from 1 to 31"),
-        ("0 0 30 2 *", "30 does not occur in month 2"),
-        ("5/15 * * * *", "minute: 5/15: a step must be 1 or more and follow * or a range, as in 5-59/2"),
-        ("*/0 * * * *", "a step must be 1 or more"),
-        ("0 0 1-1/2 * *", "a step must be 1 or more"),
-        ("0 9-5 * * *", "hour: 9-5 runs backwards"),
-        ("0 0 */2 * 1", "'both' to some programs and 'either' to others"),
-        ("@daily", "expected five"),
-        ("0 3 * *", "4 fields; expected five"),
-        ("0 0 L * *", "day of month: 'L' is not from 1 to 31"),
-        ("0 0 * * 5#2", "day of week: invalid value '5#2'"),
-        ("0 0 * * *;ls", "invalid value"),
-        ("١ * * * *", "invalid value"),
-        ("0,, 3 * * *", "minute: invalid value ''"),
+        ("Bad minute", ["60 * * * *", "*/0 * * * *", "١ * * * *", "0,, 3 * * *"]),
+        ("Bad hour", ["0 25 * * *", "0 9-5 * * *"]),
+        ("Bad day-of-month", ["* * 0 * *", "0 0 30 2 *"]),
+        ("Bad day-of-week", ["* * * * MOM", "0 0 * * *;ls"]),
+        ("Wrong number of fields", ["@daily", "0 3 * *", ""]),
+        (
+            "programs read this line differently",
+            ["0 0 L * *", "0 0 * * 5#2", "0 0 3 * * *", "5/15 * * * *", "0 0 1-1/2 * *", "0 0 */2 * 1"],
+        ),
     ],
 )
-def test_what_is_no_cron_line(line: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(message)):
-        check_cron(line)
+def test_what_is_no_cron_line(problem: str, lines: list[str]) -> None:
+    for line in lines:
+        with pytest.raises(RecipeError, match=re.escape(f"--cron {line!r}: {problem}; expected five fields")):
+            check_cron(line)
 
 
-@pytest.mark.parametrize("name", ["Europe/Berln", "Berlin", "europe/berlin"])
-def test_the_nearest_time_zone_is_named(name: str) -> None:
-    with pytest.raises(RecipeError, match="did you mean 'Europe/Berlin'"):
-        check_timezone(name)
-
-
-@pytest.mark.parametrize("name", ["", "../etc/passwd", "/etc/localtime", "xxxyyy", "Europe"])
-def test_what_is_no_time_zone(name: str) -> None:
-    with pytest.raises(RecipeError, match="no such time zone"):
-        check_timezone(name)
+def test_july_is_not_the_last_day() -> None:
+    assert check_cron(" 0 0  1 jul-aug * ") == "0 0 1 JUL-AUG *"
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        ("localtime", "'localtime': depends on the machine; expected a name such as Europe/Berlin"),
-        ("posixrules", "depends on the machine"),
-        ("Factory", "depends on the machine"),
-        ("right/Europe/Berlin", "'right/Europe/Berlin': not a name of its own; use 'Europe/Berlin'"),
-        ("posix/UTC", "use 'UTC'"),
-        ("localtim", "expected a name such as"),
+        "Europe/Berln",
+        "Berlin",
+        "",
+        "../etc/passwd",
+        "localtime",
+        "Factory",
+        "right/Europe/Berlin",
+        "posix/Europe/Berlin",
     ],
 )
-def test_a_time_zone_is_the_same_one_everywhere(name: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_a_time_zone_is_the_same_one_everywhere_and_the_nearest_is_named(name: str) -> None:
+    with pytest.raises(
+        RecipeError, match=f"'{name}': no such time zone; .* such as '(Europe/Berlin|Etc/UTC|UTC)'"
+    ):
         check_timezone(name)
     assert check_timezone("EST5EDT") == "EST5EDT"

@@ -145,8 +145,3 @@ def test_grey_images_go_too() -> None:
     images = torch.from_numpy(photographs(32, channels=1))
     assert randaugment(images, 2, 10, 0, np.arange(32)).shape == images.shape
     assert torch.equal(apply("Color", images, 3, np.zeros((32, 3))), images)
-
-
-def test_an_unknown_operation_is_refused() -> None:
-    with pytest.raises(ValueError, match="'Blur'; expected one of: AutoContrast"):
-        apply("Blur", torch.from_numpy(photographs(1)), 10, np.zeros((1, 3)))

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -362,7 +363,7 @@ def test_a_shard_that_is_not_on_s3_is_named_and_asked_for_again(raw: Dataset, se
     key = f"store/{make_manifest().folder}/{raw.info.shards[0].file}"
     body = server.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
     server.client.delete_object(Bucket=bucket.name, Key=key)
-    with remote.reader(remote.index("train")) as reader:
+    with closing(remote.reader(remote.index("train"))) as reader:
         (row, *_) = np.flatnonzero(reader.shard == 0).tolist()
         reader.fetch(np.array([row]))
         with pytest.raises(ValueError, match=r"00000\.parquet is missing or damaged"):

@@ -25,7 +25,7 @@ from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
-from ray_jobs.evaluation import features, rows
+from ray_jobs.evaluation import features
 from ray_jobs.evaluation.features import features_of, support_of
 from ray_jobs.sources import catalog
 from ray_jobs.training.contract import model_contract
@@ -110,7 +110,7 @@ def test_there_is_a_row_for_each_method_draw_and_number_of_labels(
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
-    found = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    found = pq.read_table(folder / "rows.parquet").to_pylist()
     assert len(found) == 5 * 2 * 2
     assert {row["method"] for row in found} == {
         "most frequent class",
@@ -129,7 +129,7 @@ def test_retrieval_adds_rows_of_its_own(store: Store, digits: Manifest, model: M
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1, retrieval=True)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
-    found = [row for row in rows.read_table(folder / "rows.parquet", rows.ROWS) if row["metric"] == "mAP"]
+    found = [row for row in pq.read_table(folder / "rows.parquet").to_pylist() if row["metric"] == "mAP"]
     untrained = [("ViT, untrained", draw) for draw in range(3)]
     assert [(row["method"], row["draw"]) for row in found] == [
         ("ViT, trained on these images", 0),
@@ -251,7 +251,7 @@ def test_only_images_that_no_evaluation_has_seen_are_computed(
         result = evaluate.evaluate(context, counting)
         st.commit(store, make_manifest("evaluate", key=key, files=result.files))
         folder = store.local(st.Layout.files("evaluate", key, 1), ())
-        return computed[-1], rows.read_table(folder / "rows.parquet", rows.ROWS)
+        return computed[-1], pq.read_table(folder / "rows.parquet").to_pylist()
 
     assert run("first")[0] == 20 + 539
     assert run("again")[0] == 0
@@ -292,7 +292,7 @@ def test_an_evaluation_of_a_checkpoint_is_that_of_a_model_with_its_weights(
         config = Evaluate(job="evaluate", data="d", backbone=backbone, shots=(1,), draws=1)
         evaluate.evaluate(make_context(store, config, data=digits, backbone=manifest))
         folder = store.local(st.Layout.files("evaluate", "k", 1), ())
-        return rows.read_table(folder / "rows.parquet", rows.ROWS)
+        return pq.read_table(folder / "rows.parquet").to_pylist()
 
     expected = rows_of("m", alone)
     found = rows_of(NamedCheckpoint(stage="m", checkpoint="step:10"), pretrained)

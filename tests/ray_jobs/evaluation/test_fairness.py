@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from pipelines.spec import Baselines, Finetune, Labels, ModelSize
 from pipelines.store import open_store
 from ray_jobs import baselines, finetune
-from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Context
 from ray_jobs.training.evaluators import score
@@ -81,9 +81,7 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
     made = context(folder, config, dev)
     finetune.main(made)
     written = folder / "store" / "artifacts/finetune/k/attempts/1/files"
-    seen.selected_on.update(
-        row["selected_on"] for row in rows.read_table(written / "rows.parquet", rows.ROWS)
-    )
+    seen.selected_on.update(row["selected_on"] for row in pq.read_table(written / "rows.parquet").to_pylist())
     seen.selected_on.add(json.loads((written / "sweep.json").read_text())["selected_on"])
     return seen
 

@@ -256,20 +256,6 @@ def test_a_difference_changes_sign_with_its_order_and_has_a_width_with_itself(dr
     assert detectable_difference(a, a) == pytest.approx(width * 2.802 / 1.96, rel=1e-3), "never zero"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: accuracy_interval(np.ones(5)), r"shape \(5,\)"),
-        (lambda: accuracy_interval(np.ones((0, 5))), "at least 1"),
-        (lambda: accuracy_interval(np.full((2, 5), 0.5)), "other than 0 and 1"),
-        (lambda: paired_difference(np.ones((2, 5)), np.ones((3, 5))), "same draws"),
-    ],
-)
-def test_wrong_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_the_detectable_difference_is_found_four_times_of_five() -> None:
     """Two methods that disagree on 20% of 800 images, whose accuracies differ by what is detectable."""
     rng = np.random.default_rng(0)

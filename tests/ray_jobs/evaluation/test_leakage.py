@@ -375,7 +375,7 @@ ON_SEEN, ON_UNSEEN = (f"ViT, pretrained, on test images {what} in training" for 
 
 def test_where_asked_for_they_are_scored_apart(scored: Made) -> None:
     assert scored.artifacts["scored"].metrics["test_images_seen_in_training"] == 10
-    numbers = rows.read_table(scored.folder("scored") / "rows.parquet", rows.ROWS)
+    numbers = pq.read_table(scored.folder("scored") / "rows.parquet").to_pylist()
     images = {row["method"]: row["num_images"] for row in numbers}
     assert images == {
         ON_SEEN: 10,
@@ -386,7 +386,7 @@ def test_where_asked_for_they_are_scored_apart(scored: Made) -> None:
         "most frequent class": 20,
     }
     right: dict[str, dict[str, bool]] = {method: {} for method in images}
-    for row in rows.read_table(scored.folder("scored") / "predictions.parquet", rows.PREDICTIONS):
+    for row in pq.read_table(scored.folder("scored") / "predictions.parquet").to_pylist():
         if row["draw"] == 0:
             right[row["method"]][row["sample_id"]] = row["correct"]
     assert set(right[ON_SEEN]) == {f"half-test-{number:04d}" for number in range(60, 70)}
@@ -418,7 +418,7 @@ def test_of_parts_of_test_alone_none_is_the_best(scored: Made) -> None:
     """As of a fine-tuning without baselines."""
     with scored.store.staging(st.Layout.files("evaluate", "parts", 1)) as staging:
         for name, schema in (("rows", rows.ROWS), ("predictions", rows.PREDICTIONS)):
-            table = rows.read_table(scored.folder("scored") / f"{name}.parquet", schema)
+            table = pq.read_table(scored.folder("scored") / f"{name}.parquet").to_pylist()
             apart = [row for row in table if rows.is_apart(row["method"])]
             rows.write_table(staging.path / f"{name}.parquet", apart, schema)
     changed = {"key": "parts", "stage": "parts", "files": staging.files}

@@ -120,18 +120,3 @@ def test_one_label_a_class_and_constant_pixels_work(baselines, method: str) -> N
 def test_neighbours_never_exceed_the_images_of_a_fold(baselines) -> None:  # type: ignore[no-untyped-def]
     x, y = np.random.default_rng(0).normal(size=(6, 2)), np.repeat([0, 1], 3)
     assert baselines.choose("k-NN", x, y, stratified_folds(y, 3, seed=0))["n_neighbors"] <= 3
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda baselines: baselines.choose("SVM", np.eye(2), np.arange(2), []),
-            "unknown method 'SVM'; expected one of: 'majority', 'k-NN'",
-        ),
-        (lambda baselines: baselines.fit_predict("k-NN", {}, np.eye(2), np.arange(3), np.eye(2)), "must be"),
-    ],
-)
-def test_wrong_input_is_named(baselines, call, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
-        call(baselines)

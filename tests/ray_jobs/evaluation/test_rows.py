@@ -1,4 +1,4 @@
-"""Tables: they read back as written, in the same bytes each time, and bad values are refused by name."""
+"""Tables: they read back as written, in the same bytes each time, and bad values are refused."""
 
 import math
 from pathlib import Path
@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_jobs.evaluation.rows import (
+    MEAN_IOU,
     PREDICTIONS,
     PROBABILITIES,
     REAL,
@@ -16,7 +17,7 @@ from ray_jobs.evaluation.rows import (
     Row,
     Truth,
     digest_rows,
-    read_table,
+    measurement,
     scored,
     write_predictions,
     write_table,
@@ -65,8 +66,11 @@ def test_rows_read_back_as_they_were_written(tmp_path: Path, rows: list[Row], sc
     folder = tmp_path / "key=1"
     folder.mkdir()
     write_table(folder / "rows.parquet", rows, schema)
-    assert read_table(folder / "rows.parquet", schema) == rows
-    assert digest_rows(read_table(folder / "rows.parquet", schema), schema) == digest_rows(rows, schema)
+    assert pq.read_schema(folder / "rows.parquet").equals(schema)
+    assert pq.read_table(folder / "rows.parquet").to_pylist() == rows
+    assert digest_rows(pq.read_table(folder / "rows.parquet").to_pylist(), schema) == digest_rows(
+        rows, schema
+    )
 
 
 def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
@@ -90,49 +94,23 @@ def test_the_digest_ignores_order_and_sees_every_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"value": math.nan}, "value of row 1 is nan"),
-        ({"value": math.inf}, "value of row 1 is inf"),
-        ({"value": 87.3}, r"value of row 1 is 87.3; accuracy must be a fraction"),
-        ({"value": -0.1}, "fraction"),
-        ({"value": 1}, "value of row 1 is 1; it must be a finite float"),
-        ({"value": np.float64(0.5)}, "finite float"),
-        ({"draw": True}, "draw of row 1 is True; it must be an int from 0"),
-        ({"draw": -1}, "draw of row 1 is -1"),
-        ({"draw": np.int64(3)}, "draw of row 1"),
-        ({"num_images": 0}, "int from 1"),
-        ({"num_images": 2**31}, "to 2147483647"),
-        ({"labels_per_class": 0}, "labels_per_class of row 1 is 0"),
-        ({"method": None}, "method of row 1 is None; it must be a str"),
-        ({"settings": '{"b": 1, "a": 2}'}, "settings of row 1"),
-        ({"settings": '{"a": {"b": 1, "a": 2}}'}, "settings of row 1"),
-        ({"settings": '{"a": NaN}'}, "settings of row 1"),
-        ({"settings": "[]"}, "sorted keys"),
-        ({"settings": "l2=8"}, "sorted keys"),
-        ({"settings": {"l2": 8}}, "settings of row 1"),
-        ({"extra": 1}, r"row 1: missing or unknown columns \['extra'\]"),
-    ],
+    "changes", [{"method": None}, {"draw": "first"}, {"num_images": 2**31}, {"value": "x"}]
 )
-def test_wrong_values_are_named_and_nothing_is_written(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_value_that_does_not_fit_its_column_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises((ValueError, pa.ArrowException)):
         write_table(tmp_path / "rows.parquet", [row(), row(**changes)], ROWS)
-    assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_column_is_named() -> None:
-    lacking = row()
-    del lacking["split"]
-    with pytest.raises(ValueError, match=r"row 0: missing or unknown columns \['split'\]"):
-        digest_rows([lacking], ROWS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 87.3, -0.1])
+def test_a_value_that_is_no_fraction_is_named(value: float) -> None:
+    common = {name: row()[name] for name in ("task", "protocol", "method", "labels_per_class", "draw")}
+    with pytest.raises(ValueError, match=f"mIoU of pixels is {value}; it must be a fraction"):
+        measurement(common, MEAN_IOU, value, 3, "dev", {})
 
 
-def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"task": ["digits"]}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="has the columns task string; expected task string not null"):
-        read_table(tmp_path / "rows.parquet", ROWS)
+def test_a_digest_of_numbers_that_are_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        digest_rows([row(value=math.nan)], ROWS)
 
 
 def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path: Path) -> None:
@@ -164,11 +142,11 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
         for i in range(50)
     ]
     write_table(tmp_path / "rows", [found], ROWS)
-    assert read_table(tmp_path / "rows", ROWS) == [found]
+    assert pq.read_table(tmp_path / "rows").to_pylist() == [found]
     write_predictions(tmp_path / "predictions", [predictions, predictions])
-    assert read_table(tmp_path / "predictions", PREDICTIONS) == 2 * predictions.to_pylist()
+    assert pq.read_table(tmp_path / "predictions").to_pylist() == 2 * predictions.to_pylist()
     write_predictions(tmp_path / "none", [])
-    assert read_table(tmp_path / "none", PREDICTIONS) == []
+    assert pq.read_table(tmp_path / "none").to_pylist() == []
 
 
 def test_with_reals_labels_any_of_them_is_right_and_images_without_are_left_out() -> None:

@@ -18,8 +18,8 @@ from pipelines.store import Manifest, Store, open_store
 from ray_jobs import ingest, segment
 from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
-from ray_jobs.evaluation import rows as tables
-from ray_jobs.evaluation.segmentation import Moments, confusion, mean_iou, shares_of_patches
+from ray_jobs.evaluation.metrics import mean_iou
+from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
 from tests.support.checkpoints import put_untrained
 from tests.support.records import make_context, make_manifest
 from tests.support.vtab_natural import pets
@@ -113,7 +113,7 @@ def segmented(
     result = segment.segment(make_context(store, config, data=data, backbone=backbone))
     folder = store.local(st.Layout.files("segment", "k", 1), ())
     return (
-        tables.read_table(folder / "rows.parquet", tables.ROWS),
+        pq.read_table(folder / "rows.parquet").to_pylist(),
         pq.read_table(folder / "confusion.parquet").to_pylist(),
         result,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import store as st
@@ -14,7 +15,7 @@ from pipelines.spec import Evaluate
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import evaluate
 from ray_jobs.data import shards
-from ray_jobs.evaluation import features, frozen, linear_probe, rows
+from ray_jobs.evaluation import features, frozen, linear_probe
 from ray_jobs.evaluation.linear_probe import BIAS_FEATURE
 from tests.support.checkpoints import put_untrained
 from tests.support.digits import grey, ink, put_digits
@@ -53,8 +54,8 @@ def run(
     evaluate.evaluate(make_context(store, config, data=data, backbone=model))
     folder = Path(store.local(st.Layout.files("evaluate", "k", 1), ()))
     return (
-        rows.read_table(folder / "rows.parquet", rows.ROWS),
-        rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS),
+        pq.read_table(folder / "rows.parquet").to_pylist(),
+        pq.read_table(folder / "predictions.parquet").to_pylist(),
     )
 
 

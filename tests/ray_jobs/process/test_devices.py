@@ -5,10 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -41,15 +39,6 @@ def test_gloo_does_not_preempt(group):
     assert gloo_threads(), "gloo has renamed its threads: change let_gloo_yield"
     assert {os.sched_getscheduler(thread) for thread in gloo_threads()} == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
-
-
-@pytest.mark.parametrize(("limit", "share"), [(None, 1.0), (0.25, 0.25), (4.0, 1.0)])
-def test_memory_is_the_machines_or_the_containers(
-    monkeypatch: pytest.MonkeyPatch, limit: float | None, share: float
-) -> None:
-    total = psutil.virtual_memory().total
-    monkeypatch.setattr(devices, "cgroup_limits", lambda: (None, limit and int(limit * total)))
-    assert devices.memory(torch.device("cpu")) == int(share * total)
 
 
 @pytest.fixture

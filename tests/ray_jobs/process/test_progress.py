@@ -8,16 +8,15 @@ from pipelines.store import read_progress
 from ray_jobs.process import progress
 
 
-@pytest.mark.parametrize(("after", "left"), [(0, "0:00:08 left"), (100, "0:01:48 left")])
-def test_the_time_left_is_that_of_the_stage(
-    after: int, left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_time_left_is_estimated_without_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter((0.0, 5.0, 6.0))  # made, the first step shown (warming up took 4 s), the second
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    shown = progress.Progress(10, after=after)
+    shown = progress.Progress(10)
     shown.show(1, "shard")
     shown.show(2, "shard")
     said = capsys.readouterr().out.splitlines()[-1]
     line = read_progress(said)
     assert line is not None and (line.done, line.total) == (2, 10)
-    assert line.words() == f"shard 2/10 · {left}"
+    assert line.words() == "shard 2/10 · 0:00:08 left"

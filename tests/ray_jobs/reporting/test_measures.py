@@ -85,19 +85,6 @@ def test_without_predictions_there_are_no_entries(tmp_path: Path) -> None:
     assert read({"a": tmp_path / "a"}) == []
 
 
-def test_images_that_a_draw_lacks_or_has_twice_are_told(tmp_path: Path) -> None:
-    common = {"protocol": "p", "method": "m", "labels_per_class": 1}
-    zeros = np.zeros(3, int)
-    for name, second in (("other", ["a", "b", "d"]), ("twice", ["a", "b", "b"])):
-        found = [
-            scored(common | {"draw": draw}, Truth("x", ids, zeros), zeros, "dev", {})[0]
-            for draw, ids in enumerate((["a", "b", "c"] if name == "other" else second, second))
-        ]
-        put_scores(tmp_path / name, found)
-        with pytest.raises(ValueError, match="scored once on each of the same test images"):
-            read({"a": tmp_path / name})
-
-
 def test_texts_of_a_joined_table_are_texts_in_its_file(tmp_path: Path) -> None:
     put(tmp_path / "a", "x", 5, 0)
     parts = [("a", make_manifest("evaluate", key="k"), tmp_path / "a")]
@@ -120,14 +107,6 @@ def test_a_table_that_an_earlier_version_wrote_lacks_what_came_later(tmp_path: P
     write_parquet(path, written.drop_columns(["correct"]))
     with pytest.raises(ValueError, match="has the columns"):
         measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
-
-
-def test_an_accuracy_that_is_not_its_predictions_is_told(tmp_path: Path) -> None:
-    common = {"protocol": "p", "method": "m", "labels_per_class": 1, "draw": 0}
-    [(row, part)] = scored(common, Truth("x", ["a", "b"], np.zeros(2, int)), np.array([0, 1]), "dev", {})
-    put_scores(tmp_path, [(row | {"value": 1.0}, part)])
-    with pytest.raises(ValueError, match=r"^a .* draw 0: the row says 1\.0, its predictions 0\.5"):
-        read({"a": tmp_path})
 
 
 def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a plot draws, from its SVG."""
 
 import re
-from typing import Any
 
 from ray_jobs.reporting import plots
 from ray_jobs.reporting.plots import Measured
@@ -13,12 +12,12 @@ def markers(svg: str, series: int) -> int:
     return len(re.findall(rf"<use [^>]*{re.escape(f'var(--series-{series})')}", svg))
 
 
-def sweep(folds: int) -> dict[str, Any]:
-    trials = [
-        {"learning_rate": rate, "accuracies": [rate * 10 + 0.1 * fold for fold in range(folds)]}
-        for rate in (1e-3, 1e-2)
-    ]
-    return {"stage": "digits", "trials": trials, "chosen": 1e-2}
+def test_a_sweep_shows_each_rate_and_the_range_of_its_folds() -> None:
+    trials = [{"learning_rate": rate, "accuracies": [rate, 2 * rate]} for rate in (1e-3, 3e-3, 1e-2)]
+    svg = plots.search(trials, trials[1])
+    assert (markers(svg, 1), markers(svg, 2)) == (3, 1)
+    for text in ("0.001", "0.003", "0.01"):
+        assert f">{text}<" in svg
 
 
 def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended() -> None:
@@ -32,7 +31,7 @@ def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended(
         | ({"pruned_at": 9} if number % 2 else {})
         for number, point in enumerate(points)
     ]
-    svg = plots.search({"trials": trials, "chosen_trial": 2})
+    svg = plots.search(trials, trials[2])
     fills = re.findall(rf"<use [^>]*fill: {re.escape('var(--series-1)')}", svg)
     assert (markers(svg, 1), len(fills), markers(svg, 2)) == (3 * 4, 3 * 2, 3), "two of four are hollow"
     for text in ("learning rate", "0.001", "steps", "randaugment", "none", "magnitude 10"):
@@ -49,9 +48,9 @@ def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_
     assert markers(watched, 3) == 2 + 1
 
 
-def test_five_folds_have_five_colours_in_both_figures() -> None:
-    folds = [Measured(f"fold {number}", (1, 2), (0.1 * number, 0.5)) for number in range(5)]
-    for shown in (plots.loss([POINTS], folds), plots.sweeps([sweep(5)])):
-        assert all(markers(shown, series) >= 2 + 1 for series in range(2, 7))
-        assert all(f">fold {number}<" in shown for number in range(5))
-    assert "fold" not in plots.sweeps([sweep(1)])
+def test_five_folds_have_five_colours() -> None:
+    svg = plots.loss(
+        [POINTS], [Measured(f"fold {number}", (1, 2), (0.1 * number, 0.5)) for number in range(5)]
+    )
+    assert all(markers(svg, series) >= 2 + 1 for series in range(2, 7))
+    assert all(f">fold {number}<" in svg for number in range(5))

@@ -19,7 +19,6 @@ from pipelines.spec import Evaluate
 from pipelines.spec.vtab import GROUPS, TASKS
 from pipelines.store import Manifest, Store, input_ref, open_store
 from ray_jobs import evaluate
-from ray_jobs.evaluation import rows
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import page as page_module
 from ray_jobs.reporting.gather import ReportData
@@ -99,7 +98,7 @@ class Vtab:
             np.mean(
                 [
                     row["value"]
-                    for row in rows.read_table(folder / "rows.parquet", rows.ROWS)
+                    for row in pq.read_table(folder / "rows.parquet").to_pylist()
                     if (row["method"], row["labels_per_class"]) == (method, labels)
                     and classifier in row["protocol"]
                 ]

@@ -180,8 +180,6 @@ def test_a_masked_autoencoder_is_trained_and_its_encoder_kept(dataset, tmp_path,
     assert metrics["exaflops"] == flops * 6 * 16 / 1e18
     said = capsys.readouterr().out
     assert f"{flops / 1e9:.4g} GFLOPs per image in training" in said
-    weights = sum(parameter.numel() for parameter in task.parameters())
-    assert f"{4 * weights / 2**20:,.1f} MiB weights" in said
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard", "features"])

@@ -92,11 +92,6 @@ def test_rsqrt_and_cooldown_are_big_visions(settings, expected):
     np.testing.assert_allclose(rates, big_visions_rates(100, 0.3, **expected), rtol=1e-12)
 
 
-def test_step_outside_the_run_is_refused():
-    with pytest.raises(ValueError, match="step 11 is not from 0 to total_steps 10"):
-        optim.learning_rate(11, 10, 0.1, Optimizer())
-
-
 @pytest.mark.parametrize("pooling", ["cls", "gap"])
 def test_exactly_the_kernels_of_linear_layers_are_decayed(pooling):
     model = tiny_vit(pooling=pooling, representation_head=True)

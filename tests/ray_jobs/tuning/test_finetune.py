@@ -16,11 +16,9 @@ from pipelines.store import Layout, decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
 from ray_jobs.data.writing import shard_file
-from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED, Overlap
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Result
-from ray_jobs.training import estimates
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training import steps as steps_module
 from ray_jobs.training.evaluators import Evaluator, predict, score
@@ -28,7 +26,7 @@ from ray_jobs.training.fit import Validation, fit, start_model
 from ray_jobs.training.log import LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, Evaluation, Images, Task, make_task
 from ray_jobs.tuning.fits import refit
-from ray_jobs.tuning.runner import _show_unraisable, choose, last_step, steps_after
+from ray_jobs.tuning.runner import _show_unraisable, choose, last_step
 from ray_jobs.tuning.trial import TriedPoint
 from tests.support.finetuning import SIZE, configuration, context, put_halves, save_backbone, trial
 from tests.support.memory_store import MemoryStore
@@ -323,7 +321,7 @@ def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mist
 def test_biases_of_a_resnet_can_be_trained_alone(dataset, tmp_path):
     save_backbone(tmp_path, RESNET)
     biases = configuration(backbone="resnet", model=None, resolution=None, freeze="all_but_biases")
-    assert estimates.trained_parameters(make_task(biases, shards.open_dataset(dataset), tmp_path)) > 0
+    assert fit_module.trained_parameters(make_task(biases, shards.open_dataset(dataset), tmp_path)) > 0
 
 
 def test_stochastic_depth_takes_the_place_of_the_backbones(dataset, tmp_path):
@@ -407,7 +405,7 @@ def test_only_biases_or_only_loras_matrices_move_and_the_model_is_an_ordinary_on
         if name not in started or not torch.equal(weight, started[name])
     }
     assert changed == expected
-    assert estimates.trained_parameters(task) == sum(
+    assert fit_module.trained_parameters(task) == sum(
         weight.numel() for name, weight in model.named_parameters() if name in expected
     )
     assert ordinary.state_dict().keys() == started.keys()
@@ -450,8 +448,8 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
     assert [trial["learning_rate"] for trial in sweep["trials"]] == [1e-4, 1e-2]
     assert sweep["chosen"] == 1e-2
     assert sweep["trials"][1]["accuracies"] == [last["trial-1-0"], last["trial-1-1"]]
-    numbers = rows.read_table(folder / "rows.parquet", rows.ROWS)
-    predictions = rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS)
+    numbers = pq.read_table(folder / "rows.parquet").to_pylist()
+    predictions = pq.read_table(folder / "predictions.parquet").to_pylist()
     assert [(row["draw"], row["labels_per_class"], row["num_images"]) for row in numbers] == [
         (0, 4, 30),
         (1, 4, 30),
@@ -481,7 +479,7 @@ def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray, ca
     sweep = json.loads((folder / "sweep.json").read_text())
     assert sweep == {"trials": [], "chosen": 1e-2, "selected_on": finetune.ONE_RATE}
     assert "validation_accuracy" not in result.metrics
-    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    (row,) = pq.read_table(folder / "rows.parquet").to_pylist()
     assert row["selected_on"] == finetune.ONE_RATE
     assert row["value"] == result.metrics["test_accuracy"] > 0.9, "it was fitted all the same"
 
@@ -507,7 +505,7 @@ def test_with_early_stopping_dev_also_chooses_the_last_step(dataset, tmp_path, l
     steps = {name: [line.step for line in lines if line.fit == name] for name in {line.fit for line in lines}}
     assert steps.keys() == {"trial-0-0", f"refit-0-{last}-0"}
     assert max(steps["trial-0-0"]) == last + 8 and max(steps[f"refit-0-{last}-0"]) == last
-    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    (row,) = pq.read_table(folder / "rows.parquet").to_pylist()
     assert json.loads(row["settings"])["stopped_at"] == result.metrics["stopped_at_step"] == last
 
 
@@ -515,21 +513,6 @@ def test_with_early_stopping_dev_also_chooses_the_last_step(dataset, tmp_path, l
 def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
     with pytest.raises(ValueError, match="diverged with every rate of the sweep"):
         finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30, 1e31))))
-
-
-@pytest.mark.parametrize("concurrent", [1, 2, 3, 100])
-def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concurrent: int) -> None:
-    trials = [steps_after(20, concurrent, number, trials=4, refits=2) for number in range(4)]
-    refits = [steps_after(20, concurrent, number, trials=0, refits=2) for number in range(2)]
-    expected = {
-        1: ([100, 80, 60, 40], [20, 0]),
-        2: ([40, 40, 20, 20], [0, 0]),
-        3: ([40, 40, 40, 20], [0, 0]),
-        100: ([20, 20, 20, 20], [0, 0]),
-    }
-    assert (trials, refits) == expected[concurrent]
-    resumed = steps_after(20, concurrent, 0, trials=1, refits=2)
-    assert resumed == (40 if concurrent == 1 else 20), "what earlier attempts finished does not count"
 
 
 @pytest.mark.parametrize(("error", "is_shown"), [(SystemExit(1), False), (ValueError("lost"), True)])

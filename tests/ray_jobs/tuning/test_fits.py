@@ -82,7 +82,7 @@ def run(
     rates = given.config.learning_rates or (1e-2,)
     task = at_point(task, rate, {"learning_rate": rates[rate]}, dataset)
     if report is not None:
-        fits.trial(given, task, pools[0], supports.folds, 0, 0, report, worker)
+        fits.trial(given, task, pools[0], supports.folds, 0, report, worker)
     elif given.config.early_stopping is not None:
         fits.trial(given, task, pools[0], supports.folds, 0, worker=worker)
     else:
@@ -299,7 +299,7 @@ def _member(rank: int, meeting: str, root: Path, config: Finetune, number: int, 
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=config.workers)
     if kill is not None and kill.rank == rank:
         arm(kill)
-    worker = Worker(rank, config.workers, rank, config.workers, number)
+    worker = Worker(rank, config.workers, rank, number)
     run(attempt(root, config, number), worker=worker)
     dist.destroy_process_group()
 

@@ -1,6 +1,5 @@
 """A fine-tuning that is killed anywhere goes on from its ledger, and writes what an undisturbed one writes."""
 
-import hashlib
 import itertools
 import json
 import math
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipelines.identity import canonical_json, sha256
@@ -24,7 +22,7 @@ from pipelines.spec import CheckpointEvery
 from pipelines.store import Layout, create_attempt
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
-from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
+from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.process.context import Context, Result
 from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import CheckpointManager
@@ -226,23 +224,6 @@ def images(root: Path, draw: int = 1) -> Path:
     return path
 
 
-def rewrite_images(root: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    """Change a refit's table of test images, as somebody would who also knows its sha256 and the entry's checksum."""
-    path, entry = images(root), folder(root) / "refit-1.json"
-    write_parquet(path, change(pq.read_table(path)))
-    data = path.read_bytes()
-    listed = json.loads(entry.read_text())["images"]
-    rewrite(entry, images=listed | {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-
-
-def with_column(name: str, values: list[Any]) -> Callable[[pa.Table], pa.Table]:
-    def change(table: pa.Table) -> pa.Table:
-        field = table.schema.field(name)
-        return table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
-
-    return change
-
-
 def outside(root: Path) -> None:
     entry = json.loads((folder(root) / "refit-0.json").read_text())
     files = [entry["files"][0], entry["files"][1] | {"path": "../../1/attempt.json"}]
@@ -276,18 +257,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
             folder(root) / "refit-1.json", images={"path": "../attempt.json", "size": 2, "sha256": "0"}
         ),
         "images: ../attempt.json is not the name of a file",
-    ),
-    "no probabilities": (
-        lambda root: rewrite_images(root, lambda table: table.drop_columns(["nll"])),
-        "its columns are ",
-    ),
-    "some probabilities": (
-        lambda root: rewrite_images(root, with_column("nll", [None] + [0.5] * 29)),
-        "nll is missing for some images",
-    ),
-    "a probability above 1": (
-        lambda root: rewrite_images(root, with_column("calibrated_probability", [1.5] * 30)),
-        "calibrated_probability has values from 1.5 to 1.5",
     ),
     "another learning rate": (lambda root: rewrite(folder(root) / "refit-1.json", learning_rate=0.5), ""),
 }

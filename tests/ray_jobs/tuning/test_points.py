@@ -156,7 +156,7 @@ def test_where_a_search_stands_is_said_while_it_runs():
     ended[3, 0] = trial(0.75, 1.0, 40, is_pruned=True)
     assert said().startswith("2 of 4 trials have ended; the best is trial 0, accuracy 0.500")
     ended[0, 1] = trial(0.25, 1.0, 30)
-    assert said(folds=2).startswith("1 of 4 trials have ended; the best is trial 0, accuracy 0.375")
+    assert said(folds=2).startswith("3 of 8 trials have ended; the best is trial 0, accuracy 0.375")
 
 
 def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter():
@@ -172,14 +172,24 @@ def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter
     ended[1, 0] = trial(0.25, 1.0, steps[1] // 2, is_pruned=True, seconds=120 * (steps[1] // 2) / steps[1])
     first, *table = said()
     assert first.startswith(
-        "2 of 8 trials have ended, at most 0:04:30 left for the search; the best is trial 0, accuracy 0.500"
+        "2 of 8 trials have ended, at most 0:04:30 left; the best is trial 0, accuracy 0.500"
     )
     assert [line.split(":")[0] for line in table] == ["  0.500  trial 0", "  0.250  trial 1"]
     assert "(ended at step" in table[1]
     ended[2, 0] = trial(0.75, 1.0, steps[2], seconds=60)
     assert len(said()) == 1, "the next table comes after the second quarter"
     assert "at most 0:01:00 left of search.minutes" in said(time.time() + 60.2)[0]
-    assert time_left(90, math.inf, is_limit=False) == "0:01:30 left for the search"
+    assert time_left(90, math.inf, is_limit=False) == "0:01:30 left"
+
+
+def test_a_sweep_of_rates_says_how_many_trials_of_all_folds_have_ended():
+    config = configuration(learning_rates=(0.01, 0.1, 1.0))
+    ended = {(number, 0): trial(0.5, 1.0, config.steps, seconds=50) for number in range(3)}
+    assert progress(config, Entries(ended), folds=5) == "3 of 15 trials have ended, 0:10:00 left"
+    ended[2, 1] = trial(0.5, 1.0, config.steps, seconds=90)
+    assert progress(config, Entries(ended), folds=2).startswith(
+        "4 of 6 trials have ended, 0:02:00 left; the best"
+    )
 
 
 FOUR: dict[str, Any] = {"learning_rate": [1e-3, 1e-2], "mixup": [0.0, 0.2]}
@@ -226,8 +236,7 @@ class Cluster:
         ends = tasks[self._random.integers(len(tasks))]
         return [ends], [task for task in tasks if task is not ends]
 
-    def _train(self, given: Any, task: Any, pool: Any, folds: Any, fold: int, after: int) -> Trial:
-        assert after >= 0
+    def _train(self, given: Any, task: Any, pool: Any, folds: Any, fold: int) -> Trial:
         if len(self.trained) == self.last:
             raise Killed
         self.trained.append(task.point)

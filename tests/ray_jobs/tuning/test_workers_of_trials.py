@@ -51,7 +51,7 @@ class Process:
         task = make_task(config, given.dataset(), None)
         task = at_point(task, 0, {"learning_rate": 1e-3}, given.dataset())
         pools, supports = finetune.labelled(config, given.dataset())
-        run_trial(given, task, pools[0], supports.folds, 0, 0)
+        run_trial(given, task, pools[0], supports.folds, 0)
 
 
 def _search_and_kill(rank: int, root: Path, environment: dict[str, str]) -> None:

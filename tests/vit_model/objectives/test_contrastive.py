@@ -160,12 +160,6 @@ def test_a_model_with_a_classifier_is_refused(changed: dict[str, Any]) -> None:
         small_task(**changed)
 
 
-def test_views_of_different_images_are_refused() -> None:
-    one, other = two_views(4)
-    with pytest.raises(ValueError, match="views of 4 and of 3 images"):
-        small_task()(one, other[:3], *MomentumEncoder(small_task()).keys(one, other))
-
-
 def step(task: MoCo, momentum_encoder: MomentumEncoder, one: Tensor, other: Tensor) -> Tensor:
     loss: Tensor = task(one, other, *momentum_encoder.keys(one, other))
     loss.backward()

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.digits import as_input, pretrain
-from tests.support.kept import kept_bytes
 from tests.support.parity import assert_close, randomise
 from tests.support.vits import hugging_face_blocks
 from vit_model import compute
@@ -266,39 +265,18 @@ COSTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"mask_fraction": 0.4}, {"norm_first": True, "layer_scale": 0.1, "registers": 3}),
     ({}, {"pooling": "gap", "class_token": True, "norm_after_pooling": True, "in_channels": 1}),
 ]
-# At least 32 tokens see each other everywhere: with fewer, fused attention may not be worth its call on a CPU.
 LARGER = {"image_size": 64, "width": 32, "mlp_dim": 96, "depth": 3}
 
 
 @pytest.mark.parametrize(("decoder", "fields"), COSTS, ids=str)
-def test_operations_and_parameters_are_those_that_torch_counts(
-    decoder: dict[str, Any], fields: dict[str, Any]
-) -> None:
+def test_operations_are_those_that_torch_counts(decoder: dict[str, Any], fields: dict[str, Any]) -> None:
     task = make(decoder, **LARGER | fields)
-    config, outside = task.model.config, sum(p.numel() for p in task.decoder.parameters())
-    assert compute.decoder_parameters(config, task.options) == outside
+    config = task.model.config
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
         task.to("meta").predict(
             torch.empty(1, config.in_channels, 64, 64), torch.zeros(1, 256, dtype=torch.int64)
         )
     assert compute.forward_flops(config, task.options) == counter.get_total_flops()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("decoder", "fields"), COSTS, ids=str)
-def test_activation_memory_is_what_autograd_keeps(
-    decoder: dict[str, Any], fields: dict[str, Any], dtype: torch.dtype
-) -> None:
-    task = make(decoder, **LARGER | fields).to(dtype)
-    config, images = task.model.config, 16
-    inputs, _, draws = batch(config, images)
-    found = kept_bytes(task, lambda: task.predict(inputs.to(dtype), draws.argsort(dim=1)))
-    fused = (dtype == torch.float32,) * 2
-    estimated = compute.autoencoder_activation_bytes(
-        config, task.options, images, value_bytes=dtype.itemsize, fused_attention=fused
-    )
-    assert estimated == pytest.approx(found, rel=0.01)
 
 
 def test_the_papers_settings_take_the_calculated_fraction_of_supervised_training() -> None:

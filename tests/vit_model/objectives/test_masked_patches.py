@@ -254,29 +254,6 @@ def test_a_model_with_parts_that_are_not_trained_is_refused(changed: dict[str, A
         MaskedPatches(ViT(ViTConfig(**TINY | changed)))
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    config = ViTConfig(**TINY)
-    task = MaskedPatches(ViT(config))
-    pixels, draws = random_pixels(config, 2), random_draws(2, 16)
-    images = as_input(pixels)
-    for given, message in (
-        (
-            (images[:, :, :4], pixels, draws),
-            r"images are .* \[2, 1, 4, 8\]; this model needs .* \[2, 1, 8, 8\]",
-        ),
-        ((images, pixels[:1], draws), r"pixels are .* \[1, 8, 8, 1\]; this model needs .* \[2, 8, 8, 1\]"),
-        ((images, pixels, draws[:, :4]), r"draws are .* \[2, 4, 2\]; this model needs .* \[2, 16, 2\]"),
-        ((images, pixels.float(), draws), r"pixels are torch.float32 .*; this model needs torch.uint8"),
-        ((images, pixels, draws.float()), r"draws are torch.float32 .*; this model needs torch.float64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            task(*given)
-    with pytest.raises(
-        ValueError, match="unknown target 'colour'; expected one of: mean_colour, 4x4, pixels"
-    ):
-        MaskedPatches(ViT(config), "colour")  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_the_loss_falls_on_digits() -> None:
     model = ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
