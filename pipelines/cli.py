@@ -125,5 +125,5 @@ def _name_in(text: str, place: int) -> str:
 
 
 def _fail(error: Exception | str, code: int) -> NoReturn:
-    errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+    errors.print(f"[red]error:[/] {plain(str(error))}", soft_wrap=True)
     sys.exit(code)

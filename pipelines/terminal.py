@@ -40,7 +40,7 @@ def write(text: str, end: str = "\n", flush: bool = False) -> None:
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
     """Return a console that sends no control sequences except its own colours; `width` None: the terminal's."""
-    safe_console = Console(stderr=stderr, width=width)
+    safe_console = Console(stderr=stderr, width=width, highlight=False)
     safe_console.push_render_hook(_Hook(safe_console))
     return safe_console
 

@@ -177,7 +177,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def at_work(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workspace)
-    monkeypatch.setattr(queries, "_limit_memory", lambda: None)  # it would bind this process
+    monkeypatch.setattr(queries, "_limit_process", lambda: None)  # it would bind this process
 
 
 def invoke(given: list[str]) -> str:

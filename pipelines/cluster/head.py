@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -41,36 +42,11 @@ PROJECT = Path(__file__).resolve().parents[2]
 # Environment variables that must not reach a Ray that others will use: what is the first user's own, what the launcher
 # of a parallel program tells one of its processes, and what changes how every Python program runs.
 _PRIVATE = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", MARK}
-_LAUNCHED = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
-_LAUNCHERS = (
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PRTE_",
-    "MPI_",
-    "MPIEXEC_",
-    "MV2_",
-    "HYDRA_",
-    "SLURM",
-    "TORCHELASTIC_",
+_LAUNCHED = re.compile(
+    r"(LOCAL_)?(RANK|WORLD_SIZE)|(NODE|GROUP)_RANK|MASTER_(ADDR|PORT)"
+    r"|(OMPI|PMI|PMIX|PRTE|MPI|MPIEXEC|MV2|HYDRA|TORCHELASTIC)_.*|SLURM.*"
 )
-_PYTHON = {
-    "PYTHONOPTIMIZE",
-    "PYTHONWARNINGS",
-    "PYTHONINSPECT",
-    "PYTHONSTARTUP",
-    "PYTHONDEBUG",
-    "PYTHONVERBOSE",
-}
+_PYTHON = re.compile(r"PYTHON(OPTIMIZE|WARNINGS|INSPECT|STARTUP|DEBUG|VERBOSE)")
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -161,11 +137,10 @@ def _head_environment(folder: Path, head: Head) -> dict[str, str]:
 
 def inherited() -> dict[str, str]:
     """Return the environment variables of this process that a shared Ray takes over."""
-    left_out = _PRIVATE | _LAUNCHED | _PYTHON
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in left_out and not name.startswith(_LAUNCHERS)
+        if name not in _PRIVATE and not _LAUNCHED.fullmatch(name) and not _PYTHON.fullmatch(name)
     }
 
 

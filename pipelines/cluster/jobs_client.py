@@ -88,7 +88,7 @@ class Cluster:
         return self.about()["session_name"]
 
     def about(self) -> dict[str, str]:
-        """Return the head's session_name and ray_version, and date, its time in HTTP's format.
+        """Return the head's session_name and ray_version.
 
         Raises:
             ClusterUnreachable: the cluster does not answer.
@@ -100,8 +100,7 @@ class Cluster:
         if response.status_code != 200 or not response.text.startswith("{"):
             raise self._foreign(response)
         answer = self._json(response)
-        about = {name: str(answer.get(name, "")) for name in ("session_name", "ray_version")}
-        return about | {"date": response.headers.get("Date", "")}
+        return {name: str(answer.get(name, "")) for name in ("session_name", "ray_version")}
 
     def submit(
         self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]

@@ -150,7 +150,7 @@ def plain(text: str) -> str:
 
 def say(text: str) -> None:
     """Print a line of text that may come from outside, not wrapped."""
-    console.print(plain(text), highlight=False, soft_wrap=True)
+    console.print(plain(text), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -170,7 +170,7 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
         common = [column for column in columns if len({row[column] for row in cells}) == 1]
         shown = [column for column in columns if column not in common]
         shared = ", ".join(f"{column} {cells[0][column]}" for column in common if cells[0][column])
-        console.print(plain(shared), highlight=False, soft_wrap=True)
+        console.print(plain(shared), soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in shown:
         table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in WHOLE)

@@ -68,9 +68,9 @@ def tensorboard(
         try:
             shown = _update(opened, run_id, trainings, files)
             url = serve(folder, port)
-            console.print(f"{run_id}: {plain(url)} (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+            console.print(f"{run_id}: {plain(url)} (Ctrl-C ends it)", soft_wrap=True)
             if not shown:
-                console.print("no training of this run has a log yet", highlight=False)
+                console.print("no training of this run has a log yet")
             while True:
                 time.sleep(SECONDS)
                 wait_for_store(lambda: _update(opened, run_id, trainings, files), say)

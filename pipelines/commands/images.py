@@ -100,11 +100,11 @@ def predict(
         for row in chain(unreadable, classify_readable(folder, list(files))):
             rows.append(row)
             if "error" in row:
-                errors.print(f"[red]error:[/] {plain(row['error'])}", highlight=False, soft_wrap=True)
+                errors.print(f"[red]error:[/] {plain(row['error'])}", soft_wrap=True)
             elif not as_json:
-                console.print(f"[bold]{plain(row['image'])}[/]", highlight=False)
+                console.print(f"[bold]{plain(row['image'])}[/]")
                 for top in row["top"]:
-                    console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}", highlight=False)
+                    console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}")
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:

@@ -74,18 +74,16 @@ def status(
         return
     _show_status(shown)
     if shown["status"] == Status.UNFINISHED:
-        console.print(
+        say(
             f"its driver is gone; `vitflow run` or `vitflow submit` of {shown['pipeline']} continues this run, and "
-            f"`vitflow stop {shown['run']}` stops stages that are still running",
-            highlight=False,
-            soft_wrap=True,
+            f"`vitflow stop {shown['run']}` stops stages that are still running"
         )
         for line in driver_log(opened, shown["run"], clusters).strip().splitlines()[-3:]:
-            console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)
+            console.print(f"[dim]driver[/]  {plain(line)}", soft_wrap=True)
 
 
 def _show_status(shown: dict[str, Any]) -> None:
-    console.print(f"[bold]{shown['run']}[/]  {shown['status']}", highlight=False)
+    console.print(f"[bold]{shown['run']}[/]  {shown['status']}")
     for stage in shown["stages"]:
         stage["took"] = _took(stage, datetime.now(UTC))
     print_table(shown["stages"], ("stage", "status", "took", "detail"))
@@ -140,17 +138,13 @@ def lineage(
     ],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
-    as_dot: Annotated[bool, typer.Option("--dot", help="Graphviz input: | dot -Tsvg > lineage.svg")] = False,
 ) -> None:
     """Show what an artifact was made from, back to the fingerprint of the source files."""
-    if as_json and as_dot:
-        raise RecipeError("--json and --dot cannot be combined; use one of them")
     traced = tracing.trace(open_(store, create=False), selector)
     if as_json:
         print_json(tracing.as_json(traced))
-        return
-    for line in tracing.as_dot(traced) if as_dot else tracing.as_text(traced):
-        write(line)
+    else:
+        write("\n".join(tracing.as_text(traced)))
 
 
 @app.command("logs")
@@ -191,7 +185,7 @@ def doctor(
             table.add_row(f"[{colour}]{finding.status}[/]", plain(finding.what), plain(finding.said))
             if finding.do:
                 table.add_row("", "", f"[bold]→[/] {plain(finding.do)}")
-        console.print(table, highlight=False)
+        console.print(table)
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
 
@@ -213,21 +207,20 @@ def verify(
         print_json(asdict(verified))
     else:
         for damage in verified.damage:
-            console.print(f"[red]damaged[/]  {plain(damage.what)}", highlight=False, soft_wrap=True)
+            console.print(f"[red]damaged[/]  {plain(damage.what)}", soft_wrap=True)
             if damage.artifact is not None:
                 made = f"{damage.artifact[:12]}{f' of stage {damage.stage}' if damage.stage else ''}"
-                console.print(f"         artifact {plain(made)}", highlight=False, soft_wrap=True)
-            console.print(f"         [bold]→[/] {plain(damage.do)}", highlight=False, soft_wrap=True)
+                console.print(f"         artifact {plain(made)}", soft_wrap=True)
+            console.print(f"         [bold]→[/] {plain(damage.do)}", soft_wrap=True)
         for label, others in (("not read", verified.unread), ("not checked", verified.unchecked)):
             for each in others:
                 line = f"[yellow]{label}[/]  {plain(each.name)}: {plain(each.why)}"
-                console.print(line, highlight=False, soft_wrap=True)
+                console.print(line, soft_wrap=True)
         counts = {"damaged": len(verified.damage), "not read": len(verified.unread)}
         found = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         console.print(
             f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
             f"{found or 'nothing is damaged'}",
-            highlight=False,
         )
     if verified.damage or verified.unread:
         raise typer.Exit(1)

@@ -22,7 +22,7 @@ from pipelines.commands.common import (
     TokenOption,
     console,
     open_,
-    plain,
+    say,
 )
 from pipelines.commands.running import carry_out
 from pipelines.recipe.load import parse_pipeline, read_yaml
@@ -82,17 +82,13 @@ def import_(
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
     assert planned.manifest is not None and isinstance(planned.config, Import)
     key, path_option = planned.manifest.key[:12], shlex.quote(f"backbone.path={planned.config.path}")
-    console.print(f"model [bold]{key}[/]; next:", highlight=False)
+    console.print(f"model [bold]{key}[/]; next:")
     if planned.manifest.metrics["classes"]:
-        console.print(f"  vitflow predict {key} IMAGE...", highlight=False)
+        console.print(f"  vitflow predict {key} IMAGE...")
     value = setting if setting is None or isinstance(setting, str) else json.dumps(setting)
     more = "" if value is None else f" --set {shlex.quote(f'backbone.preprocessing={value}')}"
     more += "" if averages else " --set backbone.averages=false"
-    console.print(
-        plain(f"  vitflow run finetune_imported --set images.source.root=DIR --set {path_option}{more}"),
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(f"  vitflow run finetune_imported --set images.source.root=DIR --set {path_option}{more}")
 
 
 def _read_preprocessing(preprocessing: str) -> Any:
@@ -133,8 +129,8 @@ def export(
                 folder.stat().st_mode & 0o666
             )  # safetensors makes files private to their owner
     for line in lines:
-        console.print(plain(line), highlight=False, soft_wrap=True)
-    console.print(plain(f"wrote {output}: {', '.join(names)}"), highlight=False, soft_wrap=True)
+        say(line)
+    say(f"wrote {output}: {', '.join(names)}")
 
 
 def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:

@@ -189,7 +189,7 @@ def _print_answer(answer: Answer) -> None:
     console.print(table)
     more = sum(1 for _ in answer.rows)
     if more:
-        errors.print(f"{more:,} more rows are not shown; --csv and --json print all", highlight=False)
+        errors.print(f"{more:,} more rows are not shown; --csv and --json print all")
 
 
 @app.command("compare")
@@ -248,8 +248,8 @@ def show_report(store: Store, manifest: Manifest) -> None:
         if score["trained"]:
             console.print(vtab_table(score))
     for line in verdict_lines(report):
-        console.print(plain(line), highlight=False)
-    console.print(f"report: [bold]{plain(str(folder / 'report.html'))}[/]", highlight=False, soft_wrap=True)
+        console.print(plain(line))
+    console.print(f"report: [bold]{plain(str(folder / 'report.html'))}[/]", soft_wrap=True)
 
 
 def _rounded(value: Any) -> Any:

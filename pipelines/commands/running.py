@@ -128,7 +128,7 @@ def carry_out(
     opened = open_(store)
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
-    console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
+    console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]")
     again = shlex.join(["vitflow", *sys.argv[1:]])
     with _says_what_goes_on(opened, started, address, again):
         return _drive(opened, started, connection, parallel, again)
@@ -155,7 +155,7 @@ def _says_what_goes_on(store: Store, run: Run, address: str | None, again: str) 
         stop = shlex.join(["vitflow", "stop", run.id, "--store", store.uri, *at])
         text = f"ended by a signal; stages that are running go on {where}. To stop them: {stop}; to continue: {again}"
         with suppress(OSError):  # the terminal is gone
-            errors.print(plain(text), highlight=False, soft_wrap=True)
+            errors.print(plain(text), soft_wrap=True)
         raise
     finally:
         for number in numbers:
@@ -180,11 +180,11 @@ def submit(options: RunOptions) -> None:
     with translate_errors(), submission.target(address, token_file) as (cluster, ray_folder):
         started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
         submission.submit_driver(opened, started, cluster, options.parallel, ray_folder)
-    console.print(f"submitted [bold]{started.id}[/]", highlight=False)
+    console.print(f"submitted [bold]{started.id}[/]")
     again = ["--store", opened.uri, *(["--address", address] if address else [])]
     again += ["--token-file", str(token_file)] if address and token_file else []
     for command in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
-        console.print(f"  vitflow {command} {shlex.join(again)}", highlight=False, soft_wrap=True)
+        console.print(f"  vitflow {command} {shlex.join(again)}", soft_wrap=True)
 
 
 @app.command("drive", hidden=True)
@@ -201,7 +201,7 @@ def drive(
     started = wait_for_store(lambda: runs.load_run(opened, run), say)
     # an earlier driver may have finished the run before this one was submitted
     if wait_for_store(lambda: runs.is_over(opened, run), say):
-        console.print(f"{run} has already ended", highlight=False)
+        console.print(f"{run} has already ended")
         return
     connecting: AbstractContextManager[Connection] = LocalConnection(say, local_ray)
     if local_ray is None:
@@ -236,12 +236,11 @@ def _drive(
     if outcome.succeeded:
         return committed
     if outcome is Status.STOPPED:
-        errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
+        errors.print(f"stopped; to continue: {plain(again)}", soft_wrap=True)
     failed = [name for name, state in status.items() if state is Status.FAILED]
     if failed:
         errors.print(
             f"failed: {', '.join(failed)}; `vitflow logs {run.id} {failed[0]}` shows the whole log",
-            highlight=False,
             soft_wrap=True,
         )
     raise typer.Exit(1)
@@ -257,7 +256,7 @@ def translate_errors() -> Iterator[None]:
     except (LocalRayError, StoreError, ClusterUnreachable, UserError) as error:
         if isinstance(error, RecipeError):
             raise
-        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]error:[/] {plain(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -303,10 +302,10 @@ def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, .
     for stage in planned:
         detail = plain(stage.lost or (stage.key or "")[:12])
         line = f"{stage.name:<{name_width}}  {labels[stage.state]} {detail}"
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     _finish(store, planned)
     if missing := [stage.name for stage in planned if stage.state == "missing"]:
-        errors.print(f"failed: {', '.join(missing)}", highlight=False, soft_wrap=True)
+        errors.print(f"failed: {', '.join(missing)}", soft_wrap=True)
         raise typer.Exit(1)
     return True
 
@@ -321,14 +320,8 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
 
 
 def _print_notes(planned: list[PlannedStage]) -> None:
-    notes = [note for stage in planned for note in planning.notes(stage)]
-    if old := [stage.name for stage in planned if planning.has_old_digest(stage)]:
-        notes.append(
-            f"{', '.join(old)}: made by an earlier vitflow, whose code digests cover less; whether their code has"
-            " changed is unknown"
-        )
-    for note in notes:
-        console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
+    for note in (note for stage in planned for note in planning.notes(stage)):
+        console.print(f"[yellow]note:[/] {plain(note)}", soft_wrap=True)
 
 
 @app.command("plan")
@@ -392,8 +385,8 @@ def stop(
     opened = open_(store, create=False)
     run_id = find_run(opened, run)
     if is_over(opened, run_id):
-        console.print(f"{run_id} has already ended", highlight=False)
+        console.print(f"{run_id} has already ended")
         return
     for line in stop_run(opened, run_id, reached(address, token_file)):
-        console.print(plain(line), highlight=False)
-    console.print(f"stopped {run_id}; `vitflow run` with the same recipe continues it", highlight=False)
+        console.print(plain(line))
+    console.print(f"stopped {run_id}; `vitflow run` with the same recipe continues it")

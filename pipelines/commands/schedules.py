@@ -1,9 +1,8 @@
-"""The commands schedule add, list, pause, resume, remove, preview, serve and tick: recurring runs."""
+"""The commands schedule add, list, pause, resume, remove, serve and tick: recurring runs."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from itertools import islice
 from typing import Annotated, Any
 from zoneinfo import ZoneInfo
 
@@ -26,11 +25,12 @@ from pipelines.commands.common import (
     plain,
     print_json,
     print_table,
+    say,
 )
 from pipelines.engine.submission import check_address, check_store
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pinning import pin
-from pipelines.schedules.cron import check_cron, check_timezone, ticks
+from pipelines.schedules.cron import check_cron, check_timezone
 from pipelines.schedules.schedule import (
     Schedule,
     add_schedule,
@@ -42,7 +42,6 @@ from pipelines.schedules.schedule import (
     set_state,
 )
 from pipelines.schedules.serve import serve
-from pipelines.spec import RecipeError
 from pipelines.store import StoreError
 from pipelines.terminal import write
 from vit_model.errors import UserError
@@ -52,7 +51,6 @@ app = Commands(
     help="Schedule recurring runs. A run whose data and settings have not changed reuses all results.",
 )
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="the name of a schedule")]
-TimezoneOption = Annotated[str, typer.Option("--timezone", help="a time zone, such as Europe/Berlin")]
 
 
 @app.command("add")
@@ -60,7 +58,7 @@ def schedule_add(
     name: NameArgument,
     pipeline: PipelineArgument,
     cron: Annotated[str, typer.Option("--cron", help="minute hour day-of-month month day-of-week")],
-    timezone: TimezoneOption = "UTC",
+    timezone: Annotated[str, typer.Option("--timezone", help="a time zone, such as Europe/Berlin")] = "UTC",
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     changes: SetOption = None,
@@ -85,11 +83,9 @@ def schedule_add(
     )
     opened = open_(store)
     outcome = add_schedule(opened, wanted)
-    console.print(f"{outcome} [bold]{name}[/]; next {_next_time(wanted)}", highlight=False)
+    console.print(f"{outcome} [bold]{name}[/]; next {_next_time(wanted)}")
     if outcome != "unchanged":
-        console.print(
-            f"  vitflow schedule serve --store {plain(opened.uri)}", highlight=False, soft_wrap=True
-        )
+        say(f"  vitflow schedule serve --store {opened.uri}")
 
 
 @app.command("list")
@@ -128,7 +124,7 @@ def schedule_list(
 def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Pause a schedule: it starts no runs, and does not restart the driver of one."""
     changed = set_state(open_(store, create=False), name, "paused")
-    console.print(f"paused {name}" if changed else f"{name} was already paused", highlight=False)
+    console.print(f"paused {name}" if changed else f"{name} was already paused")
 
 
 @app.command("resume")
@@ -137,46 +133,14 @@ def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> N
     opened = open_(store, create=False)
     changed = set_state(opened, name, "active")
     outcome = f"resumed {name}" if changed else f"{name} was not paused"
-    console.print(f"{outcome}; next {_next_time(find_schedule(opened, name))}", highlight=False)
+    console.print(f"{outcome}; next {_next_time(find_schedule(opened, name))}")
 
 
 @app.command("remove")
 def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Remove a schedule. Its runs and their results stay."""
     set_state(open_(store, create=False), name, "removed")
-    console.print(f"removed {name}", highlight=False)
-
-
-@app.command("preview")
-def schedule_preview(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="the name of a schedule; or use --cron")
-    ] = None,
-    cron: Annotated[str | None, typer.Option("--cron", help="a cron line, instead of a schedule")] = None,
-    timezone: TimezoneOption = "UTC",
-    count: Annotated[int, typer.Option("-n", min=1, max=1000, help="number of times to show")] = 5,
-    store: StoreOption = DEFAULT_STORE,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the next times of a schedule, in its time zone and in UTC."""
-    if (name is None) == (cron is None):
-        raise RecipeError("give either NAME, a schedule, or --cron, a cron line")
-    if name is not None:
-        schedule = find_schedule(open_(store, create=False), name)
-        line, timezone = schedule.cron, schedule.timezone
-    else:
-        line, timezone = check_cron(cron or ""), check_timezone(timezone)
-    rows: list[dict[str, Any]] = [
-        {
-            "local": f"{tick.astimezone(ZoneInfo(timezone)):%a %Y-%m-%d %H:%M %Z}",
-            "UTC": f"{tick:%a %Y-%m-%d %H:%M}",
-        }
-        for tick in islice(ticks(line, timezone, datetime.now(UTC)), count)
-    ]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, ("local", "UTC"))
+    console.print(f"removed {name}")
 
 
 @app.command("serve")
@@ -203,7 +167,7 @@ def schedule_tick(
             _say(f"{name}: {line}")
             acted = True
     except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
-        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]error:[/] {plain(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
     if not acted:
         _say(f"{name}: nothing is due; next {_next_time(schedule)}")

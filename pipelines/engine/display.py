@@ -85,27 +85,25 @@ class RunDisplay:
             took = f" {time.monotonic() - self.began[name]:.1f} s"
         colour = COLOURS.get(status, "default")
         line = f"{name:<{self.width}}  [{colour}]{status:<9}[/]{took:>8}  {escape(detail)}"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
 
     def line(self, name: str, text: str) -> None:
         """Show a line of a stage's log; progress replaces the last progress, everything else stays."""
         text = _WORKER.sub("", readable(text) or "")
         if (progress := read_progress(text)) is None:
             if text:
-                self.console.print(
-                    f"[dim]{name:<{self.width}}  {escape(text)}[/]", highlight=False, soft_wrap=True
-                )
+                self.console.print(f"[dim]{name:<{self.width}}  {escape(text)}[/]", soft_wrap=True)
             return
         if name in self.running:
             self.running[name] = progress
         if not self.console.is_terminal and time.monotonic() - self.printed.get(name, 0.0) >= PLAIN_SECONDS:
             self.printed[name] = time.monotonic()
             words = escape(progress.words())
-            self.console.print(f"{name:<{self.width}}  {words}", highlight=False, soft_wrap=True)
+            self.console.print(f"{name:<{self.width}}  {words}", soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Show a message."""
-        self.console.print(escape(text), highlight=False, soft_wrap=True)
+        self.console.print(escape(text), soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -333,8 +333,7 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
 
 
 def notes(stage: PlannedStage) -> Iterator[str]:
-    """Yield notes: on a cached stage, that its code has changed, or that an input was rebuilt with the same content;
-    on another, which model is the latest that it starts from."""
+    """Yield notes: on a cached stage, that its code has changed; on another, from which latest model it starts."""
     if stage.manifest is None:
         if wants_latest(stage.config) and stage.inputs is not None:
             start = stage.inputs.get("init_from")
@@ -342,19 +341,9 @@ def notes(stage: PlannedStage) -> Iterator[str]:
             yield f"{stage.name}: init_from latest: {model}"
         return
     code = stage.manifest.code
-    if not has_old_digest(stage) and code.get("digest") != identity.code_digest(stage.config.job):
+    if code.get("digest") != identity.code_digest(stage.config.job):
         commit = f" since commit {code['git'][:10]}" if "git" in code else ""
         yield f"{stage.name}: its code has changed{commit}; `--force {stage.name}` reruns it"
-    for field, references in (stage.inputs or {}).items():
-        for now, then in zip(references, stage.manifest.inputs.get(field, []), strict=False):
-            if now.manifest_sha256 != then.manifest_sha256 and now.key != then.key:
-                keys = f"{then.key[:12]} -> {now.key[:12]}"
-                yield f"{stage.name}: {field} was rebuilt ({keys}) with the same content, so this stage stays cached"
-
-
-def has_old_digest(stage: PlannedStage) -> bool:
-    """Return whether a cached stage's code digest was computed in another way, so it cannot tell changes."""
-    return stage.manifest is not None and stage.manifest.code.get("scheme", 1) != identity.CODE_SCHEME
 
 
 def reasons(
@@ -412,8 +401,7 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
     if manifest.code.get("version") != stage.config.version:
         yield f"version {manifest.code.get('version')} -> {stage.config.version} of {stage.config.job}"
     if stage.code is not None and manifest.code.get("digest") != stage.code:
-        same = manifest.code.get("scheme", 1) == identity.CODE_SCHEME
-        yield "its code has changed" if same else "its code digest covers less than today's"
+        yield "its code has changed"
     yield from _changed_fields(
         _identity(manifest.config, stage.config), identity.identity_fields(stage.config)
     )

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -56,7 +57,7 @@ def cache_folder() -> Path:
     return user_cache_path("vitflow")
 
 
-def read_cache(name: str) -> dict[str, str]:
+def read_cache(name: str) -> dict[str, Any]:
     """Return what a file of the cache folder maps; nothing if it cannot be read: it only saves time."""
     path = cache_folder() / name
     try:
@@ -67,16 +68,16 @@ def read_cache(name: str) -> dict[str, str]:
 
 
 # The file may be large, and a plan needs it once per source. Every change replaces the file, so its inode changes.
-@lru_cache(maxsize=2)
-def _parsed(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
+@lru_cache(maxsize=4)
+def _parsed(path: Path, inode: int, modified: int, size: int) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def write_cache(name: str, content: dict[str, str]) -> None:
+def write_cache(name: str, content: dict[str, Any]) -> None:
     """Replace a file of the cache folder, if it can be written."""
     with contextlib.suppress(OSError):
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{name}.{os.getpid()}.tmp"
+        path = cache_folder() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(content))
-        temporary.replace(folder / name)
+        temporary.replace(path)

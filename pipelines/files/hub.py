@@ -11,11 +11,10 @@ the HTTP client is used, because its downloads are named by a header of the answ
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from http import HTTPStatus
 from io import BytesIO
@@ -28,7 +27,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, Field, ValidationError
 
 from pipelines.errors import StoreError, StoreUnreachable
-from pipelines.files.hashing import cache_folder, local_digests
+from pipelines.files.hashing import cache_folder, local_digests, read_cache, write_cache
 from pipelines.scratch import named_if_full
 from pipelines.spec import COMMIT, HUB_PATH, RecipeError
 
@@ -106,10 +105,10 @@ def _parse(path: str) -> tuple[str, str]:
 def _known(path: str, fact: str) -> Any:
     """Return what the cache or else the hub says about a path: its "commit", or the "files" or "sizes" of a commit."""
     record = _record(*_parse(path))
-    cached = _recall(record)
-    if cached is None or fact not in cached:
+    cached = read_cache(record)
+    if fact not in cached:
         cached = _ask(path)
-        _remember(record, cached)
+        write_cache(record, cached)
     return cached[fact]
 
 
@@ -269,21 +268,6 @@ def _translated(path: str) -> Iterator[None]:
         ) from None
 
 
-def _record(repository: str, revision: str) -> Path:
-    name = f"{repository}@{revision}.json"
-    return cache_folder() / "hub" / quote(_endpoint(), safe="") / quote(name, safe="")
-
-
-def _recall(record: Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(record.read_text()))
-    except (OSError, ValueError):
-        return None  # a cache: the hub is asked again
-
-
-def _remember(record: Path, content: dict[str, Any]) -> None:
-    with suppress(OSError):  # a cache: without it, the hub is asked again
-        record.parent.mkdir(parents=True, exist_ok=True)
-        temporary = record.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content, indent=1))
-        temporary.replace(record)
+def _record(repository: str, revision: str) -> str:
+    """Return the name of the cache's file that keeps what the hub said about a revision."""
+    return f"hub/{quote(_endpoint(), safe='')}/{quote(f'{repository}@{revision}.json', safe='')}"

@@ -1,6 +1,5 @@
 """The identity of a result: the stage's key, the fingerprint of its source, the digest of its code."""
 
-from pipelines.identity.code import CODE_PACKAGES as CODE_PACKAGES
 from pipelines.identity.code import CODE_SCHEME as CODE_SCHEME
 from pipelines.identity.code import PROJECT as PROJECT
 from pipelines.identity.code import code_digest as code_digest

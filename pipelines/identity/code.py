@@ -29,11 +29,7 @@ VALUES = (
     "pipelines/file_names.py",
     "pipelines/identity/key.py",
 )
-# What the digest covers and how it is computed; manifests record it. Manifests without it have scheme 1, which covered
-# the bytes of the files in CODE_PACKAGES.
-CODE_SCHEME = 2
-
-
+CODE_SCHEME = 2  # what the digest covers and how it is computed; manifests record it
 _FORMS = f"code-forms-{CODE_SCHEME}.json"
 
 

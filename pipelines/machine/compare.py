@@ -62,7 +62,7 @@ def write_comparison(file: Path, images: Path, source: str, paths: Sequence[str]
     """
 
     def say(text: str) -> None:
-        console.print(escape(text), highlight=False, soft_wrap=True)
+        console.print(escape(text), soft_wrap=True)
 
     configs = _imports(paths)
     examined = examine(file, images, source)

@@ -69,7 +69,7 @@ def write_recipe(file: Path, images: Path, source: str, console: Console) -> Non
     examined = examine(file, images, source)
 
     def say(text: str) -> None:
-        console.print(escape(text), highlight=False, soft_wrap=True)
+        console.print(escape(text), soft_wrap=True)
 
     side, number = examined.typical_side(), examined.listing.entries.num_rows
     for line in examined.summary():

@@ -162,10 +162,7 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         expanded = matrix.expand(raw)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
-    checked = parse_pipeline(expanded, str(path), overrides)
-    if duplicate := matrix.duplicate(raw, checked.stages):
-        raise RecipeError(f"{path}: {duplicate}")
-    return checked
+    return parse_pipeline(expanded, str(path), overrides)
 
 
 def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:

@@ -13,13 +13,13 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipelines.recipe.pipeline import base, running_order
-from pipelines.spec import BACKBONE_FIELDS, STAGE_TYPES, AnyStage, RecipeError, input_fields
+from pipelines.recipe.pipeline import running_order
+from pipelines.spec import BACKBONE_FIELDS, STAGE_TYPES, RecipeError, input_fields
 
 MAX_STAGES = 2_000  # more are most likely a mistake, because a matrix multiplies
 LABEL_LENGTH = 40  # a longer value is named by its position
@@ -68,28 +68,6 @@ def expand(raw: dict[str, Any]) -> dict[str, Any]:
     if len(expanded) > MAX_STAGES:
         raise RecipeError(f"stages: {len(expanded)} after expanding; at most {MAX_STAGES}")
     return raw | {"stages": {member.name: member.stage for member in expanded}}
-
-
-def duplicate(raw: dict[str, Any], stages: Mapping[str, AnyStage]) -> str | None:
-    """Describe two values of an axis that are the same after validation, such as "1" and 1; None if there are none.
-
-    Args:
-        raw: the recipe as read from YAML.
-        stages: what its expansion was validated to.
-    """
-    first: dict[tuple[str, str], str] = {}  # (stage in the recipe, its fields) -> member
-    for member, stage in stages.items():
-        name = base(member)
-        other = first.setdefault((name, stage.model_dump_json()), member)
-        if other == member:
-            continue
-        for ours, theirs in zip(member.split(","), other.split(","), strict=True):
-            axis = ours.rpartition("@")[2].rpartition("=")[0]
-            for field, values in axes(raw["stages"][name]).items():
-                if ours != theirs and f"{name}.{field}".endswith(axis):
-                    same = [values[_labels(values).index(each.rpartition("=")[2])] for each in (theirs, ours)]
-                    return f"stages.{name}.matrix.{field}: duplicate values {same[0]!r} and {same[1]!r}"
-    return None
 
 
 def axes(stage: dict[str, Any]) -> dict[str, list[Any]]:

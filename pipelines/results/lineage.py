@@ -1,6 +1,6 @@
 """The lineage of an artifact: from a report or a model back to the fingerprints of the source files.
 
-In: a store. Out: a `Lineage`, read only from manifests, and its three formats: a text tree, JSON and DOT. Each row of a
+In: a store. Out: a `Lineage`, read only from manifests, as a text tree or JSON. Each row of a
 report names its artifact, so the lineage of that artifact is the lineage of the row.
 """
 
@@ -24,7 +24,7 @@ from pipelines.store import (
 )
 from vit_model.fields import Frozen
 
-SHORT = 12  # characters of a digest in text and DOT
+SHORT = 12  # characters of a digest in text
 
 
 State = Literal["same", "made again", "other content", "gone", "damaged"]
@@ -231,31 +231,3 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
     )
-
-
-def as_dot(lineage: Lineage) -> Iterator[str]:
-    """Yield the lines of a Graphviz graph, sources to the left: `... --dot | dot -Tsvg > lineage.svg`."""
-    yield "digraph lineage {"
-    yield '  rankdir="LR";'
-    yield '  node [shape="box", fontname="sans-serif"];'
-    for key, node in lineage.nodes.items():
-        lines = (node.stage, f"{node.job} {key[:SHORT]}", f"content {node.content_digest[:SHORT]}")
-        style = ', penwidth="2"' if key in lineage.roots else ""
-        yield f"  {_quoted(key)} [label={_quoted(*lines)}{style}];"
-        if node.source is not None:
-            label = _quoted(describe_source(node), f"files {node.source[:SHORT]}")
-            yield f'  {_quoted(f"source {key}")} [label={label}, shape="cylinder"];'
-            yield f"  {_quoted(f'source {key}')} -> {_quoted(key)};"
-    for lost in {edge.input: edge for edge in lineage.edges if edge.state in _LOST}.values():
-        label = _quoted(lost.input[:SHORT], f"content {lost.content_digest[:SHORT]}", lost.state)
-        yield f'  {_quoted(lost.input)} [label={label}, style="dashed"];'
-    for edge in lineage.edges:
-        state = () if edge.state in {"same", *_LOST} else (edge.state,)
-        yield f"  {_quoted(edge.input)} -> {_quoted(edge.consumer)} [label={_quoted(*_label(edge), *state)}];"
-    yield "}"
-
-
-def _quoted(*lines: str) -> str:
-    r"""Return a DOT string of these lines; backslashes are escaped, because Graphviz has escapes such as \N, \G, \l."""
-    escaped = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines]
-    return '"' + "\\n".join(escaped) + '"'

@@ -3,181 +3,82 @@
 To read the code, start with `records`, then `protocol`, then one of the two stores. Other rooms import from here.
 """
 
-from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, Superseded
-from pipelines.store.artifacts import (
-    all_keys,
-    all_manifests,
-    check_newest,
-    commit,
-    create_attempt,
-    input_ref,
-    is_committed,
-    last_attempt,
-    local_file,
-    local_files,
-    read_attempt,
-    read_current,
-    read_manifest,
-    read_with_reference,
-    rebuild_command,
-    replace_artifact,
-    successor,
-    successors,
-)
-from pipelines.store.checkpoints import (
-    checkpoint_requested,
-    checkpoints,
-    choose_start,
-    commit_checkpoint,
-    furthest,
-    intact,
-    remove_checkpoints,
-    remove_progress,
-    request_checkpoint,
-)
-from pipelines.store.fits import FitName
-from pipelines.store.named_checkpoints import (
-    MODEL_FILES,
-    contract_of,
-    kept_checkpoints,
-    model_folder,
-    weights_file,
-)
-from pipelines.store.objects import check_name, numbers, read_record, warn
-from pipelines.store.opening import open_store
-from pipelines.store.protocol import (
-    LARGEST_RECORD,
-    SETTINGS,
-    UNREACHABLE_SECONDS,
-    Staging,
-    Store,
-    encode,
-    inside,
-    is_at,
-    wait_for_store,
-)
-from pipelines.store.records import (
-    CHECKSUMMED,
-    LAYOUT_VERSION,
-    Attempt,
-    Checkpoint,
-    Event,
-    FileEntry,
-    Heartbeat,
-    InputRef,
-    Layout,
-    Manifest,
-    Name,
-    Time,
-    now,
-    who,
-)
-from pipelines.store.run_records import (
-    add_event,
-    create_run,
-    read_events,
-    read_plan,
-    request_stop,
-    stop_requested,
-)
-from pipelines.store.training_log import (
-    LOG,
-    LogLine,
-    ProgressLine,
-    decode_lines,
-    describe_line,
-    encode_lines,
-    finished_log,
-    read_log,
-    read_progress,
-    running_log,
-    segment_name,
-    write_log,
-)
-
-__all__ = [
-    "CHECKSUMMED",
-    "LARGEST_RECORD",
-    "LAYOUT_VERSION",
-    "LOG",
-    "MODEL_FILES",
-    "SETTINGS",
-    "UNREACHABLE_SECONDS",
-    "Attempt",
-    "Checkpoint",
-    "Event",
-    "FileEntry",
-    "FitName",
-    "Heartbeat",
-    "InputRef",
-    "Layout",
-    "LogLine",
-    "Manifest",
-    "Name",
-    "ProgressLine",
-    "Staging",
-    "Store",
-    "StoreAbsent",
-    "StoreDamaged",
-    "StoreError",
-    "StoreUnreachable",
-    "Superseded",
-    "Time",
-    "add_event",
-    "all_keys",
-    "all_manifests",
-    "check_name",
-    "check_newest",
-    "checkpoint_requested",
-    "checkpoints",
-    "choose_start",
-    "commit",
-    "commit_checkpoint",
-    "contract_of",
-    "create_attempt",
-    "create_run",
-    "decode_lines",
-    "describe_line",
-    "encode",
-    "encode_lines",
-    "finished_log",
-    "furthest",
-    "input_ref",
-    "inside",
-    "intact",
-    "is_at",
-    "is_committed",
-    "kept_checkpoints",
-    "last_attempt",
-    "local_file",
-    "local_files",
-    "model_folder",
-    "now",
-    "numbers",
-    "open_store",
-    "read_attempt",
-    "read_current",
-    "read_events",
-    "read_log",
-    "read_manifest",
-    "read_plan",
-    "read_progress",
-    "read_record",
-    "read_with_reference",
-    "rebuild_command",
-    "remove_checkpoints",
-    "remove_progress",
-    "replace_artifact",
-    "request_checkpoint",
-    "request_stop",
-    "running_log",
-    "segment_name",
-    "stop_requested",
-    "successor",
-    "successors",
-    "wait_for_store",
-    "warn",
-    "weights_file",
-    "who",
-    "write_log",
-]
+from pipelines.errors import StoreAbsent as StoreAbsent
+from pipelines.errors import StoreDamaged as StoreDamaged
+from pipelines.errors import StoreError as StoreError
+from pipelines.errors import StoreUnreachable as StoreUnreachable
+from pipelines.errors import Superseded as Superseded
+from pipelines.store.artifacts import all_keys as all_keys
+from pipelines.store.artifacts import all_manifests as all_manifests
+from pipelines.store.artifacts import check_newest as check_newest
+from pipelines.store.artifacts import commit as commit
+from pipelines.store.artifacts import create_attempt as create_attempt
+from pipelines.store.artifacts import input_ref as input_ref
+from pipelines.store.artifacts import is_committed as is_committed
+from pipelines.store.artifacts import last_attempt as last_attempt
+from pipelines.store.artifacts import local_file as local_file
+from pipelines.store.artifacts import local_files as local_files
+from pipelines.store.artifacts import read_attempt as read_attempt
+from pipelines.store.artifacts import read_current as read_current
+from pipelines.store.artifacts import read_manifest as read_manifest
+from pipelines.store.artifacts import read_with_reference as read_with_reference
+from pipelines.store.artifacts import rebuild_command as rebuild_command
+from pipelines.store.artifacts import replace_artifact as replace_artifact
+from pipelines.store.artifacts import successor as successor
+from pipelines.store.artifacts import successors as successors
+from pipelines.store.checkpoints import checkpoint_requested as checkpoint_requested
+from pipelines.store.checkpoints import checkpoints as checkpoints
+from pipelines.store.checkpoints import choose_start as choose_start
+from pipelines.store.checkpoints import commit_checkpoint as commit_checkpoint
+from pipelines.store.checkpoints import furthest as furthest
+from pipelines.store.checkpoints import intact as intact
+from pipelines.store.checkpoints import remove_checkpoints as remove_checkpoints
+from pipelines.store.checkpoints import remove_progress as remove_progress
+from pipelines.store.checkpoints import request_checkpoint as request_checkpoint
+from pipelines.store.fits import FitName as FitName
+from pipelines.store.named_checkpoints import MODEL_FILES as MODEL_FILES
+from pipelines.store.named_checkpoints import contract_of as contract_of
+from pipelines.store.named_checkpoints import kept_checkpoints as kept_checkpoints
+from pipelines.store.named_checkpoints import model_folder as model_folder
+from pipelines.store.named_checkpoints import weights_file as weights_file
+from pipelines.store.objects import check_name as check_name
+from pipelines.store.objects import numbers as numbers
+from pipelines.store.objects import read_record as read_record
+from pipelines.store.objects import warn as warn
+from pipelines.store.opening import open_store as open_store
+from pipelines.store.protocol import LARGEST_RECORD as LARGEST_RECORD
+from pipelines.store.protocol import UNREACHABLE_SECONDS as UNREACHABLE_SECONDS
+from pipelines.store.protocol import Staging as Staging
+from pipelines.store.protocol import Store as Store
+from pipelines.store.protocol import encode as encode
+from pipelines.store.protocol import inside as inside
+from pipelines.store.protocol import is_at as is_at
+from pipelines.store.protocol import wait_for_store as wait_for_store
+from pipelines.store.records import Attempt as Attempt
+from pipelines.store.records import Checkpoint as Checkpoint
+from pipelines.store.records import Event as Event
+from pipelines.store.records import FileEntry as FileEntry
+from pipelines.store.records import Heartbeat as Heartbeat
+from pipelines.store.records import InputRef as InputRef
+from pipelines.store.records import Layout as Layout
+from pipelines.store.records import Manifest as Manifest
+from pipelines.store.records import now as now
+from pipelines.store.records import who as who
+from pipelines.store.run_records import add_event as add_event
+from pipelines.store.run_records import create_run as create_run
+from pipelines.store.run_records import read_events as read_events
+from pipelines.store.run_records import read_plan as read_plan
+from pipelines.store.run_records import request_stop as request_stop
+from pipelines.store.run_records import stop_requested as stop_requested
+from pipelines.store.training_log import LOG as LOG
+from pipelines.store.training_log import LogLine as LogLine
+from pipelines.store.training_log import ProgressLine as ProgressLine
+from pipelines.store.training_log import decode_lines as decode_lines
+from pipelines.store.training_log import describe_line as describe_line
+from pipelines.store.training_log import encode_lines as encode_lines
+from pipelines.store.training_log import finished_log as finished_log
+from pipelines.store.training_log import read_log as read_log
+from pipelines.store.training_log import read_progress as read_progress
+from pipelines.store.training_log import running_log as running_log
+from pipelines.store.training_log import segment_name as segment_name
+from pipelines.store.training_log import write_log as write_log

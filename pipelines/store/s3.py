@@ -22,7 +22,7 @@ from pipelines.files.s3 import parse
 from pipelines.scratch import named_if_full, scratch_folder
 from pipelines.store import protocol
 from pipelines.store.file_checks import digest_fault, fault, remember
-from pipelines.store.records import FileEntry, Layout
+from pipelines.store.records import FileEntry
 
 CONFLICT_SECONDS = 10.0  # 409: another conditional write of this name is under way
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
@@ -207,13 +207,6 @@ class S3Store:
                 with self._translate_errors(f"write {folder}/{entry.path}"):
                     future.result()
         return tuple(entry for entry, _ in uploads)
-
-    def server_date(self) -> str:
-        """Return the server's time in HTTP's format; empty if the server does not send it."""
-        response: dict[str, Any] = {}
-        with self._translate_errors("ask for the time"):
-            response = s3_client.client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
-        return str(response["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
 
     def _translate_errors(self, operation: str) -> AbstractContextManager[None]:
         return s3_client.translate_errors(self.uri, operation)

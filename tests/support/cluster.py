@@ -155,10 +155,6 @@ class FakeCluster:
         self.session += 1
         self.go_down(seconds)
 
-    def report(self, submission_id: str, status: str) -> None:
-        """Say this of a job from now on, true or not."""
-        self.jobs[submission_id].status = status
-
     def _come_back(self) -> None:
         self.is_down = False
 

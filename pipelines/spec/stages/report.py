@@ -13,7 +13,7 @@ from vit_model.fields import later, takes
 class Report(BaseStage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION = 9  # verdicts name what they compare with; VTAB's scores are of one classifier each
+    VERSION = 10  # every identity field that differs from its default; metrics other than accuracy
     KIND = "report"
     job: Literal["report"]
     title: str

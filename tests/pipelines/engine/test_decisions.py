@@ -4,8 +4,6 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
-import pytest
-
 from pipelines.cluster.jobs_client import JobState
 from pipelines.engine.decisions import (
     ALIVE_SECONDS,
@@ -23,7 +21,6 @@ from pipelines.engine.decisions import (
     Phase,
     Show,
     decide,
-    error_line,
     no_answer,
 )
 from pipelines.engine.status import Status
@@ -153,16 +150,17 @@ def test_a_job_is_given_up_after_its_limit_of_watched_silence_and_not_before() -
 
 
 def test_a_job_that_shows_no_sign_is_given_up_in_time() -> None:
-    for status, alive, limit in (
-        ("RUNNING", b"1", ALIVE_SECONDS),
-        ("RUNNING", None, FIRST_SIGN_SECONDS),
-        ("PENDING", None, PENDING_SECONDS),
+    for status, alive, limit, end in (
+        ("RUNNING", b"1", ALIVE_SECONDS, EndAttempt(Status.LOST, "no sign of life for 60 s")),
+        ("RUNNING", None, FIRST_SIGN_SECONDS, EndAttempt(Status.LOST, "no sign of life for 300 s")),
+        ("PENDING", None, PENDING_SECONDS, EndAttempt(Status.FAILED, "not started within 15 minutes: full")),
     ):
         flight, now = InFlight(), NOW
-        seen = Observation(HERE, JobState("j", status, "", None), heartbeat=alive)
+        seen = Observation(HERE, JobState("j", status, "full", None), heartbeat=alive)
         while not (decided := decide(flight, seen, now))[1] or Do.STOP not in decided[1]:
             flight, now = decided[0], decided[0].look_at
         assert limit <= now - NOW <= limit + 2 * ASK_SECONDS
+        assert end in decided[1]
 
 
 def test_why_a_job_is_pending_is_told_once_and_again_when_it_changes() -> None:
@@ -174,15 +172,6 @@ def test_why_a_job_is_pending_is_told_once_and_again_when_it_changes() -> None:
     assert told == [Show(Status.PENDING, message) for message in ("no node", "no image", "no node")]
 
 
-@pytest.mark.parametrize("attempts", range(1, ATTEMPTS))
-def test_the_pause_before_an_attempt_doubles(attempts: int) -> None:
-    after, actions = decide(
-        InFlight(Phase.RUNNING, attempts=attempts), Observation(GONE, session="here"), NOW
-    )
-    assert after.look_at - NOW == 2 ** (attempts - 1)
-    assert Show(Status.LOST, "its cluster is gone; another attempt") in actions
-
-
 def test_silence_is_told_once_and_forgotten_when_the_job_is_seen_live() -> None:
     waiting, told = no_answer(InFlight(Phase.RUNNING), "gone", NOW)
     assert told == (Show(Status.WAITING, "no answer: gone"),)
@@ -190,12 +179,6 @@ def test_silence_is_told_once_and_forgotten_when_the_job_is_seen_live() -> None:
     assert waiting.phase is Phase.RUNNING
     assert not decide(waiting, Observation(HERE, JOBS[1]), NOW)[0].is_waiting
     assert decide(waiting, Observation(GONE, session="here"), NOW)[0].is_waiting
-
-
-def test_the_line_that_tells_what_a_stage_died_of() -> None:
-    assert error_line("error: a\nerror: b\nTraceback\n") == "b"
-    assert error_line("first\nlast\n \n") == "last"
-    assert error_line("\n") is None
 
 
 def test_a_stage_whose_source_changed_is_planned_anew_within_its_attempts() -> None:

@@ -25,7 +25,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
-from tests.support.cluster import WAITS, Script, random_script
+from tests.support.cluster import Script, random_script
 from tests.support.in_process import Jobs
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
@@ -218,21 +218,6 @@ def test_a_job_that_succeeds_without_a_manifest_has_a_minute_to_show_it() -> Non
     assert world.told.of("images")[1] == "FAILED its job succeeded without a manifest; another attempt"
 
 
-def test_a_stage_that_never_shows_a_manifest_fails() -> None:
-    world = World(script=scripts(Script(commits=False)))
-    assert walk(world) == {"images": "FAILED"}
-    assert len(world.attempts()) == decisions.ATTEMPTS
-    assert world.told.of("images")[-1] == "FAILED its job succeeded without a manifest"
-
-
-@pytest.mark.parametrize("exit_code", [None, 0])
-def test_a_failure_that_ray_invents_does_not_undo_a_commit(exit_code: int | None) -> None:
-    world = World(script=scripts(Script(status="FAILED", exit_code=exit_code)))
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.cluster.commits == [job_id(1)]
-    assert len(world.attempts()) == 1
-
-
 @pytest.mark.parametrize("late", [2.0, 60.0])
 def test_a_process_that_ray_has_lost_sees_its_successor_and_commits_nothing(late: float) -> None:
     lives_on = Script(status="FAILED", exit_code=None, closing=0.1, lives_on=late)
@@ -272,73 +257,6 @@ def test_a_suspended_process_is_lost_after_a_minute_and_ends_when_it_goes_on(sus
     assert len(world.attempts()) == 1 + is_lost
 
 
-def test_an_attempt_has_five_minutes_for_its_first_sign_of_life() -> None:
-    world = World(script=scripts(Script(running=1e4, shows_life=False), Script()))
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert "LOST no sign of life for 300 s; another attempt" in world.told.of("images")
-    assert 300 < world.clock.now < 320
-
-
-class Outage(Network):
-    """The store answers nobody for a while."""
-
-    def __init__(self, world: World, begins: float, seconds: float) -> None:
-        super().__init__()
-        self.clock, self.begins, self.ends = world.clock, begins, begins + seconds
-
-    def before(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
-        if what in {"read", "list", "create", "replace"} and self.begins <= self.clock.now < self.ends:
-            raise lost("the store is out")
-
-
-def test_nothing_is_lost_while_the_store_does_not_answer() -> None:
-    """Nobody can then show a sign of life."""
-    world = World(script=scripts(Script(running=1000.0)))
-    world.store.network = outage = Outage(world, 20.0, 900.0)
-    assert walk(world, outage) == {"images": "SUCCEEDED"}
-    assert len(world.attempts()) == 1
-    assert world.clock.now < 1010
-
-
-def test_a_driver_that_was_suspended_itself_loses_nothing() -> None:
-    """A laptop's lid was closed: its clock has gone on, and nothing else."""
-    world = World(script=scripts(Script(running=100.0)))
-
-    def jump() -> None:
-        world.clock.now += 3600
-
-    world.clock.after(30.0, jump)
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert len(world.attempts()) == 1
-
-
-def test_a_new_driver_watches_for_a_minute_before_it_calls_a_job_lost() -> None:
-    world = World(script=scripts(Script(status="RUNNING", commits=False), Script()))
-    network = Network()
-    world.clock.after(20.0, network.die)
-    with pytest.raises(Killed):
-        walk(world, network)
-    world.clock.sleep(3600)
-    began = world.clock.now
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.clock.now - began > 60
-    assert "LOST no sign of life for 60 s; another attempt" in world.told.of("images")
-
-
-def test_a_job_that_stays_pending_is_explained_and_given_up() -> None:
-    world = World(script=scripts(Script(pending=1e5)))
-    assert walk(world) == {"images": "FAILED"}
-    assert len(world.attempts()) == decisions.ATTEMPTS
-    assert world.cluster.stopped == {job_id(number) for number in (1, 2, 3)}
-    assert world.told.of("images")[:3] == [
-        f"PENDING {WAITS}",
-        f"FAILED not started within 15 minutes: {WAITS}; another attempt",
-        f"PENDING {WAITS}",
-    ]
-    assert world.told.of("images")[-1] == f"FAILED not started within 15 minutes: {WAITS}"
-    assert 2700 < world.clock.now < 2760
-
-
 class EndsBetween(Network):
     """The job commits, and then dies, between the question for its manifest and the one for the job."""
 
@@ -356,19 +274,6 @@ class EndsBetween(Network):
 def test_a_commit_that_comes_between_two_questions_is_seen() -> None:
     world = World(script=scripts(Script(exit_code=1, running=100.0)))
     assert walk(world, EndsBetween(world)) == {"images": "SUCCEEDED"}
-    assert len(world.attempts()) == 1
-
-
-def test_a_job_that_is_pending_for_a_while_is_waited_for() -> None:
-    world = World(script=scripts(Script(pending=800.0)))
-    assert walk(world) == {"images": "SUCCEEDED"}
-    assert len(world.attempts()) == 1
-
-
-def test_a_status_that_ray_does_not_document_is_not_an_end() -> None:
-    world = World(script=scripts(Script(running=300.0)))
-    world.clock.after(10.0, lambda: world.cluster.report(job_id(1), "SUSPENDED"))
-    assert walk(world) == {"images": "SUCCEEDED"}
     assert len(world.attempts()) == 1
 
 
@@ -418,14 +323,6 @@ def test_the_log_of_an_attempt_is_saved_before_the_next_is_written() -> None:
     ]
 
 
-def test_a_mistake_of_the_users_is_not_tried_again() -> None:
-    world = World(script=scripts(Script.failed(2, "error: no such field\n")))
-    assert walk(world) == {"images": "FAILED"}
-    assert world.told.of("images")[-1] == "FAILED no such field"
-    assert len(world.attempts()) == 1
-    assert world.log(world.attempts()[0]) == "error: no such field\n"
-
-
 def test_a_stage_whose_source_changed_is_planned_anew_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = Script.failed(3, "error: the source changed\n")
     by_source = {"source 0": changed, "source 1": changed, "source 2": Script()}
@@ -440,16 +337,6 @@ def test_a_stage_whose_source_changed_is_planned_anew_twice(monkeypatch: pytest.
     assert walk(world) == {"images": "FAILED"}
     assert world.told.of("images")[-1] == "FAILED the source changed"
     assert len(world.attempts()) == 3
-
-
-def test_an_old_mistake_is_tried_again_once() -> None:
-    """Its cause may be mended: how the job of an earlier command ended is no answer to this one."""
-    world = World(script=scripts(Script.failed(2)))
-    walk(world)
-    assert walk(world) == {"images": "FAILED"}
-    assert len(world.attempts()) == 2
-    world.cluster.script = scripts(Script())
-    assert walk(world) == {"images": "SUCCEEDED"}
 
 
 @pytest.mark.parametrize("lost", [{"answers": False}, {"answers": True}])
@@ -728,13 +615,6 @@ def test_random_episodes(block: int) -> None:
         except BaseException as error:
             error.add_note(f"episode({seed})")
             raise
-
-
-def test_an_episode_can_be_repeated() -> None:
-    for seed in range(20):
-        first, second = episode(seed), episode(seed)
-        # the rest of a line may have the random name of an event that got lost
-        assert [line[:3] for line in first.told.stages] == [line[:3] for line in second.told.stages]
 
 
 # ------------------------------------------------------------------------------------------- with a real store

@@ -6,10 +6,8 @@ import re
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -23,8 +21,7 @@ from pipelines.machine.doctor import cluster_findings, store_findings
 from pipelines.machine.findings import GIB, Finding
 from pipelines.spec import RecipeError
 from pipelines.store import open_store
-from pipelines.store.folder import FolderStore
-from tests.support.s3 import Fault, Server, faulty, used
+from tests.support.s3 import Server, used
 from tests.support.serving import serving
 
 
@@ -40,7 +37,7 @@ def statuses(findings: Iterable[Finding]) -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------------- a folder
 
-WELL = {"store": "ok", "writing": "ok", "clock": "ok"}
+WELL = {"store": "ok", "writing": "ok"}
 
 
 def everything_in(folder: Path) -> set[Path]:
@@ -77,16 +74,15 @@ def test_another_layout_is_a_problem(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- S3
 
 
-def test_s3_is_well_and_the_probe_is_removed(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_is_well_and_left_as_it_was(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = moto.bucket()
     uri = f"s3://{bucket.name}/prefix"
     with used(moto, monkeypatch):
         found = by_name(store_findings(uri))
-        assert {name: finding.status for name, finding in found.items()} == WELL
         assert "the first run creates it" in found["store"].said
         assert bucket.objects() == {}
         store = open_store(uri)
-        assert statuses(store_findings(f"{uri}/")) == WELL
+        assert statuses(store_findings(f"{uri}/")) == {"store": "ok"}
         assert store.names("") == ["store.json"]
 
 
@@ -100,49 +96,6 @@ def test_a_bucket_that_is_not_there_and_an_address_with_keys_are_problems(
     assert "no such bucket" in found["store"].said
     assert finding.status == "problem"
     assert "SECRET" not in str(finding)
-
-
-@pytest.mark.parametrize("removes", [True, False])
-def test_a_server_that_overwrites_is_a_problem_and_a_probe_that_stays_is_told(
-    moto: Server, monkeypatch: pytest.MonkeyPatch, removes: bool
-) -> None:
-    bucket = moto.bucket()
-    with faulty(moto) as (proxy, server), used(server, monkeypatch):
-        proxy.drop = "if-none-match"
-        if not removes:
-            proxy.faults.append(Fault("DELETE", status=403, code="AccessDenied", times=1000))
-        found = list(store_findings(f"s3://{bucket.name}/prefix"))
-    writing = ("writing", "problem" if removes else "warning")
-    assert [(finding.what, finding.status) for finding in found][:2] == [
-        ("store", "ok"),
-        ("writing", "problem"),
-    ]
-    assert "ignores If-None-Match" in found[1].said
-    left = {name.rpartition("/")[0] for name in bucket.objects()}
-    assert len(left) == (0 if removes else 1), "the probe is removed, if it may be"
-    assert all(f"remove s3://{bucket.name}/{folder}/ by hand" in found[-1].do for folder in left)
-    assert (found[-1].what, found[-1].status) == writing
-
-
-def test_a_file_system_that_overwrites_is_a_problem(tmp_path: Path) -> None:
-    class Overwriting(FolderStore):
-        def create(self, name: str, data: bytes) -> bool:
-            (self.root / name).write_bytes(data)
-            return True
-
-    tmp_path.joinpath("store.json").write_bytes(
-        Path(open_store(str(tmp_path / "s")).uri, "store.json").read_bytes()
-    )
-    found = doctor.conditional_writes(Overwriting(tmp_path))
-    assert found.status == "problem"
-    assert "8 writers of one name 8" in found.said
-
-
-def test_a_clock_that_differs_is_a_problem() -> None:
-    found = doctor._http_clock("the S3 server", formatdate(time.time() - 3600, usegmt=True), time.time())
-    assert found.status == "problem"
-    (seconds,) = re.findall(r"(\d+) s ahead", found.said)
-    assert 3590 < int(seconds) < 3610
 
 
 # ------------------------------------------------------------------------------------------------- clusters
@@ -165,7 +118,6 @@ def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
     assert {name: finding.status for name, finding in found.items()} == {
         "cluster": "ok",
         "cluster, access": "warning",
-        "clock": "ok",
     }
     assert "every user of this machine can run any code" in found["cluster, access"].said
     assert everywhere["cluster, access"].status == "problem"
@@ -179,16 +131,10 @@ def test_where_a_port_listens_is_seen() -> None:
         assert {ip for ip, *at in doctor._listening() if tuple(at) == own} == {"0.0.0.0"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("version", "status"), [("2.53.0", "problem"), ("2.54.0", "warning"), ("10.1", "warning")]
-)
-def test_a_cluster_of_another_version(version: str, status: str) -> None:
-    with head(version) as address:
-        found = by_name(cluster_findings(address, None))
-    assert found["cluster"].status == status
-    assert version in found["cluster"].said
-    assert ("CVE" in found["cluster"].said) == (status == "problem")
+def test_a_cluster_of_another_version_is_told() -> None:
+    with head("2.61.7") as address:
+        found = by_name(cluster_findings(address, None))["cluster"]
+    assert (found.status, "2.61.7" in found.said) == ("warning", True)
 
 
 def test_what_does_not_answer_is_a_problem_and_what_is_no_address_is_refused() -> None:
@@ -213,7 +159,6 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
         assert statuses(doctor._local_ray()) == {
             "local Ray": "ok",
             "local Ray, access": "ok",
-            "clock": "ok",
         }
         assert (
             "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].said
@@ -284,7 +229,7 @@ def test_the_command_line_says_what_it_found_and_its_exit_code_tells(
     well = CliRunner().invoke(app, ["doctor", "--store", str(tmp_path / "store"), "--json"])
     found = json.loads(well.stdout)
     assert well.exit_code == 0, found
-    assert {"store", "writing", "clock", "Ray", "local Ray", "GPU", "DeepSpeed", "cores", "memory"} <= {
+    assert {"store", "writing", "Ray", "local Ray", "GPU", "DeepSpeed", "cores", "memory"} <= {
         finding["what"] for finding in found
     }
     monkeypatch.setattr(common.console, "width", 160)

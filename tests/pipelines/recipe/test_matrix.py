@@ -181,14 +181,6 @@ def test_overrides_apply_to_all_members_and_an_axis_is_changed_by_name(recipe: A
         ({"model": {"width": [1, 2]}}, "stages.pretrain.matrix.model: expected a list of values"),
         ({"seed": [1, 2, 1]}, "stages.pretrain.matrix.seed: duplicate value 1"),
         ({"steps": [1, 1.0]}, "stages.pretrain.matrix.steps: duplicate value 1.0"),
-        (
-            {"seed": [0, 1], "steps": [1, "1"]},
-            "x.yaml: stages.pretrain.matrix.steps: duplicate values 1 and '1'",
-        ),
-        (
-            {"model": ["Ti/2", {"patch_size": 2, "width": 192, "depth": 12, "num_heads": 3}]},
-            "stages.pretrain.matrix.model: duplicate values 'Ti/2' and {'patch_size'",
-        ),
         ({"job": ["ingest"]}, "stages.pretrain.matrix.job: a stage has one job"),
         ({"seed; rm": [1]}, "stages.pretrain.matrix: 'seed; rm' is not a field"),
         ({7: [1]}, "stages.pretrain.matrix: 7 is not a field"),

@@ -2,15 +2,13 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pipelines.cli import app
-from pipelines.results.lineage import as_dot, as_json, as_text, trace
+from pipelines.results.lineage import as_json, as_text, trace
 from pipelines.spec import RecipeError
 from pipelines.store import (
     Layout,
@@ -163,8 +161,6 @@ def test_an_input_that_was_made_again_is_told(store: Store, run: list[Manifest])
     text = "\n".join(as_text(found))
     assert "b1b1b1b1b1b1, content content-b1  (gone" in text
     assert text.count("OTHER content") == 2
-    assert '"gone"' not in text
-    _check_dot("\n".join(as_dot(found)))
     commit(store, pretrain)
     assert {edge.input: edge.state for edge in trace(store, "e1").edges}[glyphs.key] == "made again"
 
@@ -181,36 +177,6 @@ def test_the_checkpoint_that_a_stage_used_is_told(store: Store, run: list[Manife
     found = trace(store, "c9")
     assert {edge.field: edge.checkpoint for edge in found.edges} == {"backbone": "step:5", "data": None}
     assert "└─ backbone (step:5): pretrain  pretrain b1" in "\n".join(as_text(found))
-    assert '[label="backbone\\n(step:5)"]' in "\n".join(as_dot(found))
-
-
-def test_dot_is_a_graph_that_hostile_names_do_not_change(store: Store, run: list[Manifest]) -> None:
-    text = "\n".join(as_dot(trace(store, "p")))
-    nodes, edges = _check_dot(text)
-    sources = {f"source {manifest.key}" for manifest in run[:2]}
-    assert nodes == {manifest.key for manifest in run} | sources
-    assert len(edges) == 6 + 2
-    assert (run[0].key, run[2].key) in edges, "arrows point from what is taken to what takes it"
-
-
-def _check_dot(text: str) -> tuple[set[str], set[tuple[str, str]]]:
-    """The nodes and edges of a graph; by Graphviz too where it is installed."""
-    string = r'"((?:[^"\\\n]|\\["\\n])*)"'
-    attributes = rf"\[\w+={string}(?:, \w+={string})*\]"
-    first, *lines, last = text.split("\n")
-    assert (first, last) == ("digraph lineage {", "}")
-    nodes, edges = set(), set()
-    for line in lines:
-        if edge := re.fullmatch(rf"  {string} -> {string}(?: {attributes})?;", line):
-            edges.add((edge[1], edge[2]))
-        elif node := re.fullmatch(rf"  {string} {attributes};", line):
-            nodes.add(node[1])
-        else:
-            assert line in ('  rankdir="LR";', '  node [shape="box", fontname="sans-serif"];')
-    assert {end for edge in edges for end in edge} <= nodes
-    if shutil.which("dot"):
-        subprocess.run(["dot", "-Tsvg"], input=text, text=True, check=True, capture_output=True)
-    return nodes, edges
 
 
 def test_the_command_line(store: Store, run: list[Manifest]) -> None:
@@ -222,4 +188,3 @@ def test_the_command_line(store: Store, run: list[Manifest]) -> None:
     found = trace(store, "p")
     assert json.loads(said("--json")) == as_json(found)
     assert said().splitlines() == list(as_text(found))
-    assert said("--dot").splitlines() == list(as_dot(found))
