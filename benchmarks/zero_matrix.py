@@ -4,7 +4,7 @@ ZeRO stages 0 to 3 and one process, float32 and bfloat16, 1 and 4 micro-batches,
 SGD with momentum; and AdamW with averaged weights, layer-wise rates and decay times the schedule. Without ZeRO, the
 same of Muon. The modules of other objectives at stage 3, MoCo's at 2. Each trains a small ViT for six steps, and is
 saved after three, from where others continue; then a gradient that is not finite must change nothing. What is compared,
-and with which bounds, is in tests/support/zero_matrix.py; `make test-all` checks half of the cases.
+and with which bounds, is in tests/support/zero_matrix.py; `make test-all` checks some of the cases.
 
 Prints the tables and writes them to benchmarks/results/; takes about 7 minutes on two cores.
 """

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from tests.support import in_process
@@ -83,11 +84,19 @@ def vitflow() -> Vitflow:
 
 
 @pytest.fixture(scope="session")
-def tiny_store(vitflow: Vitflow, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one undisturbed run of the tiny pipeline. Tests that write to a store copy it first."""
-    store = tmp_path_factory.mktemp("tiny") / "store"
-    assert "report.html" in vitflow("run", TINY, "--store", store).stdout
-    return store
+def tiny_store(vitflow: Vitflow, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A store with one undisturbed run of the tiny pipeline. Tests that write to a store copy it first.
+
+    The processes of pytest-xdist share it: the first that needs it makes it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    shared = (own if worker_id == "master" else own.parent) / "tiny-store"
+    with FileLock(f"{shared}.lock"):
+        if not shared.exists():
+            store = tmp_path_factory.mktemp("tiny") / "store"
+            assert "report.html" in vitflow("run", TINY, "--store", store).stdout
+            store.rename(shared)
+    return shared
 
 
 @pytest.fixture(scope="session")

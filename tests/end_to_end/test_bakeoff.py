@@ -14,7 +14,7 @@ from vit_model.config import ViTConfig
 from vit_model.formats import npz
 from vit_model.weights import save_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
 
 def write_weights(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -193,46 +192,6 @@ def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> N
 
 def is_stage_of(process: psutil.Process, store: Path) -> bool:
     return any(str(store) in word for word in process.info["cmdline"] or [])
-
-
-@pytest.mark.full
-def test_a_driver_that_is_killed_is_seen_and_submitted_again(cluster: RayCluster, tmp_path: Path) -> None:
-    store, here = tmp_path / "store", home(tmp_path / "here")
-    arguments = (TINY, "--only", "probe", "--store", store)
-    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
-    run = submit(here, cluster, *arguments)
-    wait_for(lambda: "RUNNING" in {stage["status"] for stage in status(here, run, *at)["stages"]})
-    driver(run).send_signal(signal.SIGKILL)
-    wait_for(lambda: status(here, run, *at)["status"] == "UNFINISHED", 30)
-    assert "RUNNING" in vitflow(here, "status", run, *at).stdout.partition("its driver is gone")[2], (
-        "its last words"
-    )
-    assert submit(here, cluster, *arguments) == run, "the same run goes on"
-    wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED")
-    opened = open_store(str(store))
-    for job in opened.names("artifacts"):
-        for key in opened.names(f"artifacts/{job}"):
-            assert opened.names(f"artifacts/{job}/{key}/attempts") == ["1"], "no stage was begun twice"
-
-
-def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster, tmp_path: Path) -> None:
-    environment, store = home(tmp_path / "here"), tmp_path / "store"
-    (tmp_path / "wrong").write_text("f" * 64)
-    for address, token, words, code in (
-        (cluster.address, tmp_path / "wrong", "refuses this token", 2),
-        (cluster.address, tmp_path / "none", "no such file", 2),
-        ("http://127.0.0.1:9", cluster.token, "connection refused", 1),
-        ("somewhere:8265", cluster.token, "http://HOST:8265", 2),
-    ):
-        for verb in ("run", "submit"):
-            arguments = (verb, TINY, "--store", store, "--address", address, "--token-file", token)
-            started = time.monotonic()
-            assert words in vitflow(environment, *arguments, check=code).stderr
-            assert time.monotonic() - started < 12
-    assert not (store / "runs").exists()
-    for uri, words in (("store", "relative"), (str(store), "only this machine sees")):
-        arguments = ("submit", TINY, "--store", uri, "--address", "http://192.0.2.1:8265")
-        assert words in vitflow(environment, *arguments, check=2).stderr
 
 
 def listening(environment: dict[str, str]) -> set[tuple[str, str]]:

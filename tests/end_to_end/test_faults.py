@@ -6,10 +6,7 @@ VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test lon
 import json
 import os
 import random
-import secrets
-import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -87,66 +84,6 @@ def test_a_run_that_is_interrupted_and_then_killed_goes_on(
     assert attempts == {"ingest": 1, "pretrain": 2, "evaluate": 1}, "the killed driver's job was not repeated"
     assert len(list((store / "runs").iterdir())) == 2, "the third command continued the second's run"
     check_whole(store, tiny_store)
-
-
-def tune(tiny_store: Path, store: Path, *changes: str) -> subprocess.Popen[str]:
-    """Run the fine-tuning in a copy of a store that has its inputs."""
-    shutil.copytree(tiny_store, store, ignore=shutil.ignore_patterns("finetune", "report", "runs"))
-    record = json.loads((store / "store.json").read_text()) | {"id": secrets.token_hex(16)}
-    (store / "store.json").write_text(json.dumps(record))  # Ray knows the jobs of a store by its id
-    return start(store, os.environ, "finetune", changes)
-
-
-def in_ledger(store: Path, number: int, kind: str = "*") -> set[str]:
-    """The finished trials and refits of an attempt."""
-    return {path.name for path in store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/{kind}-*.json")}
-
-
-def kill_after(driver: subprocess.Popen[str], store: Path, number: int, kind: str) -> set[str]:
-    """Kill an attempt that has an entry of this kind; return what it had finished before."""
-
-    def is_there() -> object:
-        assert driver.poll() is None, driver.communicate()[0]
-        return matching(os.environ, "-m ray_jobs.finetune", f"{store}/", f"/{number}/attempt.json")
-
-    wait_for(is_there)
-    job = matching(os.environ, "-m ray_jobs.finetune", f"{store}/")
-    while not in_ledger(store, number, kind):
-        assert job[0].is_running()
-        time.sleep(0.005)  # within 0.3 s, all of them are there
-    done = in_ledger(store, number)
-    kill(job)
-    return done
-
-
-def log_of(store: Path, number: int) -> str:
-    (log,) = store.glob(f"artifacts/finetune/*/attempts/{number}/log.txt")
-    return log.read_text()
-
-
-def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
-    tiny_store: Path, tmp_path: Path
-) -> None:
-    """First in its sweep, then in its refits; the driver makes the next attempt each time."""
-    store, reference = tmp_path / "s", tmp_path / "reference"
-    driver = tune(tiny_store, store, "finetune.labels.draws=5")
-    swept = kill_after(driver, store, 1, "trial")
-    refitted = kill_after(driver, store, 2, "refit")
-    finish(driver)
-    finish(tune(tiny_store, reference, "finetune.labels.draws=5"))
-    ours, theirs = manifests(store)["finetune"], manifests(reference)["finetune"]
-    assert ours["attempt"] == 3
-    assert repeated(ours["files"]) == repeated(theirs["files"])
-    assert (ours["content_digest"], ours["metrics"]) == (theirs["content_digest"], theirs["metrics"])
-
-    assert 0 < len(swept) < 4, "it was killed in its sweep"
-    assert not swept & refitted and any(name.startswith("refit") for name in refitted)
-    assert len({name for name in refitted if name.startswith("refit")}) < 5, "it was killed in its refits"
-    for number, before in {2: swept, 3: swept | refitted}.items():
-        assert log_of(store, number).count("(from attempt ") >= len(before), "nothing was done twice"
-    assert not any(in_ledger(store, number) for number in (1, 2, 3)), (
-        "after the commit nobody needs the ledgers"
-    )
 
 
 def suspended(stage: psutil.Process, workers: list[psutil.Process]) -> psutil.Process:

@@ -12,8 +12,6 @@ import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from tests.conftest import Vitflow
-from tests.support.hub import running_hub
 from tests.support.stores import snapshot
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -133,49 +131,3 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     key = re.search(r"model (\w{12})", back)
     assert key is not None
     assert_alike(by_vitflow(vitflow, key[1], images, store), tuned)
-
-
-@pytest.mark.full
-def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
-    vitflow: Vitflow, vitflow_local: Vitflow, tmp_path: Path
-) -> None:
-    checkpoint, store = write_hugging_face(tmp_path / "vit", processor=False), tmp_path / "store"
-    refused = vitflow_local("import", checkpoint, "--store", store, check=2)
-    assert "does not give the mean and std" in refused.stderr
-    assert "--preprocessing half" in refused.stderr
-    assert not store.exists(), "nothing was started"
-
-    pixels = tmp_path / "pixels.yaml"
-    pixels.write_text("mean: [0.4]\nstd: [0.2, 0.25, 0.3]\ninterpolation: bicubic\n")
-    given = ["import", checkpoint, "--store", store, "--preprocessing", pixels]
-    assert "mean 0.4, 0.4, 0.4, std 0.2, 0.25, 0.3; bicubic" in vitflow(*given).stdout
-    before = snapshot(store)
-    again = vitflow_local(*given).stdout
-    assert "CACHED" in again and "--set 'backbone.preprocessing={" in again
-    assert snapshot(store) == before
-    [file] = store.glob("artifacts/import/*/attempts/1/files/config.json")
-    contract = json.loads(file.read_text())
-    assert contract["preprocessing"]["mean"] == [0.4, 0.4, 0.4] and contract["training_data"] == "unknown"
-
-
-@pytest.mark.full
-def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(
-    vitflow: Vitflow, vitflow_local: Vitflow, tmp_path: Path
-) -> None:
-    checkpoint = write_hugging_face(tmp_path / "vit")
-    given = ["import", "hf:org/vit-tiny", "--store", tmp_path / "store"]
-    with running_hub() as hub:
-        commit = hub.commit("org/vit-tiny", {path.name: path.read_bytes() for path in checkpoint.iterdir()})
-        first = vitflow(*given, HF_ENDPOINT=hub.endpoint).stdout
-        path = f"backbone.path=hf:org/vit-tiny@{commit}"
-        assert "mean 0.4, 0.5, 0.6" in first and path in first
-    again = vitflow(*given, HF_ENDPOINT=hub.endpoint, PYTHONPROFILEIMPORTTIME="1")
-    assert "vit_tiny  CACHED" in again.stdout and path in again.stdout
-    assert "huggingface_hub" not in again.stderr, "it takes longer to import than all the rest"
-    [manifest] = (tmp_path / "store").glob("artifacts/import/*/manifest.json")
-    assert json.loads(manifest.read_text())["config"]["path"] == f"hf:org/vit-tiny@{commit}"
-    key = re.search(r"model (\w{12})", first)
-    here = vitflow_local("import", checkpoint, "--store", tmp_path / "store").stdout
-    assert key is not None and f"model {key[1]}" in here and "CACHED" in here, (
-        "the same files have the same key"
-    )

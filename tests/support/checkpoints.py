@@ -1,4 +1,4 @@
-"""Pretrainings in a store: one that has finished, with the weights of several steps, and what one has saved so far."""
+"""Models in a store: untrained ones, a pretraining with the weights of several steps, and what one has saved so far."""
 
 import hashlib
 import json
@@ -6,9 +6,23 @@ from typing import Any
 
 import torch
 
-from pipelines.store import Checkpoint, FileEntry, Layout, Manifest, Store, commit, commit_checkpoint, now
+from pipelines.spec import Model, ModelSize
+from pipelines.store import (
+    Checkpoint,
+    FileEntry,
+    Layout,
+    Manifest,
+    Store,
+    commit,
+    commit_checkpoint,
+    local_files,
+    now,
+)
+from ray_jobs.data.shards import open_dataset
+from ray_jobs.training.contract import model_contract
 from tests.support.records import make_attempt, make_manifest
 from tests.support.vits import contract_for
+from vit_model.build import build
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
@@ -18,6 +32,28 @@ CONTRACT = contract_for(
     ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=16, num_classes=3),
     ("ape", "bee", "cat"),
 )
+
+
+SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+
+
+def put_untrained(
+    store: Store,
+    data: Manifest,
+    key: str = "k",
+    job: str = "pretrain",
+    size: Model = SIZE,
+    resolution: int = 8,
+    seed: int = 3,
+    **contract: Any,
+) -> Manifest:
+    """Write an untrained model for a dataset's images, whose contract has these fields; it is not committed."""
+    made = model_contract(size, resolution, open_dataset(local_files(store, data)).info)
+    model = build(made.architecture)
+    model.initialise(seed)
+    with store.staging(Layout.files(job, key, 1)) as staging:
+        save_model(staging.path, model, made.model_copy(update=contract))
+    return make_manifest(job, key=key, content_digest=key, files=staging.files)
 
 
 def model_at(step: int, contract: ModelContract = CONTRACT) -> ViT:

@@ -1,10 +1,14 @@
 """Datasets for tests, from samples that a test makes: `datasets.put` writes them as ingest would."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import numpy as np
 
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import examine_pixels
 from ray_jobs.data.samples import write_samples
+from ray_jobs.data.shards import ImageSize
 from ray_jobs.data.writing import shuffle_key
 
 put = write_samples
@@ -21,3 +25,32 @@ def raw(identity: str, pixels: np.ndarray, label: int) -> Sample:
     return Sample(
         identity, identity, pixels.tobytes(), "raw", facts.width, facts.height, facts.channels, label
     )
+
+
+HALVES = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))
+
+
+def put_noise(folder: Path, counts: Mapping[str, int], classes: Sequence[str] = ("a", "b", "c")) -> Path:
+    """Write grey noise of 8x8, the classes in turn."""
+    return _put_noise(folder, "noise", counts, classes, 255, 1)
+
+
+def put_halves(folder: Path, counts: Mapping[str, int], classes: Sequence[str], channels: int = 1) -> Path:
+    """Write dark noise of 8x8 with a bright half that says the class: left, right or top."""
+    return _put_noise(folder, "halves", counts, classes, 64, channels)
+
+
+def _put_noise(
+    folder: Path, name: str, counts: Mapping[str, int], classes: Sequence[str], high: int, channels: int
+) -> Path:
+    rng = np.random.default_rng(0)
+    splits: dict[str, list[Sample]] = {}
+    for split, count in counts.items():
+        splits[split] = samples = []
+        for number in range(count):
+            pixels, label = rng.integers(0, high, (8, 8, channels)).astype(np.uint8), number % len(classes)
+            if name == "halves":
+                pixels[HALVES[label]] += 150
+            samples.append(raw(f"{split}/{number:04d}", pixels, label))
+    put(folder, name, classes, ImageSize(height=8, width=8, channels=channels), splits)
+    return folder

@@ -39,11 +39,12 @@ from ray_jobs import report
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.shards import ImageSize, open_dataset
 from ray_jobs.evaluation.cost import Cost, Speed, write_cost
-from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
+from ray_jobs.evaluation.rows import Truth
 from ray_jobs.process.context import Context
 from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
+from tests.support.scores import Scores, put_scores
 from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -182,18 +183,13 @@ def _put_scores(folder: Path, context: Context[Any]) -> None:
     (data,) = context.inputs["data"]
     dataset = open_dataset(context.open_store().local(data.folder, ()))
     truth = Truth("digits", dataset.sample_ids("test"), dataset.labels("test"))
-    rows, predictions = [], []
+    found = []
     for number, (protocol, method, labels) in enumerate(_scored(config)):
-        for draw in range(DRAWS if labels else 1):
-            rng = np.random.default_rng([number, draw])
-            right = rng.random(len(truth.labels)) < SHARE_RIGHT.get(method, 0.7)
-            answers = np.where(right, truth.labels, (truth.labels + 1) % 10)
-            common: Row = {"protocol": protocol, "method": method, "labels_per_class": labels, "draw": draw}
-            for row, images in scored(common, truth, answers, "dev", {}):
-                rows.append(row)
-                predictions.append(images)
-    write_table(folder / "rows.parquet", rows, ROWS)
-    write_predictions(folder / "predictions.parquet", predictions)
+        rngs = [np.random.default_rng([number, draw]) for draw in range(DRAWS if labels else 1)]
+        right = np.stack([rng.random(len(truth.labels)) for rng in rngs]) < SHARE_RIGHT.get(method, 0.7)
+        answers = np.where(right, truth.labels, (truth.labels + 1) % 10)
+        found += Scores(method, protocol, labels, answers, truth).scored()
+    put_scores(folder, found)
 
 
 def _scored(config: AnyStage) -> list[tuple[str, str, int | None]]:

@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pipelines.spec import Finetune, Labels, Model, ModelSize
-from pipelines.store import FileEntry, Manifest, create_attempt, open_store
+from pipelines.spec import Finetune, Labels, Model
+from pipelines.store import FileEntry, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.cost import Cost, Speed
 from ray_jobs.process.context import Context
@@ -17,11 +15,11 @@ from ray_jobs.training.task import Score
 from ray_jobs.tuning.ledger import images_table
 from ray_jobs.tuning.trial import Refit, Refitted, Trial
 from tests.support import datasets
+from tests.support.checkpoints import SIZE
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
 from vit_model.weights import save_model
 
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 COUNTS = {"train": 60, "dev": 20, "test": 30}
 DATA = make_manifest(content_digest="halves")
 COST = Cost(  # for tests without Ray, in which nothing is measured
@@ -36,16 +34,7 @@ COST = Cost(  # for tests without Ray, in which nothing is measured
 
 def put_halves(folder: Path) -> None:
     """Dark noise of 8x8, its left or its right half bright: the class."""
-    rng = np.random.default_rng(0)
-    splits = {}
-    for split, count in COUNTS.items():
-        splits[split] = samples = []
-        for number in range(count):
-            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
-            pixels[:, 4 * (number % 2) :][:, :4] += 150
-            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 2))
-    image = shards.ImageSize(height=8, width=8, channels=1)
-    datasets.put(folder, "halves", ("left", "right"), image, splits)
+    datasets.put_halves(folder, COUNTS, ("left", "right"))
 
 
 def configuration(**fields: object) -> Finetune:
@@ -94,10 +83,8 @@ def context(store_root: Path, dataset: Path, config: Finetune) -> Context[Finetu
     return make_context(store, config, data=DATA)
 
 
-def attempt(
-    root: Path | str, config: Finetune, number: int, code: str = "c", data: Manifest = DATA
-) -> Context[Finetune]:
+def attempt(root: Path, config: Finetune, number: int, code: str = "c") -> Context[Finetune]:
     """An attempt at the same key in a store that has the dataset, as a driver prepares it."""
-    given = make_context(open_store(str(root)), config, data=data)
+    given = make_context(open_store(str(root)), config, data=DATA)
     record = given.attempt.model_copy(update={"number": number, "code_digest": code})
     return replace(given, attempt=create_attempt(given.open_store(), record))

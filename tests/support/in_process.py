@@ -92,7 +92,7 @@ def vitflow(
         if jobs is not None:
             changed.setattr(LocalConnection, "cluster", lambda _: jobs)
         for console in (common.console, common.errors):
-            changed.setattr(console, "width", 160)
+            changed.setattr(console, "width", int(environment.get("COLUMNS", 160)))
         changed.setattr(queries, "_limit_process", lambda: None)  # it would bind this process
         changed.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:

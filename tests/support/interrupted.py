@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from pipelines.spec import Pretrain
 from pipelines.store import Store, checkpoints, choose_start, open_store, running_log
-from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import log, loop, optim
 from ray_jobs.training.checkpoint import CheckpointManager
@@ -73,18 +71,7 @@ class Kill:
 
 def write_noise(folder: Path) -> Path:
     """Write a dataset of grey noise of 8x8 in three classes: 48 images to train on, 25 for dev."""
-    rng = np.random.default_rng(0)
-    splits = {
-        split: [
-            datasets.raw(
-                f"{split}/{number:04d}", rng.integers(0, 255, (8, 8, 1)).astype(np.uint8), number % 3
-            )
-            for number in range(count)
-        ]
-        for split, count in {"train": 48, "dev": 25, "test": 0}.items()
-    }
-    datasets.put(folder, "noise", ("a", "b", "c"), shards.ImageSize(height=8, width=8, channels=1), splits)
-    return folder
+    return datasets.put_noise(folder, {"train": 48, "dev": 25, "test": 0})
 
 
 def configuration(**fields: Any) -> Pretrain:

@@ -1,12 +1,14 @@
 """Records of a store for tests: everything has a default, so that a test gives only what it is about."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipelines.engine.plan import PlannedStage
 from pipelines.identity import CODE_SCHEME, code_digest, sha256, source_fingerprint
 from pipelines.spec import STAGE_TYPES
-from pipelines.store import Attempt, Manifest, Store, commit, now
+from pipelines.store import Attempt, Layout, Manifest, Store, commit, now
 from ray_jobs.process.context import Context
 
 
@@ -33,6 +35,14 @@ def make_manifest(job: str = "ingest", **fields: Any) -> Manifest:
         "user": "u",
     }
     return Manifest(**defaults | fields)
+
+
+@contextmanager
+def committed(store: Store, job: str, key: str = "k", **fields: Any) -> Iterator[Path]:
+    """Yield a folder; afterwards, commit what is in it as an artifact with these fields of its manifest."""
+    with store.staging(Layout.files(job, key, 1)) as staging:
+        yield staging.path
+    commit(store, make_manifest(job, key=key, files=staging.files, **fields))
 
 
 def make_attempt(job: str = "ingest", **fields: Any) -> Attempt:

@@ -125,13 +125,6 @@ CASES += [
 ]
 
 
-def in_half(case: Case) -> bool:
-    """Whether a case is in the half that tests run: at each place, all values of any three of the other dimensions."""
-    values = case.dtype == "float32", case.accumulation == 4, case.clips, case.optimizer == "SGD"
-    is_grid = case.objective == "softmax" and not case.optimizer.endswith("averaged")
-    return not is_grid or (sum(values) + case.zero_stage + case.workers) % 2 == 0
-
-
 class Result(NamedTuple):
     """The largest differences of a tensor's norm, relative to the norm."""
 

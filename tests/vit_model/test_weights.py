@@ -151,11 +151,6 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
         "header claims 17825792 bytes, at most 16777216",
     ),
     (
-        "not JSON",
-        replace_weights(lambda content: content[:8] + b"\x80" + content[9:]),
-        "not a complete safetensors",
-    ),
-    (
         "a pickle",
         replace_weights(lambda _: b"\x80\x04\x95" + b"\x00" * 60),
         "not a complete safetensors file",
@@ -178,13 +173,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
         "norm.bias is F16; the architecture needs F32",
     ),
     ("NaN", rewrite(lambda tensors: tensors["norm.bias"].fill_(float("nan"))), "'norm.bias' holds NaN"),
-    (
-        "infinity",
-        rewrite(lambda tensors: tensors["pos_embed"].fill_(float("inf"))),
-        "'pos_embed' holds NaN or inf",
-    ),
     ("contract is no JSON", lambda folder: (folder / "config.json").write_text("{"), "not a model contract"),
-    ("deep JSON", lambda folder: (folder / "config.json").write_text("[" * 100_000), "not a model contract"),
     ("not text", lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "not a model contract"),
     (
         "giant contract",
@@ -196,11 +185,6 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "another depth",
         replace_contract("architecture", "depth", value=3),
-        "the architecture in config.json has",
-    ),
-    (
-        "endless depth",
-        replace_contract("architecture", "depth", value=10**12),
         "the architecture in config.json has",
     ),
     (

@@ -22,10 +22,10 @@ from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lineage import describe_source
 from pipelines.spec import STAGE_TYPES, Import, RecipeError, module
-from pipelines.store import Layout, Store, commit, open_store
+from pipelines.store import Store, commit, open_store
 from tests.conftest import Vitflow
 from tests.support.checkpoints import CONTRACT, model_at, put_pretraining
-from tests.support.records import make_manifest
+from tests.support.records import committed, make_manifest
 from tests.support.s3 import Bucket, Server, used
 from tests.support.vits import contract_for
 from vit_model import formats
@@ -245,9 +245,8 @@ def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, Model
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     contract = contract_for(config, CONTRACT.class_names)
-    with store.staging(Layout.files("finetune", name, 1)) as staging:
-        save_model(staging.path, model, contract)
-    commit(store, make_manifest("finetune", key=name, stage="tune", files=staging.files))
+    with committed(store, "finetune", name, stage="tune") as folder:
+        save_model(folder, model, contract)
     return model.eval(), contract
 
 
@@ -273,15 +272,15 @@ def test_a_stage_is_called_after_its_file(path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "file"),
+    ("to", "file", "kind"),
     [
-        ("hf", "model.safetensors"),
-        ("timm", "model.safetensors"),
-        ("npz", "model.npz"),
-        pytest.param("onnx", "model.onnx", marks=pytest.mark.slow),
+        ("hf", "model.safetensors", "new"),
+        ("timm", "model.safetensors", "new"),
+        ("npz", "model.npz", "new"),
+        ("npz", "model.npz", "empty"),
+        pytest.param("onnx", "model.onnx", "new", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("kind", ["new", "empty"])
 def test_an_export_is_the_same_model_to_those_who_read_it(
     store: Store, tmp_path: Path, to: str, file: str, kind: str, printed: Callable[..., str]
 ) -> None:
@@ -375,9 +374,8 @@ def test_an_exported_resnet_says_which_code_it_is_exact_for(
     store: Store, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
-    with store.staging(Layout.files("pretrain", "ra", 1)) as staging:
-        save_model(staging.path, ResNet(config), contract_for(config))
-    commit(store, make_manifest("pretrain", key="ra", stage="resnet", files=staging.files))
+    with committed(store, "pretrain", "ra", stage="resnet") as folder:
+        save_model(folder, ResNet(config), contract_for(config))
     said = printed("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
     assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said
 

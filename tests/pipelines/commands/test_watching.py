@@ -150,10 +150,15 @@ def test_status_watches_until_the_run_has_ended(store: Store) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_a_signal_ends_says_what_goes_on(
-    store: Store, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    number: signal.Signals,
 ) -> None:
     from pipelines.commands.running import _says_what_goes_on
 
+    before = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+    request.addfinalizer(lambda: signal.signal(number, before))
     run = load_run(store, RUN)
     with pytest.raises(SystemExit) as ended, _says_what_goes_on(store, run, "http://h:1", "vitflow run x"):
         os.kill(os.getpid(), number)

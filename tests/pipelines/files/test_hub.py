@@ -1,6 +1,8 @@
 """Models on the Hugging Face hub: resolved once, known by the contents of their files, fetched without pickles."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,10 +53,16 @@ def test_a_revision_is_resolved_once(server: Hub) -> None:
 
 
 def test_what_is_known_here_needs_no_hub(server: Hub) -> None:
+    """Nor its library, which takes longer to import than all the rest."""
     server.commit("org/vit", FILES)
     known = key("hf:org/vit")
     server.asked.clear()
-    assert key("hf:org/vit") == known
+    code = (
+        "import sys; from tests.pipelines.files.test_hub import key; print(key('hf:org/vit'));"
+        "assert 'huggingface_hub' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == known
     assert not server.asked
 
 

@@ -25,7 +25,6 @@ from pipelines.spec import (
     Ingest,
     Model,
     ModelSize,
-    Pretrain,
     RecipeError,
     ResNetSize,
     module,
@@ -128,21 +127,6 @@ def test_each_part_of_a_searched_range_enters_the_key() -> None:
     assert over(low=0.001, high=0.1, scale="linear") == searched[0]
 
 
-def test_keys_are_the_same_in_another_process() -> None:
-    code = (
-        "from pipelines import identity; from pipelines.recipe.load import load_pipeline;"
-        f"s = load_pipeline({str(TINY)!r}).stages['probe'];"
-        "print(identity.stage_key(s, {'data': ['d' * 64], 'backbone': ['d' * 64]}, None))"
-    )
-    run = [sys.executable, "-c", code]
-    said = set()
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-        said.add(done.stdout.strip())
-    assert said == {key(STAGES_TINY["probe"])}
-
-
 def test_a_key_is_what_is_documented() -> None:
     """Built here from the formula alone, so that no default key ever moves unseen."""
     import hashlib
@@ -179,7 +163,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.dictionaries(st.text(), json_values))
 def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
     import json
@@ -403,40 +387,6 @@ def test_only_searches_by_optuna_got_new_keys_when_they_tried_no_point_twice() -
         for kind in ("random", "optuna")
     }
     assert versions == {"random": 6, "optuna": 8}
-
-
-@pytest.mark.parametrize(
-    ("stage", "later"),
-    [
-        (Pretrain, {"randaugment": {"magnitude": 10}}),
-        (Pretrain, {"mixup": 0.2}),
-        (Pretrain, {"cutmix": 1.0}),
-        (Pretrain, {"objective": "masked_patches", "patch_target": "pixels"}),
-        (Pretrain, {"objective": "contrastive", "contrastive": {"temperature": 0.1}, "augment": "crop_flip"}),
-        (Pretrain, {"auxiliary": {"masked_patches": 0.5}, "patch_target": "4x4"}),
-        (Pretrain, {"objective": "mae", "mae": {"decoder_depth": 1}}),
-        (Pretrain, {"objective": "distillation", "teacher": "t", "distillation": {"kind": "soft"}}),
-        (Finetune, {"randaugment": {"magnitude": 10}}),
-        (Finetune, {"mixup": 0.2}),
-        (Finetune, {"cutmix": 1.0}),
-    ],
-    ids=str,
-)
-def test_what_changes_images_enters_a_key_where_it_does_something(
-    stage: type[Pretrain] | type[Finetune], later: dict[str, Any]
-) -> None:
-    given = {
-        "job": stage.__name__.lower(),
-        "data": "d",
-        "resolution": 8,
-        "steps": 1,
-        "batch_size": 2,
-        "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1},
-    }
-    given |= {"learning_rate": 0.1} if stage is Pretrain else {"learning_rates": [0.1]}
-    plain, used = (identity.identity_fields(stage.model_validate(given | more)) for more in ({}, later))
-    assert not plain.keys() & ({*later} - {"augment"})
-    assert used.keys() - plain.keys() == {*later} - {"augment", "teacher"}
 
 
 def test_a_models_name_stands_for_its_sizes() -> None:

@@ -10,18 +10,19 @@ import pytest
 from pipelines.results.accuracies import expected_optimism, list_results
 from pipelines.results.compare import compare, comparison_table
 from pipelines.spec import RecipeError
-from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
+from pipelines.store import Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.rows import (
     MEAN_IOU,
     ROWS,
     Truth,
     measurement,
-    scored,
     write_predictions,
     write_table,
 )
-from tests.support.records import make_manifest
+from tests.conftest import Vitflow
+from tests.support.records import committed, make_manifest
+from tests.support.scores import Scores, put_scores
 
 IDS = [f"image {number:02d}" for number in range(60)]
 LABELS = np.arange(60) % 3
@@ -37,26 +38,13 @@ def put(
     **fields: Any,
 ) -> None:
     """Commit an evaluation whose predictions are right where `right` [draws, images] says so."""
-    rows, predictions = [], []
-    for draw, correct in enumerate(right):
-        common = {
-            "protocol": "few-shot linear",
-            "method": method,
-            "labels_per_class": labels_per_class,
-            "draw": draw,
-        }
-        truth = Truth("digits", ids, LABELS)
-        [(row, images)] = scored(common, truth, np.where(correct, LABELS, 7), "dev", {})
-        rows.append(row)
-        predictions.append(images)
-    with store.staging(Layout.files("evaluate", key, 1)) as staging:
-        write_table(staging.path / "rows.parquet", rows, ROWS)
-        write_predictions(staging.path / "predictions.parquet", predictions)
-    defaults = {
-        "config": {"seed": 0},
-        "finished": f"2026-01-0{len(store.names('artifacts/evaluate'))}T00:00:00+00:00",
-    }
-    commit(store, make_manifest("evaluate", key=key, files=staging.files, **defaults | fields))
+    truth = Truth("digits", ids, LABELS)
+    scores = Scores(method, "few-shot linear", labels_per_class, np.where(right, LABELS, 7), truth)
+    finished = f"2026-01-0{len(store.names('artifacts/evaluate')) + 1}T00:00:00+00:00"
+    with committed(
+        store, "evaluate", key, **{"config": {"seed": 0}, "finished": finished} | fields
+    ) as folder:
+        put_scores(folder, scores.scored())
 
 
 def answers(seed: int, share: float) -> np.ndarray:
@@ -195,13 +183,9 @@ def test_other_metrics_are_listed_by_their_name_and_never_compared_as_accuracies
         measurement(common | {"method": method}, MEAN_IOU, value, 60, "dev", {})
         for method, value in (("ViT", 0.75), ("pixels", 0.5))
     ]
-    with store.staging(Layout.files("evaluate", "masks", 1)) as staging:
-        write_table(staging.path / "rows.parquet", rows, ROWS)
-        write_predictions(staging.path / "predictions.parquet", [])
-    commit(
-        store,
-        make_manifest("evaluate", key="masks", files=staging.files, finished="2026-01-01T00:00:00+00:00"),
-    )
+    with committed(store, "evaluate", "masks", finished="2026-01-01T00:00:00+00:00") as folder:
+        write_table(folder / "rows.parquet", rows, ROWS)
+        write_predictions(folder / "predictions.parquet", [])
     (best,) = list_results(store, None, None, MEAN_IOU)
     assert (best["method"], best["mean"], best["judged"], best["optimism"]) == ("ViT", 0.75, 1, None)
     with pytest.raises(RecipeError, match="masks: no accuracies to compare; `report list`"):
@@ -233,15 +217,14 @@ def test_what_was_not_measured_is_named(store: Store, task: str, stage: str, bes
         list_results(store, task, stage, best)
 
 
-@pytest.mark.slow
-def test_the_commands(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
-    table = vitflow("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
+def test_the_commands(vitflow_here: Vitflow, store: Store) -> None:
+    table = vitflow_here("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
-    several = vitflow("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
+    several = vitflow_here("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
     assert "the 2 intervals of B - A are not adjusted for multiple comparisons" in " ".join(several.split())
     (line,) = json.loads(
-        vitflow("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
+        vitflow_here("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
     )
     assert line["key"] == "seed"
-    refused = vitflow("report", "compare", "nope", "aa", "--store", store.uri, check=2)
+    refused = vitflow_here("report", "compare", "nope", "aa", "--store", store.uri, check=2)
     assert "Traceback" not in refused.stderr

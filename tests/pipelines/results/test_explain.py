@@ -16,9 +16,9 @@ from pipelines.results.explain import (
     no_repetitions,
     repetitions,
 )
-from pipelines.store import Layout, commit, open_store
+from pipelines.store import open_store
 from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, ON_SEEN, ON_UNSEEN, REAL, ROWS, measurement, write_table
-from tests.support.records import make_manifest
+from tests.support.records import committed, make_manifest
 
 
 def side(mean: float, **probe: Any) -> Side:
@@ -115,9 +115,8 @@ def test_an_accuracy_is_of_one_set_of_labels_and_one_part_of_test(tmp_path: Path
             for (task, method), value in scored.items()
             if task.startswith(key)
         ]
-        with store.staging(Layout.files("evaluate", key, 1)) as staging:
-            write_table(staging.path / "rows.parquet", rows, ROWS)
-        commit(store, make_manifest("evaluate", key=key, files=staging.files))
+        with committed(store, "evaluate", key) as folder:
+            write_table(folder / "rows.parquet", rows, ROWS)
     found = accuracies(store, {"a": "Pets", "b": "Cars"})
     parts = {
         "": 0.5,

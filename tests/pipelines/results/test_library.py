@@ -13,13 +13,13 @@ from PIL import Image
 import pipelines
 from pipelines.files.hashing import cache_folder
 from pipelines.spec import RecipeError
-from pipelines.store import Layout, Store, StoreError, commit, open_store
+from pipelines.store import Store, StoreError, open_store
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.evaluation import rows as tables
 from tests.support import datasets, records
 from tests.support.checkpoints import model_at, put_pretraining
-from tests.support.records import make_manifest
+from tests.support.records import committed
 from tests.support.s3 import Server, used
 from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
@@ -37,11 +37,10 @@ IDS = datasets.identities(3)
 
 def put_dataset(store: Store, key: str = "da") -> None:
     """Three grey images of 4x4 in two shards of test: image i is filled with 10 * i. None in dev and train."""
-    with store.staging(Layout.files("ingest", key, 1)) as staging:
+    with committed(store, "ingest", key) as folder:
         samples = [Sample(IDS[i], f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in range(3)]
         image = ImageSize(height=4, width=4, channels=1)
-        datasets.put(staging.path, "zoo", CLASSES, image, {"test": samples}, per_shard=2)
-    commit(store, make_manifest("ingest", key=key, files=staging.files))
+        datasets.put(folder, "zoo", CLASSES, image, {"test": samples}, per_shard=2)
 
 
 def row(method: str, value: float) -> dict[str, object]:
@@ -56,10 +55,9 @@ def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
     )
     model = ViT(config)
     torch.nn.init.normal_(model.head.weight)
-    with store.staging(Layout.files("finetune", key, 1)) as staging:
-        save_model(staging.path, model, contract_for(config, CLASSES))
-        tables.write_table(staging.path / "rows.parquet", [row("ViT", value)], tables.ROWS)
-    commit(store, make_manifest("finetune", key=key, stage="tune", run="r-1", files=staging.files))
+    with committed(store, "finetune", key, stage="tune", run="r-1") as folder:
+        save_model(folder, model, contract_for(config, CLASSES))
+        tables.write_table(folder / "rows.parquet", [row("ViT", value)], tables.ROWS)
     return model.eval()
 
 
@@ -149,16 +147,13 @@ def test_a_split_that_is_not_there_is_told(store: Store, split: str, message: st
             ask(split)
 
 
-def test_images_of_many_sizes_come_as_squares_from_their_middle(store: Store) -> None:
+def test_images_of_many_sizes_come_as_squares_from_their_middle(store: Store, tmp_path: Path) -> None:
     wide = np.zeros((300, 600, 3), np.uint8)
     wide[:, 150:450] = (255, 0, 0)  # the middle square is red
-    with store.staging(Layout.files("ingest", "db", 1)) as staging:
-        Image.fromarray(wide).save(staging.path / "x.png")
-        data = (staging.path / "x.png").read_bytes()
-        (staging.path / "x.png").unlink()
-        samples = [Sample("i", "x.png", data, "png", 600, 300, 3, 0)]
-        datasets.put(staging.path, "zoo", CLASSES, None, {"dev": samples})
-    commit(store, make_manifest("ingest", key="db", files=staging.files))
+    with committed(store, "ingest", "db") as folder:
+        Image.fromarray(wide).save(tmp_path / "x.png")
+        samples = [Sample("i", "x.png", (tmp_path / "x.png").read_bytes(), "png", 600, 300, 3, 0)]
+        datasets.put(folder, "zoo", CLASSES, None, {"dev": samples})
     images = pipelines.open_store(store.uri).dataset("db").images("dev")
     assert images.shape == (1, 224, 224, 3)
     assert (images[0, :, 4:-4] == (255, 0, 0)).all()
@@ -171,9 +166,8 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
     # Of equally many labels of each class, the most frequent was the lowest, so such a row is left out.
     written = [row("k-NN", 0.25), row("majority", 1 / 3), row("majority", 0.9) | {"labels_per_class": 5}]
     for job, key, file in (("baselines", "ba", "rows.parquet"), ("report", "ra", "rows.parquet")):
-        with store.staging(Layout.files(job, key, 1)) as staging:
-            tables.write_table(staging.path / file, written, tables.ROWS)
-        commit(store, make_manifest(job, key=key, stage=f"s-{job}", run="r-2", files=staging.files))
+        with committed(store, job, key, stage=f"s-{job}", run="r-2") as folder:
+            tables.write_table(folder / file, written, tables.ROWS)
     found = pipelines.open_store(store.uri).rows()
     assert set(found.project("artifact, stage, run, method, value, labels_per_class").fetchall()) == {
         ("fa", "tune", "r-1", "ViT", 0.5, None),

@@ -19,14 +19,15 @@ from pipelines.results.accuracies import list_results
 from pipelines.results.query import query
 from pipelines.results.tables import TABLES
 from pipelines.spec import RecipeError
-from pipelines.store import Layout, LogLine, Store, StoreDamaged, commit, encode_lines, open_store
+from pipelines.store import Layout, LogLine, Store, StoreDamaged, encode_lines, open_store
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from ray_jobs.ingest import _write_quarantine
 from ray_jobs.segment import CONFUSION
 from ray_jobs.sources.archives.entries import Unusable
+from tests.conftest import Vitflow
 from tests.support.paths import ROOT
-from tests.support.records import flip, make_manifest, row
+from tests.support.records import committed, flip, row
 
 
 def prediction(**changes: Any) -> dict[str, Any]:
@@ -43,11 +44,10 @@ def put(
     store: Store, key: str, rows: list[Any], predictions: list[Any], job: str = "evaluate", **fields: Any
 ) -> None:
     """Commit an artifact with these tables."""
-    with store.staging(Layout.files(job, key, 1)) as staging:
-        write_table(staging.path / "rows.parquet", rows, ROWS)
-        write_table(staging.path / "predictions.parquet", predictions, PREDICTIONS)
-        (staging.path / "secret.txt").write_text("secret")
-    commit(store, make_manifest(job, key=key, files=staging.files, **fields))
+    with committed(store, job, key, **fields) as folder:
+        write_table(folder / "rows.parquet", rows, ROWS)
+        write_table(folder / "predictions.parquet", predictions, PREDICTIONS)
+        (folder / "secret.txt").write_text("secret")
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +136,11 @@ def test_another_metric_is_another_result_and_pixels_are_beside_their_artifact(t
             ("background", "background", 5),
         )
     ]
-    with store.staging(Layout.files("segment", "aa", 1)) as staging:
-        write_table(staging.path / "rows.parquet", [shared | {"metric": "mIoU"}, shared], ROWS)
+    with committed(store, "segment", "aa", stage="seg") as folder:
+        write_table(folder / "rows.parquet", [shared | {"metric": "mIoU"}, shared], ROWS)
         lines = [{name: (shared | each)[name] for name in CONFUSION.names} for each in pixels]
         table = pa.Table.from_pylist(lines, CONFUSION)
-        write_parquet(staging.path / "confusion.parquet", table)
-    commit(store, make_manifest("segment", key="aa", files=staging.files, stage="seg"))
+        write_parquet(folder / "confusion.parquet", table)
     name = "digits, all labels, linear segmentation: ViT (seg aa)"
     assert ask(store, "SELECT result FROM rows ORDER BY 1") == [(name,), (f"{name}, mIoU",)]
     assert ask(store, "SELECT DISTINCT result, job, sum(pixels) FROM confusion GROUP BY ALL") == [
@@ -208,11 +207,10 @@ def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None
         "forward": speed,
     }
     for key, sweep in sweeps.items():
-        with store.staging(Layout.files("finetune", key, 1)) as staging:
-            (staging.path / "log.jsonl").write_bytes(encode_lines(log))
-            (staging.path / "sweep.json").write_text(json.dumps(sweep | {"selected_on": "dev"}))
-            (staging.path / "cost.json").write_text(json.dumps(cost | {"training": None}))
-        commit(store, make_manifest("finetune", key=key, files=staging.files, stage="tune"))
+        with committed(store, "finetune", key, stage="tune") as folder:
+            (folder / "log.jsonl").write_bytes(encode_lines(log))
+            (folder / "sweep.json").write_text(json.dumps(sweep | {"selected_on": "dev"}))
+            (folder / "cost.json").write_text(json.dumps(cost | {"training": None}))
     assert ask(
         store, "SELECT fit, step, loss, few_shot->>'5-shot dev' FROM training_log WHERE artifact = 'aa'"
     ) == [
@@ -250,13 +248,10 @@ def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None
     for names in (["old"], ["old", "new"]):
         store = open_store(str(tmp_path / "".join(names)))
         for name in names:
-            with store.staging(Layout.files("evaluate", name, 1)) as staging:
+            with committed(store, "evaluate", name) as folder:
                 table = pa.Table.from_pylist([prediction(probability=0.5)], PREDICTIONS)
-                write_parquet(
-                    staging.path / "predictions.parquet",
-                    table.select(older.names) if name == "old" else table,
-                )
-            commit(store, make_manifest("evaluate", key=name, files=staging.files))
+                table = table.select(older.names) if name == "old" else table
+                write_parquet(folder / "predictions.parquet", table)
         found = dict(ask(store, "SELECT artifact, probability FROM predictions"))
         assert found == {name: None if name == "old" else 0.5 for name in names}
 
@@ -451,10 +446,9 @@ MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.
     {'in': [12345678901234567890.125::DECIMAL(38, 3)]} AS nested"""
 
 
-@pytest.mark.slow
-def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
+def test_json_csv_and_the_table(vitflow_here: Vitflow, store: Store) -> None:
     def run(*arguments: str, check: int = 0) -> Any:
-        return vitflow("report", "query", *arguments, "--store", store.uri, check=check)
+        return vitflow_here("report", "query", *arguments, "--store", store.uri, check=check)
 
     printed = run(MIXED, "--json").stdout
     assert '"nested": {"in":[12345678901234567890.125]}' in printed
@@ -491,10 +485,9 @@ def test_the_list_of_an_audit_is_a_table(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     assert ask(store, "SELECT * FROM label_issues") == []
     row = (1, "a1", "cat/1.png", "train", "cat", "dog", 0.25, 0.75)
-    with store.staging(Layout.files("audit", "aa", 1)) as staging:
+    with committed(store, "audit", "aa", stage="audit") as folder:
         table = pa.Table.from_pylist([dict(zip(LABEL_ISSUES.names, row, strict=True))], LABEL_ISSUES)
-        write_parquet(staging.path / FILE, table)
-    commit(store, make_manifest("audit", key="aa", stage="audit", files=staging.files))
+        write_parquet(folder / FILE, table)
     names = ", ".join(LABEL_ISSUES.names)
     assert ask(store, f"SELECT artifact, job, {names} FROM label_issues ORDER BY rank") == [
         ("aa", "audit", *row)
@@ -503,12 +496,9 @@ def test_the_list_of_an_audit_is_a_table(tmp_path: Path) -> None:
 
 def test_quarantined_images_are_a_table(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    with store.staging(Layout.files("ingest", "ii", 1)) as staging:
-        _write_quarantine(
-            staging.path / "quarantine.parquet",
-            [Unusable("b.jpg", "cut off", "b.jpg"), Unusable("a.jpg", "empty")],
-        )
-    commit(store, make_manifest(key="ii", stage="images", files=staging.files))
+    with committed(store, "ingest", "ii", stage="images") as folder:
+        unusable = [Unusable("b.jpg", "cut off", "b.jpg"), Unusable("a.jpg", "empty")]
+        _write_quarantine(folder / "quarantine.parquet", unusable)
     assert ask(store, "SELECT stage, key, reason, file FROM quarantine ORDER BY key") == [
         ("images", "a.jpg", "empty", ""),
         ("images", "b.jpg", "cut off", "b.jpg"),

@@ -1,6 +1,5 @@
 """A member of a matrix whose source is not there: it is named, the rest goes on, and the report says what it lacks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from pipelines.spec.vtab import TASKS
 from pipelines.store import open_store
 from ray_jobs.training.optim import warmup_steps
 from ray_jobs.tuning.points import points
-from tests.conftest import Vitflow
 from tests.support.records import make_manifest
 
 
@@ -170,34 +168,3 @@ def test_the_petl_recipe_has_other_methods_by_settings_and_trials_for_each_task(
         other = load_pipeline("vtab_petl", changed).stages["finetune@task=dtd"]
         assert isinstance(other, Finetune)
         assert other == lora.model_copy(update={"lora": None, "freeze": freeze})
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_run_goes_on_without_a_missing_source_and_takes_it_in_when_it_is_there(
-    recipe: Path, tmp_path: Path, vitflow_local: Vitflow
-) -> None:
-    store = ("--store", tmp_path / "s")
-    done = vitflow_local("run", recipe, *store, check=1)
-    assert "c is not a folder" in done.stdout
-    assert "failed: images@root=c;" in done.stderr
-    shown = json.loads(vitflow_local("report", "show", *store, "--json").stdout)
-    assert shown["missing"] == ["images@root=c", "pixels@root=c"]
-    assert len(shown["accuracies"]) == 2
-    assert "Not made, so not in this report: images@root=c, pixels@root=c." in done.stdout
-    (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
-    assert (
-        "Not on this page, because they could not be built: images@root=c, pixels@root=c." in page.read_text()
-    )
-
-    again = vitflow_local("run", recipe, *store, check=1, RAY_ADDRESS="", VITFLOW_RAY_DIR="/nonexistent")
-    assert again.stdout.count("CACHED") == 5, "nothing runs, not even Ray"
-    assert again.stdout.count("FAILED") == again.stdout.count("SKIPPED") == 1
-    assert "failed: images@root=c" in again.stderr
-
-    images(tmp_path / "c")
-    whole = vitflow_local("run", recipe, *store)
-    assert whole.stdout.count("SUCCEEDED") == 1, "the same images behind another path, but for the report"
-    shown = json.loads(vitflow_local("report", "show", *store, "--json").stdout)
-    assert shown["missing"] == []

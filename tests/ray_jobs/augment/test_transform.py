@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.spec import Augmentation, Pretrain
+from pipelines.spec import Augmentation
 from ray_jobs.augment import TrainTransform, augment, crops
 from ray_jobs.augment.views import two_views
+from tests.support.pretraining import pretraining
 
 POSITIONS = np.arange(70, 78)
 LABELS = torch.arange(8)
@@ -16,18 +17,8 @@ IMAGES = torch.randint(0, 256, (8, 16, 16, 3), generator=torch.Generator().manua
 
 
 def transform(*, from_files: bool, **fields: object) -> TrainTransform:
-    base = {
-        "job": "pretrain",
-        "data": "d",
-        "model": {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2},
-        "resolution": 16,
-        "steps": 1,
-        "batch_size": 8,
-        "learning_rate": 0.1,
-    }
-    return TrainTransform(
-        Pretrain.model_validate(base | fields), seed=3, num_classes=8, from_files=from_files
-    )
+    config = pretraining(**{"resolution": 16, "batch_size": 8} | fields)
+    return TrainTransform(config, seed=3, num_classes=8, from_files=from_files)
 
 
 @pytest.mark.parametrize("policy", get_args(Augmentation))

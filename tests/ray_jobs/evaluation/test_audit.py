@@ -8,21 +8,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.spec import Audit, ModelSize
+from pipelines.spec import Audit
 from pipelines.store import Layout, Manifest, Store, commit, create_attempt, input_ref, open_store
 from ray_jobs import audit
 from ray_jobs.data import shards
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.process.context import Context
-from ray_jobs.training.contract import model_contract
 from ray_jobs.tuning import folds
 from tests.support import datasets
+from tests.support.checkpoints import SIZE, put_untrained
 from tests.support.records import make_context, make_manifest
-from vit_model.build import build
 from vit_model.errors import UserError
-from vit_model.weights import save_model
 
-SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 FIT = {"folds": 3, "model": SIZE, "resolution": 8, "learning_rate": 1e-2, "steps": 30, "batch_size": 16}
 COUNTS = {"train": 90, "dev": 30, "test": 10}
 WRONG = {"train": (3, 40, 77), "dev": (8,)}
@@ -61,18 +58,10 @@ class Made:
         )
 
     def model(self, job: str, says: str = "unknown", **config: Any) -> Manifest:
-        contract = model_contract(ModelSize.model_validate(SIZE), 8, self.info)
-        network = build(contract.architecture)
-        network.initialise(3)
-        with self.store.staging(Layout.files(job, "model", 1)) as staging:
-            save_model(staging.path, network, contract.model_copy(update={"training_data": says}))
+        model = put_untrained(self.store, self.data, "model", job, training_data=says)
         inputs = {} if job == "import" else {"data": [input_ref(self.store, self.data)]}
-        return commit(
-            self.store,
-            make_manifest(
-                job, key="model", stage="backbone", files=staging.files, inputs=inputs, config=config
-            ),
-        )
+        changes = {"stage": "backbone", "inputs": inputs, "config": config}
+        return commit(self.store, model.model_copy(update=changes))
 
     def context(self, number: int = 1, backbone: Manifest | None = None, **fields: Any) -> Context[Audit]:
         given = {} if backbone is None else {"backbone": backbone}

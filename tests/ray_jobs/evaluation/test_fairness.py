@@ -13,7 +13,6 @@ import torch
 from pipelines.spec import Baselines, Finetune, Labels, ModelSize
 from pipelines.store import open_store
 from ray_jobs import baselines, finetune
-from ray_jobs.data import shards
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Context
 from ray_jobs.training.evaluators import score
@@ -39,14 +38,7 @@ class Seen(NamedTuple):
 
 def context(folder: Path, config: Any, dev: int) -> Context:
     """Of a dataset of noise, in which no two images are equal."""
-    rng, splits = np.random.default_rng(0), {}
-    for split, count in {"train": 60, "dev": dev, "test": TEST}.items():
-        noise = rng.integers(0, 256, (count, 8, 8, 1), np.uint8)
-        splits[split] = [
-            datasets.raw(f"{split}/{row:04d}", pixels, row % 3) for row, pixels in enumerate(noise)
-        ]
-    image = shards.ImageSize(height=8, width=8, channels=1)
-    datasets.put(folder / "dataset", "noise", ("a", "b", "c"), image, splits)
+    datasets.put_noise(folder / "dataset", {"train": 60, "dev": dev, "test": TEST})
     store = open_store(str(folder / "store"))
     data = make_manifest("ingest")
     shutil.copytree(folder / "dataset", store.local(data.folder, ()))

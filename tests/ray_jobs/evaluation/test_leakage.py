@@ -17,25 +17,24 @@ import torch
 from pipelines import store as st
 from pipelines.commands.models import _write
 from pipelines.results.accuracies import list_results
-from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels, ModelSize, Report
+from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
-from ray_jobs import evaluate, finetune, report
+from ray_jobs import evaluate, finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
 from ray_jobs.import_model import import_model
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import provenance
-from ray_jobs.training.contract import model_contract
 from ray_jobs.training.evaluators import score
 from ray_jobs.training.task import make_task
 from tests.support import datasets
+from tests.support.checkpoints import SIZE, put_untrained
 from tests.support.finetuning import refitted
 from tests.support.records import flip, make_attempt, make_context, make_manifest
+from tests.support.reports import make_report
 from tests.support.s3 import Server, used
-from vit_model.build import build
-from vit_model.weights import load_model, save_model
+from vit_model.weights import load_model
 
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 PIXELS = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)
 SHAPE = shards.ImageSize(height=8, width=8, channels=1)
 FEW = Labels(per_class=4, draws=3, folds=2, seed=5)
@@ -90,15 +89,12 @@ class Made:
         **config: Any,
     ) -> Manifest:
         """An untrained model that says it was made of these; without data, weights that were imported."""
-        info = shards.open_dataset(self.folder(data or next(iter(self.artifacts)))).info
-        contract = model_contract(SIZE, 8, info)
-        network = build(contract.architecture)
-        network.initialise(zlib.crc32(name.encode()))  # equal weights are one model
-        with self.store.staging(st.Layout.files(job, name, 1)) as staging:
-            save_model(staging.path, network, contract.model_copy(update={"training_data": says}))
+        images = self.artifacts[data or next(iter(self.artifacts))]
+        seed = zlib.crc32(name.encode())  # equal weights are one model
+        files = put_untrained(self.store, images, name, job, seed=seed, training_data=says).files
         given = {"data": data, "backbone": backbone, "init_from": init_from, "teacher": teacher}
         inputs = {field: [input_ref(self.store, self.artifacts[one])] for field, one in given.items() if one}
-        return self._commit(name, job, content_digest=name, files=staging.files, inputs=inputs, config=config)
+        return self._commit(name, job, content_digest=name, files=files, inputs=inputs, config=config)
 
     def _commit(self, name: str, job: str, **fields: Any) -> Manifest:
         self.artifacts[name] = st.commit(self.store, make_manifest(job, key=name, stage=name, **fields))
@@ -414,17 +410,8 @@ def test_no_verdict_and_no_list_of_the_best_has_a_row_of_a_part_of_test(scored: 
 
 def made_report(made: Made, of: str) -> tuple[dict[str, Any], str]:
     """The numbers and the page of a report of one artifact."""
-    config = Report(job="report", title="Leaky", of=(of,))
-    attempt = make_attempt(
-        "report",
-        key=f"report-{of}",
-        store_id=made.store.id,
-        store_uri=made.store.uri,
-        config=config.model_dump(mode="json"),
-    )
-    report.make(Context(attempt, config, {"of": (made.artifacts[of],)}))
-    folder = made.store.local(st.Layout.files("report", attempt.key, 1), ())
-    return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    files = make_report(made.store, [made.artifacts[of]])
+    return json.loads(files["report.json"]), files["report.html"].decode()
 
 
 def test_of_parts_of_test_alone_none_is_the_best(scored: Made) -> None:

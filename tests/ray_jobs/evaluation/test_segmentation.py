@@ -20,12 +20,10 @@ from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
-from ray_jobs.training.contract import model_contract
+from tests.support.checkpoints import put_untrained
 from tests.support.records import make_context, make_manifest
 from tests.support.vtab_natural import pets
-from vit_model.build import build
 from vit_model.errors import UserError
-from vit_model.weights import save_model
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
@@ -102,14 +100,9 @@ def shapes(store: Store) -> Manifest:
     return make_manifest("ingest", files=result.files, content_digest=result.content_digest)
 
 
-def put_model(store: Store, data: Manifest, size: Any, key: str, sort: str = "pretrain") -> Manifest:
+def put_model(store: Store, data: Manifest, size: Any, key: str) -> Manifest:
     """An untrained model that takes these images."""
-    contract = model_contract(size, 32, open_dataset(st.local_files(store, data)).info)
-    network = build(contract.architecture)
-    network.initialise(9)
-    with store.staging(st.Layout.files(sort, key, 1)) as staging:
-        save_model(staging.path, network, contract)
-    return make_manifest(sort, key=key, files=staging.files)
+    return put_untrained(store, data, key, size=size, resolution=32, seed=9)
 
 
 def segmented(

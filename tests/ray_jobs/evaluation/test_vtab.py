@@ -11,35 +11,23 @@ import pytest
 
 from pipelines import store as st
 from pipelines.identity import identity_fields
-from pipelines.spec import Evaluate, ModelSize
+from pipelines.spec import Evaluate
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import evaluate
 from ray_jobs.data import shards
 from ray_jobs.evaluation import features, frozen, linear_probe
 from ray_jobs.evaluation.linear_probe import BIAS_FEATURE
-from ray_jobs.training.contract import model_contract
-from tests.support import datasets
-from tests.support.digits import ink
+from tests.support.checkpoints import put_untrained
+from tests.support.digits import grey, ink, put_digits
 from tests.support.records import make_context, make_manifest
-from vit_model.build import build
-from vit_model.weights import save_model
 
-IMAGES, LABELS = ink()
-PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
-SIZE = shards.ImageSize(height=8, width=8, channels=1)
-IDS = datasets.identities(len(PIXELS))
+LABELS, PIXELS = ink()[1], grey()
 PARTS = {"train": range(30), "dev": range(30, 50), "test": range(50, 150)}
-MODEL = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 
 
 def put(store: Store, key: str, parts: Mapping[str, Any]) -> Manifest:
-    """Commit digits of these numbers as a dataset; ids are in the order of the numbers."""
-    samples = {
-        split: [datasets.raw(IDS[number], PIXELS[number], int(LABELS[number])) for number in numbers]
-        for split, numbers in parts.items()
-    }
     with store.staging(st.Layout.files("ingest", key, 1)) as staging:
-        datasets.put(staging.path, "digits", list("0123456789"), SIZE, samples)
+        put_digits(staging.path, "digits", parts)
     return make_manifest("ingest", key=key, files=staging.files)
 
 
@@ -55,13 +43,7 @@ def digits(store: Store) -> Manifest:
 
 @pytest.fixture(scope="module")
 def model(store: Store, digits: Manifest) -> Manifest:
-    info = shards.open_dataset(st.local_files(store, digits)).info
-    contract = model_contract(MODEL, 8, info).model_copy(update={"training_data": "other images"})
-    network = build(contract.architecture)
-    network.initialise(3)
-    with store.staging(st.Layout.files("pretrain", "model", 1)) as staging:
-        save_model(staging.path, network, contract)
-    return make_manifest("pretrain", key="model", files=staging.files)
+    return put_untrained(store, digits, "model", training_data="other images")
 
 
 def run(
@@ -115,23 +97,6 @@ def test_the_linear_probe_is_scikit_learns_ridge_with_the_l2_of_leave_one_out(
     ours = [p["prediction"] for p in predictions if p["method"] == "pixels" and p["labels_per_class"] is None]
     np.testing.assert_array_equal(ours, expected)
     assert row["value"] == np.mean(expected == LABELS[50:150])
-
-
-def test_standardised_pixels_too(store: Store, digits: Manifest, model: Manifest) -> None:
-    found, predictions = run(store, digits, model, **ALL)
-    method = "pixels, standardised"
-    (row,) = [row for row in found if row["method"] == method and row["labels_per_class"] is None]
-    pixels = PIXELS.reshape(-1, 64) / np.float32(255)
-    varied = pixels[:50].std(axis=0) > 0  # the others are divided by next to nothing, and are zero
-    from sklearn.linear_model import Ridge
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    classifier = make_pipeline(StandardScaler(), Ridge(json.loads(row["settings"])["l2"]))
-    classifier.fit(pixels[:50, varied], 2.0 * np.eye(10)[LABELS[:50]] - 1)
-    expected = classifier.predict(pixels[50:150, varied]).argmax(axis=1)
-    ours = [p["prediction"] for p in predictions if p["method"] == method and p["labels_per_class"] is None]
-    assert np.mean(expected == ours) > 0.9, "pixels that only test varies are the difference"
 
 
 def test_train_and_dev_together_are_a_train_that_has_both(

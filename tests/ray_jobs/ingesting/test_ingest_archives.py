@@ -1,28 +1,23 @@
 """A folder as an archive or on S3, groups by a column; and whole ingests of archives, twice the same."""
 
-import gzip
 import json
 import os
-import struct
 import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipelines import identity
 from pipelines.files.sources import source_files
-from pipelines.spec import FolderSource, IdxSource, Ingest, RecipeError
+from pipelines.spec import FolderSource, Ingest, RecipeError
 from pipelines.store import open_store
 from ray_jobs import ingest
-from ray_jobs.data.shards import open_dataset
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Listing
 from tests.support.archives import image, rar, tar, zipped
-from tests.support.imagenet import write
 from tests.support.records import make_context
 from tests.support.s3 import Server, used
 
@@ -188,36 +183,6 @@ def test_a_folder_on_s3_is_as_the_folder_here(
             listed(f"s3://{bucket}/bad")
 
 
-def test_idx_files_on_s3_are_as_those_here(
-    tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng, bucket = np.random.default_rng(0), f"idx-{os.urandom(4).hex()}"
-    arrays = {
-        "train-images-idx3-ubyte": rng.integers(0, 256, (40, 3, 3), np.uint8),
-        "train-labels-idx1-ubyte": np.arange(40, dtype=np.uint8) % 2,
-        "t10k-images-idx3-ubyte": rng.integers(0, 256, (6, 3, 3), np.uint8),
-        "t10k-labels-idx1-ubyte": np.arange(6, dtype=np.uint8) % 2,
-    }
-    for name, array in arrays.items():
-        data = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
-        zipped_too = "images" in name
-        (tmp_path / f"{name}{'.gz' * zipped_too}").write_bytes(gzip.compress(data) if zipped_too else data)
-
-    def read(root: str) -> tuple[list[object], list[bytes]]:
-        given = IdxSource(kind="idx", root=root, class_names=("a", "b"))
-        files = {name: str(path) for name, path in source_files(given).items()}
-        entries = catalog.listing(given, files).entries
-        return entries.to_pylist(), [
-            np.asarray(one).tobytes() for one in catalog.images(given, files, entries)
-        ]
-
-    with used(moto, monkeypatch):
-        moto.client.create_bucket(Bucket=bucket)
-        for path in tmp_path.iterdir():
-            moto.client.put_object(Bucket=bucket, Key=f"idx/{path.name}", Body=path.read_bytes())
-        assert read(f"s3://{bucket}/idx") == read(str(tmp_path))
-
-
 # ---- whole ingests
 
 
@@ -243,21 +208,3 @@ def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(
     (tmp_path / "plain" / "cat" / "1.heic").write_bytes(b"not read")
     ingested({"kind": "folder", "root": str(roots[-1])}, tmp_path / "other")
     assert "1 files left out, not images by their extensions: .heic 1; to use" in capsys.readouterr().out
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_imagenet_from_its_archives_twice(tmp_path: Path, local_ray: None) -> None:
-    root = write(tmp_path / "imagenet")
-    (root / "real.json").write_text("[[0], [], [2, 1], [3], [1], []]")
-    given = {"kind": "imagenet", "root": str(root), "dev_fraction": 0.1}
-    first, second = (ingested(given, tmp_path / f"s{i}") for i in range(2))
-    assert first[0] == second[0]
-    dataset = open_dataset(first[2])
-    assert Counter(dataset.index("test")["label"].to_pylist()) == {0: 2, 2: 2, 1: 1, 3: 1}
-    by_key = {row["key"]: row["labels"] for row in dataset.index("test").to_pylist()}
-    assert (
-        by_key["val/ILSVRC2012_val_00000003.JPEG"] == [1, 2]
-        and by_key["val/ILSVRC2012_val_00000002.JPEG"] == []
-    )
-    assert first[1]["images"] == 126 and first[1]["quarantined"] == 0

@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,19 +12,17 @@ from ray_jobs.evaluation.intervals import Interval
 from ray_jobs.evaluation.rows import (
     PROBABILITIES,
     REAL,
-    ROWS,
     Row,
     Truth,
     scored,
     write_parquet,
-    write_predictions,
-    write_table,
 )
 from ray_jobs.reporting import measures, mistakes
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
 from ray_jobs.reporting.verdicts import headline, sentence, verdicts
 from tests.support.records import make_manifest
+from tests.support.scores import put_scores
 
 SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
 # Of equally many labels of each class, the most frequent was the lowest, so entries leave it out.
@@ -51,14 +48,8 @@ def put(folder: Path, task: str, images: int, seed: int) -> list[Row]:
             [(row, part)] = scored(common, truth, rng.integers(0, 3, images), "dev", {})
             rows.append(row)
             parts.append(part)
-    write(folder, list(zip(rows, shuffle.sample(parts, len(parts)), strict=True)))
+    put_scores(folder, zip(rows, shuffle.sample(parts, len(parts)), strict=True))
     return [row for part in parts for row in part.to_pylist()]
-
-
-def write(folder: Path, found: list[tuple[Row, Any]]) -> None:
-    folder.mkdir(exist_ok=True)
-    write_table(folder / "rows.parquet", [row for row, _ in found], ROWS)
-    write_predictions(folder / "predictions.parquet", [part for _, part in found])
 
 
 def read(folders: dict[str, Path]) -> list[Entry]:
@@ -123,7 +114,7 @@ def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path:
     real = pa.array([[0, 1], [2], []], pa.list_(pa.int32()))
     truth = Truth("ImageNet-1k", ["a", "b", "c"], np.array([0, 1, 2]), real)
     found = scored(common, truth, np.array([1, 0, 2]), "dev", {})
-    write(tmp_path, found)
+    put_scores(tmp_path, found)
     plain, judged = read({"a": tmp_path})
     assert (plain.task, plain.sample_ids) == ("ImageNet-1k", ("a", "b", "c"))
     assert plain.correct.tolist() == [[False, False, True]]
@@ -137,7 +128,7 @@ def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:
     common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
     truth = Truth("x", ["a", "b"], np.array([0, 1]), seen=np.array([True, False]))
     found = scored(common, truth, np.array([0, 0]), "dev", {})
-    write(tmp_path, found)
+    put_scores(tmp_path, found)
     parts = read({"a": tmp_path})
     assert len(parts) == 2 and mistakes.main_entry(parts) is None
 

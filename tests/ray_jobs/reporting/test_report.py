@@ -31,24 +31,32 @@ from pipelines.spec import (
     Labels,
     ModelSize,
     Pretrain,
-    Report,
     Segment,
 )
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
-from ray_jobs import report
 from ray_jobs.data import shards
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
-from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
-from ray_jobs.process.context import Context
+from ray_jobs.evaluation.rows import (
+    MEAN_IOU,
+    PREDICTIONS,
+    PROBABILITIES,
+    ROWS,
+    Truth,
+    measurement,
+    write_predictions,
+    write_table,
+)
 from ray_jobs.reporting import label_issues, page
 from ray_jobs.reporting.figures import measured_in_training
 from ray_jobs.reporting.gather import _why_ended
 from ray_jobs.reporting.lines import uncalibrated
 from tests.support import datasets
-from tests.support.records import make_attempt, make_manifest
+from tests.support.records import make_manifest
+from tests.support.reports import make_report
+from tests.support.scores import Scores, put_scores
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 NOTES = ("test is <b>theirs</b>",)
@@ -88,7 +96,8 @@ SWEEPS = {None: SWEEP, "grid": SEARCH, "pbt": POPULATION}  # by the kind of sear
 CURVES = [
     {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
 ]
-PROBABILITY = 0.75  # of every answer of a fine-tuned model
+PROBABILITY = 0.75
+TUNED = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2]}  # every answer of a fine-tuned model
 
 
 def finetune(per_class: int | None, backbone: str | None = None) -> Finetune:
@@ -172,42 +181,15 @@ class Artifacts:
         self.commit(stage, "ingest", "dataset", files)
         return ids
 
-    def scores(
-        self, stage: str, scores: Sequence[Mapping[str, Any]], config: AnyStage, **inputs: str
-    ) -> Manifest:
-        """Commit what `_scores` makes as the artifact of a stage, a fine-tuning with its sweep."""
-        rows, predictions = [], []
-        tuned = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2], "calibrated_nll": None}
+    def scores(self, stage: str, scores: Sequence[Scores], config: AnyStage, **inputs: str) -> Manifest:
+        """Commit scores as the artifact of a stage, a fine-tuning with its sweep."""
+        found = []
         for score in scores:
-            for draw, answers in enumerate(score["predictions"]):
-                names = ("protocol", "method", "labels_per_class")
-                common = {"task": inputs["data"], "draw": draw, **{name: score[name] for name in names}}
-                value = float(np.mean(answers == score["labels"]))
-                rows.append(
-                    {
-                        **common,
-                        "split": "test",
-                        "metric": "accuracy",
-                        "value": value,
-                        "num_images": len(answers),
-                        "selected_on": "folds",
-                        "settings": '{"c": 1.0, "exact": true}',
-                    }
-                )
-                predictions += [
-                    {
-                        **common,
-                        "sample_id": identity,
-                        "label": int(label),
-                        "prediction": int(answer),
-                        "correct": bool(label == answer),
-                    }
-                    | (tuned if score["protocol"] == "fine-tuning" else {})
-                    for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)
-                ]
+            tuned = [TUNED] * len(score.truth.ids) if score.protocol == "fine-tuning" else None
+            table = tuned and pa.Table.from_pylist(tuned, PROBABILITIES)
+            found += score.scored("folds", {"c": 1.0, "exact": True}, table)
         folder = self.store.root
-        write_table(folder / "rows.parquet", rows, ROWS)
-        write_predictions(folder / "predictions.parquet", [pa.Table.from_pylist(predictions, PREDICTIONS)])
+        put_scores(folder, found)
         files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
         if isinstance(config, Finetune):
             files["sweep.json"] = json.dumps(SWEEPS[config.search and config.search.kind]).encode()
@@ -219,31 +201,9 @@ class Artifacts:
         """What a manifest says of its inputs, field -> stage."""
         return {field: [input_ref(self.store, self.made[stage])] for field, stage in inputs.items()}
 
-    def context(self, *stages: str, title: str = "A title", number: int = 1) -> Context:
-        """A report of these stages, to be made by attempt `number`."""
-        of = tuple(self.made[stage] for stage in stages)
-        config = Report(job="report", title=title, of=stages)
-        references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
-        attempt = make_attempt(
-            "report",
-            key="e" * 64,
-            number=number,
-            stage="report",
-            run="run",
-            store_id=self.store.id,
-            store_uri=self.store.uri,
-            config=config.model_dump(mode="json"),
-            inputs={"of": references},
-            created="2026-11-21T08:00:00+00:00",
-        )
-        return Context(attempt, config, {"of": of})
-
-    def make(self, *stages: str, **options: Any) -> dict[str, bytes]:
+    def make(self, *stages: str, **fields: Any) -> dict[str, bytes]:
         """The files of a report of these stages."""
-        context = self.context(*stages, **options)
-        result = report.make(context)
-        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number), ())
-        return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
+        return make_report(self.store, [self.made[stage] for stage in stages], **fields)
 
 
 def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> Sample:
@@ -271,19 +231,6 @@ def _parquet(table: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _scores(
-    method: str, protocol: str, per_class: int | None, predictions: np.ndarray, labels: np.ndarray, ids: Any
-) -> dict[str, Any]:
-    return {
-        "method": method,
-        "protocol": protocol,
-        "labels_per_class": per_class,
-        "predictions": predictions,
-        "labels": labels,
-        "ids": ids,
-    }
-
-
 def _guesses(rng: np.random.Generator, labels: np.ndarray, draws: int, rate: float) -> np.ndarray:
     """Predictions [draws, n] of three classes that are right at about this rate."""
     shape = (draws, len(labels))
@@ -302,6 +249,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     made.dataset("letters", [f"letter {i}" for i in range(3)], {"train": images(30), "dev": images(6)})
     splits = {"train": images(60), "dev": images(12), "test": images(40)}
     ids, labels = made.dataset("digits", ["zero", "one", "two"], splits)["test"], np.array(splits["test"][1])
+    truth = Truth("digits", ids, labels)
     steps = (1, 2, 3)
     curve = [{"step": step, "loss": 2.0 / step, "learning_rate": 0.1, "dev_accuracy": None} for step in steps]
     made.commit(
@@ -314,17 +262,17 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     )
     rates = {"ViT, pretrained": 0.9, "ViT, untrained": 0.3, "pixels": 0.5, "pixels, standardised": 0.6}
     few_shot = [
-        _scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
+        Scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), truth)
         for shots in (1, 5)
         for method, rate in rates.items()
     ]
     evaluate = Evaluate(job="evaluate", data="digits", backbone="pretrain", seed=7)
     made.scores("evaluate", few_shot, evaluate, data="digits", backbone="pretrain")
     for stage, method, rate in (("finetune", "ViT, pretrained", 0.8), ("scratch", "ViT, from scratch", 0.4)):
-        scores = [_scores(method, "fine-tuning", 10, _guesses(rng, labels, 3, rate), labels, ids)]
+        scores = [Scores(method, "fine-tuning", 10, _guesses(rng, labels, 3, rate), truth)]
         backbone = {"backbone": "pretrain"} if stage == "finetune" else {}
         made.scores(stage, scores, finetune(10, **backbone), data="digits", **backbone)
-    scores = [_scores("RBF SVM", "baseline", 10, _guesses(rng, labels, 3, 0.8), labels, ids)]
+    scores = [Scores("RBF SVM", "baseline", 10, _guesses(rng, labels, 3, 0.8), truth)]
     made.scores("baselines", scores, baselines(10), data="digits")
     return made
 
@@ -362,9 +310,10 @@ def searched_page(folder: Path, search: dict[str, Any]) -> str:
         split: (pixels[:size], [i % 2 for i in range(size)]) for split, size in (("train", 4), ("test", 6))
     }
     ids, labels = made.dataset("digits", ["zero", "one"], splits)["test"], np.array(splits["test"][1])
+    truth = Truth("digits", ids, labels)
     fields = {"learning_rates": (), "search": search}
     config = Finetune.model_validate(finetune(None).model_dump() | fields)
-    scores = [_scores("ViT, from scratch", "fine-tuning", None, labels[None], labels, ids)]
+    scores = [Scores("ViT, from scratch", "fine-tuning", None, labels[None], truth)]
     made.scores("searched", scores, config, data="digits")
     page = made.make("digits", "searched")["report.html"].decode()
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page))
@@ -466,7 +415,7 @@ def test_a_question_is_answered_only_by_comparisons_that_test_it(
     artifacts: Artifacts, stages: tuple[str, ...], question: str, answer: str
 ) -> None:
     """Scratch against pixels says nothing of pretraining, and an interval that includes zero is no "no"."""
-    numbers = json.loads(artifacts.make(*stages, number=3)["report.json"])
+    numbers = json.loads(artifacts.make(*stages)["report.json"])
     assert numbers["question"].startswith(question) and numbers["headline"].startswith(answer)
     if "evaluate" in stages:
         assert {verdict["method"] for verdict in numbers["verdicts"]} == {"ViT, pretrained"}
@@ -524,12 +473,13 @@ def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, by
 
 
 def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
-    ids, labels = _tested(artifacts)
+    truth = _tested(artifacts)
+    labels = truth.labels
     ours, theirs = labels.copy(), labels.copy()
     ours[:30], theirs[:3] = (labels[:30] + 1) % 3, (labels[:3] + 1) % 3
-    scratch = [_scores("ViT, from scratch", "fine-tuning", None, ours[None], labels, ids)]
+    scratch = [Scores("ViT, from scratch", "fine-tuning", None, ours[None], truth)]
     artifacts.scores("tune", scratch, finetune(None), data="digits")
-    nearest = [_scores("k-NN", "baseline", None, theirs[None], labels, ids)]
+    nearest = [Scores("k-NN", "baseline", None, theirs[None], truth)]
     artifacts.scores("base", nearest, baselines(None), data="digits")
     numbers = json.loads(artifacts.make("digits", "tune", "base")["report.json"])
     (verdict,) = numbers["verdicts"]
@@ -541,22 +491,22 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
 
 @pytest.mark.slow
 def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
-    ids, labels = _tested(artifacts)
-    guesses = _guesses(np.random.default_rng(1), labels, 3, 0.1)
-    scores = [_scores("k-NN", "baseline", 10, guesses, labels, ids)]
-    artifacts.scores("other draws", scores, baselines(10, seed=4), data="digits")
-    scores = [_scores("k-NN", "baseline", 10, guesses, labels, [f"{i:032d}" for i in range(40)])]
-    artifacts.scores("other images", scores, baselines(10), data="digits")
+    truth = _tested(artifacts)
+    others = Truth("digits", [f"{i:032d}" for i in range(40)], truth.labels)
+    guesses = _guesses(np.random.default_rng(1), truth.labels, 3, 0.1)
+    for stage, tested, seed in (("other draws", truth, 4), ("other images", others, 3)):
+        scores = [Scores("k-NN", "baseline", 10, guesses, tested)]
+        artifacts.scores(stage, scores, baselines(10, seed=seed), data="digits")
     for stage, verdicts in (("other draws", 0), ("other images", 0), ("baselines", 1)):
         numbers = json.loads(artifacts.make("finetune", stage)["report.json"])
         assert len(numbers["verdicts"]) == verdicts, stage
         assert len(numbers["accuracies"]) == 2
 
 
-def _tested(artifacts: Artifacts) -> tuple[list[str], np.ndarray]:
-    """Sample ids and labels of the digits' test split."""
+def _tested(artifacts: Artifacts) -> Truth:
+    """The digits' test split."""
     digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder, ()))
-    return digits.sample_ids("test"), digits.labels("test")
+    return Truth("digits", digits.sample_ids("test"), digits.labels("test"))
 
 
 def test_tables_keep_every_row_and_say_where_it_is_from(
@@ -576,7 +526,7 @@ def test_tables_keep_every_row_and_say_where_it_is_from(
 @pytest.mark.slow
 def test_same_inputs_give_the_same_bytes(artifacts: Artifacts, files: dict[str, bytes]) -> None:
     assert files.keys() == {"report.html", "report.json", "rows.parquet", "predictions.parquet"}
-    assert artifacts.make(*ALL, number=2) == files
+    assert artifacts.make(*ALL) == files
 
 
 def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) -> None:
@@ -704,9 +654,8 @@ def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> N
     splits = {"train": photos(12), "test": photos(9)}
     ids = made.dataset("photos", HOSTILE, splits)["test"]
     predictions = np.array([[0, 1, 2, 1, 1, 2, 0, 2, 0]])
-    scores = [
-        _scores("ViT, from scratch", "fine-tuning", None, predictions, np.array(splits["test"][1]), ids)
-    ]
+    truth = Truth("photos", ids, np.array(splits["test"][1]))
+    scores = [Scores("ViT, from scratch", "fine-tuning", None, predictions, truth)]
     made.scores("train", scores, finetune(None), data="photos")
     files = made.make("photos", "train", title="<i>mine</i>")
     page = _Page(files["report.html"].decode())
@@ -766,7 +715,7 @@ def test_metrics_without_predictions_have_a_table_of_their_own(artifacts: Artifa
         metrics={f"test_images_{name}": 3 for name in ("seen_in_training", "also_in_train")}
         | {"test_images_near_training_images": 0},
     )
-    files = artifacts.make("digits", "pretrain", "segment", number=2)
+    files = artifacts.make("digits", "pretrain", "segment")
     numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
     assert numbers["accuracies"] == [] and numbers["verdicts"] == []
     lines = [(line["method"], line["value"], line["draws"]) for line in numbers["other_metrics"]]
@@ -793,7 +742,12 @@ def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
     assert "[red]not markup[/red]" in shown
     for line in numbers["accuracies"]:
         assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:8] in shown
-    assert verdict_lines(numbers)[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
+    lines = verdict_lines(numbers)
+    assert lines[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
+    assert verdict_lines(numbers | {"missing": ["a", "b"]}) == [
+        *lines,
+        "Not made, so not in this report: a, b.",
+    ]
 
 
 @pytest.mark.parametrize(("lows", "begin"), [([], 0.0), ([0.55, 0.7], 0.5), ([1.0, 1.0], 0.9)])
@@ -866,9 +820,9 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
     )
     assert section.index(ids["dev"][5]) < section.index(ids["train"][119]) and "12.5%" in section
     assert "Nothing to compare" not in text
-    alone = made.make("audit", number=2)["report.html"].decode()
+    alone = made.make("audit")["report.html"].decode()
     assert (
         "To see the images, add the data set" in alone
         and '<figure><img class="pixels" alt="image' not in alone
     )
-    assert "Likely wrong labels" not in made.make("pets", number=3)["report.html"].decode()
+    assert "Likely wrong labels" not in made.make("pets")["report.html"].decode()

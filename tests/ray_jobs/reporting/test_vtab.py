@@ -15,24 +15,18 @@ from rich.console import Console
 from pipelines import store as st
 from pipelines.results.accuracies import verdict_lines, vtab_table
 from pipelines.results.query import query
-from pipelines.spec import Evaluate, ModelSize, Report
+from pipelines.spec import Evaluate
 from pipelines.spec.vtab import GROUPS, TASKS
 from pipelines.store import Manifest, Store, input_ref, open_store
-from ray_jobs import evaluate, report
-from ray_jobs.data import shards
+from ray_jobs import evaluate
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import page as page_module
 from ray_jobs.reporting.gather import ReportData
-from ray_jobs.training.contract import model_contract
-from tests.support import datasets
-from tests.support.digits import ink
+from tests.support.checkpoints import put_untrained
+from tests.support.digits import put_digits
 from tests.support.records import make_attempt, make_manifest
-from vit_model.build import build
-from vit_model.weights import save_model
+from tests.support.reports import make_report
 
-IMAGES, LABELS = ink()
-PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
-SIZE = shards.ImageSize(height=8, width=8, channels=1)
 NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}
 OTHERS = [files.title for task, files in TASKS.items() if task not in NOTES]
 METHODS = {"ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised", "most frequent class"}
@@ -58,37 +52,22 @@ class Vtab:
     def refs(self, *stages: str) -> list[st.InputRef]:
         return [input_ref(self.store, self.made[stage]) for stage in stages]
 
-    def backbone(self, info: shards.DatasetInfo) -> None:
-        size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
-        contract = model_contract(size, 8, info).model_copy(update={"training_data": "others"})
-        network = build(contract.architecture)
-        network.initialise(3)
-        with self.store.staging(st.Layout.files("import", self.key("backbone"), 1)) as staging:
-            save_model(staging.path, network, contract)
-        self.commit("backbone", "import", staging.files, config={"path": "x"})
-
     def task(self, task: str, start: int, test: int) -> None:
         """Digits from number `start` on, with so many test images."""
         cuts = {"train": (0, 40), "dev": (40, 50), "test": (50, 50 + test)}
-        samples = {
-            split: [
-                datasets.raw(f"{number:032d}", PIXELS[number], int(LABELS[number]))
-                for number in range(start + first, start + last)
-            ]
-            for split, (first, last) in cuts.items()
-        }
+        parts = {split: range(start + first, start + last) for split, (first, last) in cuts.items()}
         stage, name = f"images@task={task}", TASKS[task].title  # type: ignore[index]
         with self.store.staging(st.Layout.files("ingest", self.key(stage), 1)) as staging:
-            info = datasets.put(staging.path, name, list("0123456789"), SIZE, samples)
-            noted = info.model_copy(update={"notes": NOTES[task]})
-            (staging.path / "dataset.json").write_text(noted.model_dump_json())
+            put_digits(staging.path, name, parts, NOTES[task])
             pq.write_table(
                 pq.read_table(staging.path / "index.parquet")[:0], staging.path / "quarantine.parquet"
             )
         source = {"kind": "vtab", "task": task, "root": f"/some/{task}", "pixels": "published"}
-        self.commit(stage, "ingest", staging.files, config={"source": source})
+        data = self.commit(stage, "ingest", staging.files, config={"source": source})
         if "backbone" not in self.made:
-            self.backbone(info)
+            key = self.key("backbone")
+            model = put_untrained(self.store, data, key, "import", training_data="others")
+            self.commit("backbone", "import", model.files, config={"path": "x"})
 
     def evaluate(self, stage: str, task: str, **fields: Any) -> None:
         asked = {"shots": (1, 5), "draws": 2, "support": "train+dev", "linear_probe": True} | fields
@@ -109,18 +88,8 @@ class Vtab:
 
     def report(self, stages: Sequence[str], missing: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
         """report.json and the page of a report of these stages."""
-        config = Report(job="report", title="VTAB", of=tuple(stages), missing=missing)
-        attempt = make_attempt(
-            "report",
-            key=self.key("report"),
-            number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
-            store_id=self.store.id,
-            store_uri=self.store.uri,
-            config=config.model_dump(mode="json"),
-        )
-        report.make(Context(attempt, config, {"of": tuple(self.made[stage] for stage in stages)}))
-        folder = self.store.local(st.Layout.files("report", attempt.key, attempt.number), ())
-        return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+        files = make_report(self.store, [self.made[stage] for stage in stages], "VTAB", missing=missing)
+        return json.loads(files["report.json"]), files["report.html"].decode()
 
     def values(self, stage: str, method: str, labels: int | None, classifier: str = "linear") -> float:
         """The mean over draws, straight from an evaluation's rows."""

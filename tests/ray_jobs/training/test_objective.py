@@ -20,6 +20,7 @@ from ray_jobs.training.fit import fit
 from ray_jobs.training.model_ref import ModelRef
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
+from tests.support.pretraining import DEEP, pretraining
 from vit_model import compute
 from vit_model.config import MaeOptions, ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
@@ -33,11 +34,10 @@ from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, save_model
 
 CLASSES = ("left", "right", "top")
-SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CONTRASTIVE = {
     "objective": "contrastive",
     "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
-    "model": SIZE | {"position": "sincos2d_moco"},
+    "model": DEEP | {"position": "sincos2d_moco"},
     "augment": "resized_crop_flip",
     "zero_stage": 2,
 }
@@ -49,35 +49,11 @@ MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "dec
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """Colours of 8x8 with a bright half that says the class: 48 to train on."""
-    folder, rng = tmp_path_factory.mktemp("dataset"), np.random.default_rng(0)
-    halves = (
-        (slice(None), slice(0, 4)),
-        (slice(None), slice(4, 8)),
-        (slice(0, 4), slice(None)),
-    )
-    samples = []
-    for number in range(48):
-        pixels = rng.integers(0, 64, (8, 8, 3)).astype(np.uint8)
-        pixels[halves[number % 3]] += 150
-        samples.append(datasets.raw(f"{number:032x}", pixels, number % 3))
-    size = shards.ImageSize(height=8, width=8, channels=3)
-    datasets.put(folder, "halves", CLASSES, size, {"train": samples})
-    return folder
+    return datasets.put_halves(tmp_path_factory.mktemp("dataset"), {"train": 48}, CLASSES, channels=3)
 
 
 def configuration(**fields: object) -> Pretrain:
-    base = {
-        "job": "pretrain",
-        "data": "halves",
-        "resolution": 8,
-        "steps": 6,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "model": SIZE,
-        "workers": 1,
-        "dtype": "float32",
-    }
-    return Pretrain.model_validate(base | fields)
+    return pretraining(**{"steps": 6, "workers": 1, "dtype": "float32"} | fields)
 
 
 class Reference:
@@ -228,7 +204,7 @@ def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(data
         mixup=0.4,
         label_smoothing=0.1,
         seed=3,
-        model=SIZE | {"distillation": True},
+        model=DEEP | {"distillation": True},
     )
     init_from = ModelRef(tmp_path / "teacher", "t")
     metrics = loop.train(config, shards.open_dataset(dataset), tmp_path / "out", teacher=init_from)
@@ -268,7 +244,7 @@ def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(data
             {"image_size": 12},
             "teacher t takes images of resolution 12, but this stage trains with resolution 8",
         ),
-        ({"channels": 1}, "teacher t takes images with 1 channels; those of halves have 3"),
+        ({"channels": 1}, "teacher t takes images with 1 channels; those of d have 3"),
         ({"class_names": ()}, "teacher t has no classifier, which distillation.kind hard imitates"),
     ],
     ids=str,
@@ -379,5 +355,5 @@ def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the
 
     assert found(backbone="b") == ("center", 0.875)
     assert found(backbone="b", eval_crop={"crop": "squash"}) == ("squash", 1.0)
-    assert found(model=SIZE, resolution=8) == ("squash", 1.0), "these images are square"
-    assert found(model=SIZE, resolution=8, eval_crop=center) == ("center", 0.875)
+    assert found(model=DEEP, resolution=8) == ("squash", 1.0), "these images are square"
+    assert found(model=DEEP, resolution=8, eval_crop=center) == ("center", 0.875)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipelines.spec import Optimizer, Pretrain
+from pipelines.spec import Optimizer
 from ray_jobs.training import optim
 from ray_jobs.training.engine import EMA, Plain
 from tests.support import timm_models
+from tests.support.pretraining import pretraining
 from tests.support.zero_matrix import muon_step
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -346,18 +347,6 @@ for name in ("adamw", "muon"):
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def pretraining(**fields: object) -> Pretrain:
-    required = {
-        "job": "pretrain",
-        "data": "d",
-        "model": "Ti/16",
-        "resolution": 16,
-        "steps": 1,
-        "learning_rate": 1,
-    }
-    return Pretrain.model_validate(required | fields)
 
 
 def test_deepspeed_shares_the_batch_among_workers_and_micro_batches():

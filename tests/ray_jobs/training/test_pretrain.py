@@ -30,9 +30,11 @@ from ray_jobs.training.evaluators import predict
 from ray_jobs.training.fit import fit, start_model
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
+from tests.support.interrupted import files_below
 from tests.support.local_runs import with_words
+from tests.support.pretraining import pretraining
 from tests.support.records import make_context, make_manifest
-from tests.support.s3 import used
+from tests.support.s3 import free_port, used
 from tests.support.stores import repeated
 from tests.support.workers import run_workers
 from vit_model.model import ViT
@@ -45,35 +47,12 @@ CLASSES = ("left", "right", "top")
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """Grey noise of 8x8 with a bright half that says the class: 48 to train on, 25 to watch."""
-    folder = tmp_path_factory.mktemp("dataset")
-    rng = np.random.default_rng(0)
     counts = {"train": 48, "dev": 25, "test": 0}
-    splits = {}
-    for split, count in counts.items():
-        splits[split] = samples = []
-        for number in range(count):
-            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
-            half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[
-                number % 3
-            ]
-            pixels[half] += 150
-            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 3))
-    datasets.put(folder, "halves", CLASSES, shards.ImageSize(height=8, width=8, channels=1), splits)
-    return folder
+    return datasets.put_halves(tmp_path_factory.mktemp("dataset"), counts, CLASSES)
 
 
 def configuration(**fields: object) -> Pretrain:
-    base = {
-        "job": "pretrain",
-        "data": "halves",
-        "resolution": 8,
-        "steps": 30,
-        "batch_size": 16,
-        "learning_rate": 3e-3,
-        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2),
-        "workers": 1,
-    }
-    return Pretrain.model_validate(base | fields)
+    return pretraining(**{"steps": 30, "workers": 1} | fields)
 
 
 LEFT_OUT = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, stochastic_depth=0.5)
@@ -81,10 +60,6 @@ LEFT_OUT = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, stochastic_de
 
 def train(config: Pretrain, folder: Path, output: Path | None, *worker: loop.Worker) -> dict[str, object]:
     return loop.train(config, shards.open_dataset(folder), output, *worker)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def assert_same_model(ours: ViT, theirs: ViT) -> None:
@@ -144,8 +119,10 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
         train(changed, dataset, tmp_path / name)
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
+    assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
+    assert (
+        files_below(tmp_path / "a")["model.safetensors"] != files_below(tmp_path / "c")["model.safetensors"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +154,7 @@ def test_micro_batches_are_parts_of_the_batch(dataset, tmp_path, capsys, fields)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, free_port, zero_stage):
+def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, zero_stage):
     """It is not in the key. With dropout, which is drawn again; float32 and one process at stage 0."""
     size = ModelSize(
         patch_size=4, width=16, depth=2, num_heads=2, dropout=0.1, stochastic_depth=0.1, pooling="gap"
@@ -194,7 +171,7 @@ def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, free_p
             run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
         else:
             train(config, dataset, tmp_path / name)
-    assert files_of(tmp_path / "kept") == files_of(tmp_path / "again")
+    assert files_below(tmp_path / "kept") == files_below(tmp_path / "again")
 
 
 @pytest.mark.slow
@@ -285,15 +262,6 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     assert not start.head.weight.any() and not start.head.bias.any()
 
 
-@pytest.mark.slow
-def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
-    config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
-    train(config, dataset, tmp_path)
-    curve = json.loads((tmp_path / "curve.json").read_text())
-    assert curve[0]["loss"] == pytest.approx(np.log(8), rel=1e-2)
-    assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
-
-
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+.*: lower learning_rate"):
         train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
@@ -310,12 +278,12 @@ def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
-def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
+def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, objective):
     config = configuration(dtype="float32", steps=8, objective=objective, model=LEFT_OUT)
     alone = train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
         run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
-    assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
+    assert files_below(tmp_path / "two") == files_below(tmp_path / "again")
     one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
     assert_same_model(two, one)
     accuracies = [
@@ -348,34 +316,13 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
         manifest = make_manifest("ingest", files=staging.files)
         data = make_context(store, config, data=manifest).dataset(config.cache_gib)
         metrics = loop.train(config, data, tmp_path / "s3")
-    assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
+    assert files_below(tmp_path / "s3") == files_below(tmp_path / "disk")
     test_bytes = sum(len(sample.image) for sample in splits["test"])
     sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]
     assert len(sent) == 2, "of test, nothing"
     lengths = 4 * len(samples)  # between the images
     assert metrics["fetched_bytes"] <= sum(len(sample.image) for sample in samples) - test_bytes + lengths
     assert metrics["substitutes"] == 0
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")  # Ray Train warns of Ray itself
-def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, tmp_path, local_ray):
-    """The same bytes twice, and a model that is about the one that a single process trains with ZeRO-1."""
-    config = configuration(zero_stage=3, workers=2, steps=40)
-    results = []
-    for name in ("two", "again"):
-        store, data = open_store(str(tmp_path / name)), make_manifest("ingest")
-        shutil.copytree(dataset, store.local(data.folder, ()))
-        results.append(pretrain.main(make_context(store, config, data=data)))
-    two, again = results
-    names = {"model.safetensors", "config.json", "curve.json", "checkpoints.json", "log.jsonl"}
-    assert {entry.path for entry in two.files if not entry.path.startswith("checkpoints/")} == names
-    assert repeated(two.files) == repeated(again.files), "paths, sizes and digests"
-    assert two.metrics["workers"] == 2
-    one = train(configuration(steps=40), dataset, tmp_path / "one")
-    assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -420,15 +367,3 @@ def kill_a_worker(store: Store, attempt: Attempt, deaths: list[Any]) -> None:
     worker.kill()
     worker.wait()
     deaths += [checkpoints(store, attempt.job, attempt.key)[0].step, now()]
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    def find() -> int:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return int(listener.getsockname()[1])
-
-    return find

@@ -33,7 +33,6 @@ from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
 from tests.support.stores import repeated
 from vit_model.errors import UserError
-from vit_model.model import ViT
 from vit_model.weights import load_model
 
 RESNET = ResNetSize(units=(1, 1), width_factor=1)
@@ -190,31 +189,15 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
 
 
 def test_micro_batches_of_a_fit_are_parts_of_the_batch(dataset):
-    """Also with weights of the classes, which are uneven over the parts, and with what is drawn per image."""
-    size = SIZE.model_copy(update={"depth": 2, "stochastic_depth": 0.5})
-    fields = {"model": size, "dtype": "float32", "mixup": 0.5, "class_weights": {"left": 3.0}}
-    fields["optimizer"] = {"name": "sgd"}  # AdamW scales rounding differences up
+    """Also with weights of the classes, which are uneven over the parts. AdamW scales rounding differences up."""
+    optimizer = {"name": "sgd", "clip_norm": None}
+    fields = {"dtype": "float32", "class_weights": {"left": 3.0}, "optimizer": optimizer}
     fitted = []
     for count in (1, 4):
         task, (pool, _), _ = prepared(dataset, configuration(**fields, gradient_accumulation_steps=count))
-        fitted.append(fit(task, pool, 1e-2, seed=3))
-    (whole, curve, _), (parts, curve_of_parts, _) = fitted
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    losses = [[point["loss"] for point in points] for points in (curve, curve_of_parts)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-def test_activation_checkpointing_of_a_fit_gives_the_same_weights(dataset):
-    fitted = []
-    for again in (False, True):
-        config = configuration(dtype="float32", activation_checkpointing=again)
-        task, (pool, _), _ = prepared(dataset, config)
-        model, *_ = fit(task, pool, 1e-2, seed=3)
-        assert isinstance(model, ViT) and model.activation_checkpointing == again
-        fitted.append(model)
+        fitted.append(fit(task, pool, 1e-2, seed=3)[0])
     for one, other in zip(*(model.parameters() for model in fitted), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_weight_for_a_class_without_images_is_the_users_mistake(dataset):
@@ -293,13 +276,6 @@ def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_gener
 
 
 @pytest.mark.slow
-def test_a_fit_that_diverges_ends_with_advice(dataset):
-    task, pools, _ = prepared(dataset, configuration())
-    with pytest.raises(ValueError, match="lower learning_rate"):
-        fit(task, pools[0], 1e30, seed=0)
-
-
-@pytest.mark.slow
 def test_a_model_whose_last_step_diverged_has_no_score(dataset):
     task, pools, _ = prepared(dataset, configuration(steps=1))
     model, *_ = fit(task, pools[0], 1e30, seed=0)
@@ -350,10 +326,13 @@ def test_biases_of_a_resnet_can_be_trained_alone(dataset, tmp_path):
 
 def test_stochastic_depth_takes_the_place_of_the_backbones(dataset, tmp_path):
     save_backbone(tmp_path)
-    given = configuration(backbone="vit", model=None, resolution=None, stochastic_depth=0.1)
+    given = configuration(
+        backbone="vit", model=None, resolution=None, stochastic_depth=0.1, activation_checkpointing=True
+    )
     task = make_task(given, shards.open_dataset(dataset), tmp_path)
     assert task.contract.architecture.stochastic_depth == 0.1
-    start_model(task, seed=0)
+    model, *_ = fit_module.start(task, 1e-2, seed=0)
+    assert model.activation_checkpointing
 
 
 def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):

@@ -222,18 +222,15 @@ def test_with_few_trained_weights_it_continues_to_the_same_bytes(fields, tmp_pat
 
 
 WIDER = {"model": SIZE.model_copy(update={"width": 24})}
-UNUSABLE: dict[str, tuple[dict[str, Any], str, str]] = {
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "truncated": (
         {},
-        "c",
         r"safetensors is damaged: it has [\d,]+ bytes, its manifest says .*; it is not used",
     ),
     "of another architecture": (
         WIDER,
-        "c",
         r"cannot be used: it has \d+ values of weights of .*, but this training needs \d+, .*; it is not used",
     ),
-    "by other code": ({}, "other", "the work of attempt 1 is not used: it ran other code"),
 }
 
 
@@ -241,8 +238,8 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_without_a_checkpoint_of_its_own_it_starts_anew_and_says_why(
     kind, undisturbed, tmp_path, monkeypatch, capsys
 ):
-    (fields, code, said), root, config = UNUSABLE[kind], put_store(tmp_path), refitting(dtype="float32")
-    run_until(monkeypatch, 50, attempt(root, refitting(dtype="float32", **fields), 1, code))
+    (fields, said), root, config = UNUSABLE[kind], put_store(tmp_path), refitting(dtype="float32")
+    run_until(monkeypatch, 50, attempt(root, refitting(dtype="float32", **fields), 1))
     (checkpoint,) = saved(root)
     assert checkpoint.step == 49
     if kind == "truncated":

@@ -19,7 +19,7 @@ import pytest
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import CheckpointEvery
-from pipelines.store import Layout, create_attempt, open_store
+from pipelines.store import Layout, create_attempt
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES
@@ -32,9 +32,8 @@ from ray_jobs.tuning import ledger, runner
 from ray_jobs.tuning.runner import held_out_temperature
 from ray_jobs.tuning.trial import Refitted
 from tests.support import finetuning
-from tests.support.finetuning import COST, DATA, configuration, context, put_halves, refitted
+from tests.support.finetuning import COST, configuration, context, put_halves, refitted
 from tests.support.records import flip
-from tests.support.s3 import Server, used
 from tests.support.stores import repeated, snapshot
 
 CONFIG = configuration(learning_rates=(1e30, 1e-2), steps=4)  # the first diverges
@@ -117,7 +116,7 @@ def store(undisturbed: tuple[Path, Result], tmp_path: Path) -> Path:
     return shutil.copytree(undisturbed[0], tmp_path / "store")
 
 
-def attempt(root: Path | str, number: int, **fields: Any) -> Context[Any]:
+def attempt(root: Path, number: int, **fields: Any) -> Context[Any]:
     return finetuning.attempt(root, CONFIG, number, **fields)
 
 
@@ -238,8 +237,6 @@ def a_folder(root: Path) -> None:
 
 MODEL = Path(Layout.files("finetune", "k", 1), "model.safetensors")
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a bit of a trial": (lambda root: flip(folder(root) / "trial-1-0.json"), "is not used"),
-    "a bit of a refit": (lambda root: flip(folder(root) / "refit-1.json"), "is not used"),
     "another accuracy": (
         lambda root: rewrite(folder(root) / "trial-0-1.json", sealed=False, accuracy=0.75),
         "its checksum is of other contents; it is not used",
@@ -252,10 +249,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "60 MB": (lambda root: os.truncate(folder(root) / "refit-1.json", 60 * 2**20), "a record has at most"),
     "a folder": (a_folder, "it is not a file"),
     "a bit of the model": (lambda root: flip(root / MODEL), "the refit is not used"),
-    "no model": (lambda root: (root / MODEL).unlink(), "the refit is not used"),
     "files outside": (outside, "files: "),
     "a bit of its images": (lambda root: flip(images(root)), "its sha256 is not that of its entry"),
-    "longer images": (lambda root: os.truncate(images(root), 2**20), "the refit is not used"),
     "no images": (lambda root: images(root).unlink(), "it is not there; the refit is not used"),
     "images elsewhere": (
         lambda root: rewrite(
@@ -309,22 +304,6 @@ def test_bits_that_a_disk_lost_after_the_files_were_checked_are_not_committed(
     monkeypatch.setattr(folder_store, "fault", lambda path, entry: None)
     assert fits.run(attempt(store, 2)) == undisturbed[1]
     assert fits.count == 1
-
-
-def test_on_s3_as_in_a_folder(
-    fits: Fits, undisturbed: tuple[Path, Result], moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, result = undisturbed
-    with used(moto, monkeypatch):
-        there = open_store(f"s3://{moto.bucket().name}/there")
-        with there.staging(DATA.folder) as staging:
-            shutil.copytree(root / DATA.folder, staging.path, dirs_exist_ok=True)
-        data = DATA.model_copy(update={"files": staging.files})
-        fits.last = 2 * len(TRIALS) + 2  # when the first refit is written
-        with pytest.raises(Killed):
-            fits.run(attempt(there.uri, 1, data=data))
-        assert fits.run(attempt(there.uri, 2, data=data)) == result
-        assert fits.count == 1
 
 
 def test_what_other_code_has_finished_is_computed_again(

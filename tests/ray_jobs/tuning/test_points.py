@@ -378,7 +378,9 @@ def test_the_newest_attempts_points_are_those_of_a_search(cluster, tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "asha", "optuna"])
+@pytest.mark.parametrize(
+    "kind", ["asha", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("random", "optuna"))]
+)
 def test_a_search_that_goes_on_repeats_no_trial(kind, dataset, tmp_path, local_ray, capsys):
     """Attempt 1 leaves two of its trials unfinished; attempt 2 does these and no other."""
     config = searching(kind, trials=6)

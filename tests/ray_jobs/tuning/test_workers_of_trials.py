@@ -24,8 +24,8 @@ CORES = 4
 
 def searching() -> Finetune:
     over = {"learning_rate": {"low": 1e-5, "high": 0.1, "scale": "log"}}
-    search = {"kind": "random", "trials": 4, "over": over}
-    return configuration(labels=Labels(), learning_rates=(), search=search, steps=64, workers=2)
+    search = {"kind": "random", "trials": 3, "over": over}
+    return configuration(labels=Labels(), learning_rates=(), search=search, steps=16, workers=2)
 
 
 def wait_until_free() -> None:
@@ -81,12 +81,13 @@ def _search_and_kill(rank: int, root: Path, environment: dict[str, str]) -> None
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_search_with_two_workers_per_trial_ends_and_frees_what_its_trials_held(tmp_path):
     """Also those of one that is killed (ray#54305)."""
     with ray_cluster([CORES]) as cluster:
         run_workers(1, _search_and_kill, tmp_path, cluster.environment(0) | {"RAY_ADDRESS": cluster.gcs})
     folder = tmp_path / "store" / Layout.files("finetune", "k", 1)
     trials = json.loads((folder / "sweep.json").read_text())["trials"]
-    assert [trial["number"] for trial in trials] == [0, 1, 2, 3], "later ones got to run"
+    assert [trial["number"] for trial in trials] == [0, 1, 2], "later ones got to run"
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["test_accuracy"] >= 0.5, "the refit"

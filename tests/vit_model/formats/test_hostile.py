@@ -100,7 +100,7 @@ def header(entry: dict[str, Any]) -> Callable[[bytes], bytes]:
     return lambda _: struct.pack("<Q", len(content)) + content
 
 
-BOTH = {
+SAFETENSORS = {  # whatever the format of the folder
     "cut short": (raw(lambda data: data[:-100]), "not a complete safetensors file"),
     "empty": (raw(lambda _: b""), "not a complete safetensors file"),
     "header of 64 MiB": (
@@ -119,6 +119,8 @@ BOTH = {
         raw(header({"dtype": "F3", "shape": [0], "data_offsets": [0, 0]})),
         "not a complete safetensors file",
     ),
+}
+BOTH = {
     "NaN": (tensors(set_nan), "holds NaN or infinite values"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not contain weights"),
     "surplus": (
@@ -225,7 +227,7 @@ def rename(folder: Path, name: str) -> None:
 
 
 CASES = [
-    *(pytest.param("hf", *case, id=f"hf-{name}") for name, case in (BOTH | HF).items()),
+    *(pytest.param("hf", *case, id=f"hf-{name}") for name, case in (SAFETENSORS | BOTH | HF).items()),
     *(pytest.param("timm", *case, id=f"timm-{name}") for name, case in (BOTH | TIMM).items()),
 ]
 
@@ -368,24 +370,7 @@ def test_our_own_folder_is_read(tmp_path: Path) -> None:
     assert all(torch.equal(read.weights[name], tensor) for name, tensor in model.state_dict().items())
 
 
-VALUES: tuple[Any, ...] = (
-    None,
-    [],
-    {},
-    "x",
-    "",
-    -1,
-    0,
-    3,
-    0.5,
-    10**30,
-    1e300,
-    True,
-    ["x"],
-    [0, 0],
-    [8, 8],
-    {"height": "x"},
-)
+VALUES: tuple[Any, ...] = (None, "x", -1, 10**30, [0, 0], {"height": "x"})
 
 
 @pytest.mark.slow
@@ -417,4 +402,4 @@ def test_any_value_anywhere_is_read_or_is_a_clear_error(folder: Path) -> None:
                     part.clear()
                     part.update(kept)
         file.write_text(json.dumps(whole), encoding="utf-8")
-    assert wrong > 100
+    assert wrong > 50

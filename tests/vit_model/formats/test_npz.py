@@ -465,16 +465,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         with_array("cls", np.zeros((1, 1, 16))),
         "array 'cls.npy' holds float64; float32, float16 and bfloat16",
     ),
-    "a structure": (with_array("cls", np.zeros(1, dtype=[("a", "i2")])), "array 'cls.npy' holds"),
     "NaN": (changed(cls=lambda array: array * math.nan), "'cls_token' holds NaN"),
-    "infinity": (changed(head_bias=lambda array: array + math.inf), "'head.bias' holds NaN or infinite"),
     "a gap in the blocks": (
         without("Transformer/encoderblock_0/"),
         "missing array 'Transformer/encoderblock_0/",
-    ),
-    "half a block": (
-        without("Transformer/encoderblock_1/MlpBlock_3"),
-        "missing tensors",
     ),
     "a text tower": (
         with_array("txt/head/bias", np.ones(2, "f4")),
@@ -497,7 +491,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         changed(cls=lambda array: array[..., :8]),
         r"cls \[1, 1, 8\] instead of \[1, 1, 16\]",
     ),
-    "no numbers": (changed(cls=lambda array: array[..., :0]), r"\[1, 1, 0\]; every side must be positive"),
     "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "missing tensors"),
     "five stages": (with_array("block9/unit1/conv1/kernel", np.ones((1, 1, 1, 1), "f4")), r"stages \[9\]"),
     "endless layers": (
@@ -505,12 +498,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "stacks 2000 layers; the limit is 1000",
     ),
     "more than claimed": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4 + 1))), "which does not match"),
-    "less than claimed": (with_member(KERNEL, npy((16, 24), bytes(16))), "which does not match"),
-    "a giant header": (with_member(KERNEL, npy((16,) * 400, b"")), "not a readable checkpoint"),
-    "a header of text": (
-        with_member(KERNEL, b"\x93NUMPY\1\0\x10\0" + b"__import__('os') "),
-        "is not a readable checkpoint",
-    ),
     "deep header": (with_member(KERNEL, b"\x93NUMPY\1\0\x90\1" + b"(" * 400), "is not a readable checkpoint"),
     "a long second header": (
         with_member(KERNEL, b"\x93NUMPY\2\0\xff\xff\xff\x7f" + bytes(9000)),
@@ -522,7 +509,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "every side must be positive",
     ),
     "a petabyte": (with_member(KERNEL, npy((2**40, 2**10), b""), file_size=2**52), "its arrays claim"),
-    "ten gigabytes": (with_member(KERNEL, npy((2**20, 2500), b""), file_size=128 + 2500 * 2**22), "claim"),
     "half a gigabyte that is not there": (
         with_member(KERNEL, npy((2**17, 1024), b""), file_size=128 + 2**29),
         "instead of",
