@@ -71,7 +71,7 @@ def init(
 
 @app.command("predict")
 def predict(
-    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, RUN/STAGE or STAGE")],
+    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
     checkpoint: CheckpointOption = LAST,
     store: StoreOption = DEFAULT_STORE,

@@ -105,7 +105,7 @@ def _read_preprocessing(preprocessing: str) -> Any:
 
 @app.command("export")
 def export(
-    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, RUN/STAGE or STAGE")],
+    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
     to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX or onnxruntime")],
     output: Annotated[Path, typer.Option(help="the folder to create")],
     checkpoint: CheckpointOption = LAST,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,36 +129,7 @@ def carry_out(
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]")
     again = shlex.join(["vitflow", *sys.argv[1:]])
-    with _says_what_goes_on(opened, started, address, again):
-        return _drive(opened, started, connection, parallel, again)
-
-
-@contextmanager
-def _says_what_goes_on(store: Store, run: Run, address: str | None, again: str) -> Iterator[None]:
-    """If a signal ends this command during the block, say what it does not end; the exit code is 128 + signal.
-
-    The signals are SIGTERM, and SIGHUP, which a terminal sends when it is closed; nohup's stays ignored.
-    """
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, end)
-    try:
-        yield
-    except SystemExit:
-        where = f"on {address}" if address else "until the local Ray ends, some minutes from now"
-        at = ["--address", address] if address else []
-        stop = shlex.join(["vitflow", "stop", run.id, "--store", store.uri, *at])
-        text = f"ended by a signal; stages that are running go on {where}. To stop them: {stop}; to continue: {again}"
-        with suppress(OSError):  # the terminal is gone
-            errors.print(plain(text), soft_wrap=True)
-        raise
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+    return _drive(opened, started, connection, parallel, again)
 
 
 @app.command("submit")

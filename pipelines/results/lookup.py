@@ -1,18 +1,17 @@
-"""The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE, RUN or STAGE.
+"""The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE or RUN.
 
 RUN/STAGE is the result of the newest run that has it, so another run of the recipe, even an unfinished one, does not
-make it ambiguous. So is STAGE, unless recipes of several names have such a stage and another result of it.
+make it ambiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from pipelines.engine.runs import run_status, runs
 from pipelines.recipe.pipeline import members
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_keys, all_manifests, read_plan
+from pipelines.store import Manifest, Store, all_keys, all_manifests
 
 
 def find_run(store: Store, prefix: str | None) -> str:
@@ -84,7 +83,7 @@ def find_keys(store: Store, selector: str) -> list[tuple[str, str]]:
 
 
 def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> set[str]:
-    """Return the keys that a key, a unique key prefix, RUN/STAGE, RUN or STAGE matches; of a RUN perhaps none.
+    """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; of a RUN perhaps none.
 
     Args:
         labels: key -> its stage, which messages show beside it.
@@ -101,13 +100,7 @@ def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> 
                 return _newest_result(store, _runs_of_one_recipe(store, prefix), stage, labels)
             return labels.keys() & _stage_keys(store, find_run(store, prefix)).values()
         except RecipeError as error:
-            results = _results_of_stage(store, selector, labels)
-            if len(results) == 1:
-                return results[0]
-            found = set[str]().union(*results)
-            matches = {key: label for key, label in labels.items() if key in found or label == selector}
-            if not matches:
-                raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
+            raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
     if len(matches) > 1:
         raise RecipeError(f"{selector!r} is ambiguous; it matches the keys {_names(matches)}")
     return set(matches)
@@ -125,18 +118,6 @@ def _runs_of_one_recipe(store: Store, prefix: str) -> list[str]:
 
 def _recipe(run: str) -> str:
     return run.rsplit("-", 3)[0]
-
-
-def _results_of_stage(store: Store, stage: str, labels: Mapping[str, str]) -> list[set[str]]:
-    """Return the different newest results (see `_newest_result`) that recipes have of a stage."""
-    by_recipe: dict[str, list[str]] = {}
-    for run in runs(store):
-        plan = read_plan(store, run)
-        with suppress(RecipeError):  # it has no such stage
-            members(stage, plan["stages"] if plan else ())
-            by_recipe.setdefault(_recipe(run), []).append(run)
-    found = [_newest_result(store, own, stage, labels) for own in by_recipe.values()]
-    return [keys for number, keys in enumerate(found) if keys and keys not in found[:number]]
 
 
 def _newest_result(store: Store, matches: Sequence[str], stage: str, labels: Mapping[str, str]) -> set[str]:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipelines.engine.runs import driver_process, load_run
+from pipelines.engine.runs import driver_process
 from pipelines.store import Store, add_event, open_store
 from tests.support.clusters import wait_for
 from tests.support.trainings import RUN, line, put_lines, put_run
@@ -146,24 +146,3 @@ def test_status_watches_until_the_run_has_ended(store: Store) -> None:
         add_event(store, RUN, "finished", status="FAILED")
         assert first(process, f"^{RUN}  FAILED")
         assert process.wait(30) == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_a_signal_ends_says_what_goes_on(
-    store: Store,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-    number: signal.Signals,
-) -> None:
-    from pipelines.commands.running import _says_what_goes_on
-
-    before = signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
-    request.addfinalizer(lambda: signal.signal(number, before))
-    run = load_run(store, RUN)
-    with pytest.raises(SystemExit) as ended, _says_what_goes_on(store, run, "http://h:1", "vitflow run x"):
-        os.kill(os.getpid(), number)
-        signal.pause()
-    assert ended.value.code == 128 + number
-    said = capsys.readouterr().err
-    assert f"vitflow stop {RUN} --store {store.uri} --address http://h:1; to continue: vitflow run x" in said
-    assert signal.getsignal(number) is signal.SIG_DFL

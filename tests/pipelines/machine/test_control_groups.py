@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.control_groups import cgroup_limits
+from pipelines.machine.findings import cgroup_limits
 
 
 @pytest.mark.parametrize(
