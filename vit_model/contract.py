@@ -67,7 +67,7 @@ class ModelContract(Contract):
     problem_type: Literal["single_label_classification", "multi_label_classification"] = later(
         "single_label_classification"
     )
-    """Whether the logits are those of a softmax, or of a sigmoid for each class; the names are Hugging Face's."""
+    """Whether the logits are for a softmax, or for a sigmoid per class; the names are Hugging Face's."""
     preprocessing: Preprocessing
     training_data: str
     """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""

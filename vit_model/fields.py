@@ -44,7 +44,7 @@ def _numbers(model: type[BaseModel]) -> tuple[tuple[str, bool], ...]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types in an annotation, those of a `Literal`'s values included, but not those in other models."""
+    """Yield the types in an annotation, a `Literal`'s values included, but not the types in other models."""
     if get_origin(annotation) is Literal:
         yield from map(type, get_args(annotation))
         return

@@ -80,7 +80,7 @@ def pairs(attention: Attention) -> dict[LoRATarget, LowRank]:
 
 
 def target_weight(attention: Attention, target: LoRATarget) -> Tensor:
-    """Return the weights [d, d] of a projection of attention; `qkv` stacks those of query, key and value."""
+    """Return the weights [d, d] of a projection of attention; `qkv` stacks query, key and value."""
     if target == "proj":
         return attention.proj.weight
     return attention.qkv.weight.chunk(3)[("query", "key", "value").index(target)]

@@ -333,7 +333,7 @@ def plan(
 def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
-    """Return the pipeline, the names of the requested stages in running order, and those of the forced stages."""
+    """Return the pipeline, the requested stages' names in running order, and the forced stages' names."""
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
     try:

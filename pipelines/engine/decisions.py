@@ -208,7 +208,7 @@ def _retry(flight: InFlight, observed: Observation, now: float, status: Status, 
 
 
 def _plan_anew(flight: InFlight, observed: Observation, detail: str) -> Decision:
-    """Plan the stage anew; its attempts at all its keys together are those of this command."""
+    """Plan the stage anew; its attempts at all its keys count together for this command."""
     ended = EndAttempt(Status.FAILED, detail)
     if observed.stop_requested:
         return flight, (ended, End(Status.STOPPED, "stopped"))

@@ -23,7 +23,7 @@ from pipelines.store import (
 
 @dataclass(frozen=True)
 class Training:
-    """A stage that trains. `segments` are those of its log that were read, see `read_log`."""
+    """A stage that trains. `segments` of its log have been read, see `read_log`."""
 
     stage: str
     job: str

@@ -56,7 +56,7 @@ def source_files(source: FileSource) -> Files:
 
 
 def import_files(path: str) -> Files:
-    """Return the files of pretrained weights: one file, those in a folder, or those of a model on the hub.
+    """Return the files of pretrained weights: one file, a folder's, or a model's on the hub.
 
     Raises as `stage_files`.
     """

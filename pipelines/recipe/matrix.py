@@ -190,7 +190,7 @@ def _input_fields(stage: Any) -> list[str]:
 def _follow(
     name: str, variants: list[tuple[Any, dict[Axis, str]]], members: dict[str, list[Member]]
 ) -> list[Member]:
-    """Return the members of a stage, given those of its inputs: inherited axes first, then its own."""
+    """Return the members of a stage, given its inputs' members: inherited axes first, then its own."""
     expanded: list[tuple[Any, dict[Axis, str]]] = []
     for variant, own in variants:
         combined: list[tuple[Any, dict[Axis, str]]] = [(variant, {})]

@@ -68,7 +68,7 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
 
 
 def _checkpoints(store: Store) -> list[dict[str, Any]]:
-    """Return a row per checkpoint: those of finished pretrainings have names, the others serve to resume."""
+    """Return a row per checkpoint: finished pretrainings' have names, the others serve to resume."""
     manifests = {manifest.key: manifest for manifest in all_manifests(store) if manifest.job == "pretrain"}
     unfinished = [key for job, key in all_keys(store) if job == "pretrain" and key not in manifests]
     rows = []
@@ -163,7 +163,7 @@ def _runs(store: Store) -> list[dict[str, Any]]:
 
 
 def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    """Return what the list of an artifact's kind shows of it; `names` are those of datasets, by key."""
+    """Return what the list of an artifact's kind shows of it; `names` has the names of datasets, by key."""
     metrics = manifest.metrics
 
     def counts(*wanted: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
 def find_manifests(
     store: Store, selector: str, manifests: Sequence[Manifest], noun: str = "artifact"
 ) -> list[Manifest]:
-    """Return those of `manifests` that a selector (see `_find`) matches. Raises RecipeError."""
+    """Return the manifests that a selector (see `_find`) matches. Raises RecipeError."""
     keys = _find(store, selector, {manifest.key: manifest.stage for manifest in manifests}, noun)
     return [manifest for manifest in manifests if manifest.key in keys]
 

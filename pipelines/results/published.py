@@ -41,9 +41,9 @@ class Published(Frozen):
     """The part of train that was fitted; the rest was held out."""
     resolution: int
     augment: str
-    """of training images"""
+    """The augmentation of training images."""
     eval_crop: EvalCrop
-    """of test images"""
+    """The crop of test images."""
     steps: int
     warmup_steps: int
     batch_size: int

@@ -271,7 +271,7 @@ def _vtab_groups(manifests: list[Manifest]) -> Groups:
 
 
 def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:
-    """Return {local path: manifest} of all files with this name, except those of reports, which are copies."""
+    """Return {local path: manifest} of all files with this name, except reports' files, which are copies."""
     entries, origins = [], []
     for manifest in manifests:
         folder = manifest.folder.removeprefix("artifacts/")

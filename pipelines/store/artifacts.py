@@ -50,7 +50,7 @@ def is_committed(store: Store, job: str, key: str) -> bool:
 
 
 def all_manifests(store: Store, only: str | None = None) -> Iterator[Manifest]:
-    """Yield the manifest of every committed artifact, or of those of one job, oldest first; warn of damaged ones."""
+    """Yield the manifest of every committed artifact, or only one job's, oldest first; warn of damaged ones."""
     names = [Layout.manifest(job, key) for job, key in all_keys(store, only)]
     manifests = []
     for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
@@ -64,7 +64,7 @@ def all_manifests(store: Store, only: str | None = None) -> Iterator[Manifest]:
 
 
 def all_keys(store: Store, only: str | None = None) -> list[tuple[str, str]]:
-    """Return (job, key) of every artifact, or of those of one job, committed or not."""
+    """Return (job, key) of every artifact, or only one job's, committed or not."""
     jobs = store.names("artifacts") if only is None else [only]
     return [(job, key) for job in jobs for key in store.names(f"artifacts/{job}")]
 

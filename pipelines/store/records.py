@@ -207,7 +207,7 @@ class Checkpoint(Frozen):
     fit: Name | None = None
     """The fit of a fine-tuning whose state it is; None: the pretraining's."""
     best: int | None = None
-    """Of a pretraining, the best step on dev so far, whose checkpoint the result needs; None if none was measured."""
+    """The best step on dev so far of a pretraining, whose checkpoint the result needs; None if none was measured."""
 
     @property
     def folder(self) -> str:
@@ -252,7 +252,7 @@ class RunPlan(Frozen):
     created: Time
     strict_code: bool = False
     latest: dict[str, InputRef | None] = Field(default_factory=dict)
-    """Of each stage with `init_from: latest`, its newest model at that time; None if there was none."""
+    """The newest model at that time for each stage with `init_from: latest`; None if there was none."""
 
 
 class Event(Frozen):

@@ -170,7 +170,7 @@ def read_log(store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | 
 
 
 def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
-    """Return the log of an artifact; empty if it has none, as those of earlier versions. Raises StoreDamaged."""
+    """Return the log of an artifact; empty if it has none, as before there were logs. Raises StoreDamaged."""
     if (path := local_file(store, manifest, LOG)) is None:
         return []
     return decode_lines(path.read_bytes(), f"{store.uri}/{manifest.folder}/{LOG}")
