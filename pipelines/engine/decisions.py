@@ -49,7 +49,7 @@ class InFlight:
     watched_at: float | None = None  # when its live job was observed last; None if not since an outage
     sign: tuple[str, bytes | None] | None = None  # its job's status and its sign of life at that time
     silent: float = 0.0  # seconds that this command has watched the job without a change of `sign`
-    told: str = ""  # why its job has not started, as the display shows it
+    shown_reason: str = ""  # why its job has not started, as the display shows it
     attempts: int = 0  # of this command
     is_waiting: bool = False  # the display shows that the store or the cluster does not answer
 
@@ -174,8 +174,8 @@ def _wait_for_start(flight: InFlight, observed: Observation, job: JobState, now:
     if flight.silent > PENDING_SECONDS:
         detail = f"not started within {PENDING_SECONDS / 60:.0f} minutes: {job.message}"
         return _give_up(flight, observed, now, Status.FAILED, detail)
-    if flight.silent > PENDING_SHOWN_SECONDS and job.message != flight.told:
-        return replace(flight, told=job.message), (Show(Status.PENDING, job.message),)
+    if flight.silent > PENDING_SHOWN_SECONDS and job.message != flight.shown_reason:
+        return replace(flight, shown_reason=job.message), (Show(Status.PENDING, job.message),)
     return flight, ()
 
 

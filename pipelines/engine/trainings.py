@@ -89,8 +89,8 @@ class Trainings:
                 entry = running[training.stage]
                 entry["progress"] = {"steps": steps, **latest.model_dump(mode="json")}
                 title = training.title(latest.fit)
-                noun = f"{title}, step" if title else "step"
-                entry["detail"] = describe_line(latest, steps, noun, training.may_end_before(latest.fit))
+                unit = f"{title}, step" if title else "step"
+                entry["detail"] = describe_line(latest, steps, unit, training.may_end_before(latest.fit))
 
     def _training(self, stage: str, key: str) -> Training:
         if (stage, key) not in self._known:

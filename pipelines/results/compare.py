@@ -139,8 +139,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     last_heading = None
     for line in lines:
         sides = {side.upper(): line[side] for side in ("a", "b") if side in line}
-        protocol, labels = _said(sides, itemgetter("protocol"), ", "), _said(sides, labels_of, ", ")
-        method = _said(sides, itemgetter("method"), "\n  ")
+        protocol, labels = _stated(sides, itemgetter("protocol"), ", "), _stated(sides, labels_of, ", ")
+        method = _stated(sides, itemgetter("method"), "\n  ")
         heading = (f"{line['task']}, {protocol},", labels)
         if heading != last_heading:
             add_headings(table, *heading)
@@ -172,12 +172,12 @@ def _marks(line: dict[str, Any]) -> list[str]:
     return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part
 
 
-def _said(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
+def _stated(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
     """Return what both sides have, or what each has: 'A: ViT, B: k-NN'."""
-    said = {side: name(values) for side, values in sides.items()}
-    if len(set(said.values())) == 1:
-        return next(iter(said.values()))
-    return between.join(f"{side}: {text}" for side, text in said.items())
+    texts = {side: name(values) for side, values in sides.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return between.join(f"{side}: {text}" for side, text in texts.items())
 
 
 def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:

@@ -64,10 +64,10 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
 
 
 def find_manifests(
-    store: Store, selector: str, manifests: Sequence[Manifest], noun: str = "artifact"
+    store: Store, selector: str, manifests: Sequence[Manifest], kind: str = "artifact"
 ) -> list[Manifest]:
     """Return the manifests that a selector (see `_find`) matches. Raises RecipeError."""
-    keys = _find(store, selector, {manifest.key: manifest.stage for manifest in manifests}, noun)
+    keys = _find(store, selector, {manifest.key: manifest.stage for manifest in manifests}, kind)
     return [manifest for manifest in manifests if manifest.key in keys]
 
 
@@ -82,12 +82,12 @@ def find_keys(store: Store, selector: str) -> list[tuple[str, str]]:
     return [(job, key) for job, key in artifacts if key in keys]
 
 
-def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> set[str]:
+def _find(store: Store, selector: str, labels: Mapping[str, str], kind: str) -> set[str]:
     """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; of a RUN perhaps none.
 
     Args:
         labels: key -> its stage, which messages show beside it.
-        noun: what messages call an artifact.
+        kind: what messages call an artifact.
 
     Raises:
         RecipeError: there is no such key, run or stage, or it is ambiguous.
@@ -100,7 +100,7 @@ def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> 
                 return _newest_result(store, _runs_of_one_recipe(store, prefix), stage, labels)
             return labels.keys() & _stage_keys(store, find_run(store, prefix)).values()
         except RecipeError as error:
-            raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
+            raise RecipeError(f"no {kind} has a key that begins with {selector!r}, and {error}") from None
     if len(matches) > 1:
         raise RecipeError(f"{selector!r} is ambiguous; it matches the keys {_names(matches)}")
     return set(matches)

@@ -72,7 +72,7 @@ class LogLine(Frozen):
     """Few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy}, means over draws of labels."""
 
 
-def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before: bool = False) -> str:
+def describe_line(line: LogLine, steps: int, unit: str = "step", may_end_before: bool = False) -> str:
     """Say a line in words.
 
     step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
@@ -80,7 +80,7 @@ def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before:
 
     Args:
         steps: the fit's last step.
-        noun: what a step is called, such as "draw 0, step".
+        unit: what a step is called, such as "draw 0, step".
         may_end_before: whether the fit may end before its last step.
     """
     values: list[tuple[str, float | None]] = [
@@ -92,7 +92,7 @@ def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before:
         ("MFU {:.0%}", line.mfu),
         ("waiting for images {:.0%}", line.data_wait),
     ]
-    parts = [f"{noun} {line.step}/{steps} ({line.step / steps:.0%})"]
+    parts = [f"{unit} {line.step}/{steps} ({line.step / steps:.0%})"]
     parts += [form.format(value) for form, value in values if value is not None]
     if line.seconds_left is not None:
         parts.append(f"{'at most ' * may_end_before}{_duration(line.seconds_left)} left")
