@@ -299,7 +299,7 @@ def predicted(refit: Refitted) -> NDArray[np.int64]:
 
 
 def _trained_parameters(task: Task) -> dict[str, int]:
-    """Return how many weights each refit trained, those of LoRA's matrices included; nothing if it trained all."""
+    """Return how many weights each refit trained, LoRA's matrices included; nothing if it trained all."""
     if task.config.freeze is None and task.config.lora is None:
         return {}
     from ray_jobs.training.fit import trained_parameters

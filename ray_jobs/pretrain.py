@@ -1,4 +1,4 @@
-"""The pretrain stage: train a new model on a dataset, from new weights or from those of another model.
+"""The pretrain stage: train a new model on a dataset, from new weights or from another model's.
 
 In: a dataset artifact, a model size, and perhaps a model to start from and one to imitate. Out: model.safetensors,
 config.json, curve.json [{step, learning_rate, loss, dev_accuracy}], checkpoints.json {best, steps} and

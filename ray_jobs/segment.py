@@ -154,7 +154,7 @@ def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.T
 
 
 def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:
-    """Return the confusions [images, classes, classes] of one prediction for all pixels, from those of any other."""
+    """Return the confusions [images, classes, classes] of one prediction for all pixels, from any other's."""
     always = np.zeros_like(counts)
     always[:, :, prediction] = counts.sum(axis=2)
     return always

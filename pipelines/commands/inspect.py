@@ -94,13 +94,13 @@ def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     On a terminal it is refreshed in place, otherwise each change of a stage is a line.
     """
-    said: dict[str, str] = {}
+    lines: dict[str, str] = {}
 
     def say_changes(shown: dict[str, Any]) -> None:
         for stage in shown["stages"]:
             text = f"{stage['stage']}  {stage['status']}  {stage.get('detail') or ''}".rstrip()
-            if said.get(stage["stage"]) != text:
-                said[stage["stage"]] = text
+            if lines.get(stage["stage"]) != text:
+                lines[stage["stage"]] = text
                 say(text)
 
     def refresh(shown: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def doctor(
         table = Table(box=None, pad_edge=False, show_header=False)
         for finding in findings:
             colour = colours[finding.status]
-            table.add_row(f"[{colour}]{finding.status}[/]", plain(finding.what), plain(finding.said))
+            table.add_row(f"[{colour}]{finding.status}[/]", plain(finding.what), plain(finding.text))
             if finding.do:
                 table.add_row("", "", f"[bold]→[/] {plain(finding.do)}")
         console.print(table)

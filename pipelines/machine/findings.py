@@ -31,11 +31,11 @@ GPU_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A check: its subject (`what`), its status, the result (`said`), and what to do (`do`, empty if it is ok)."""
+    """A check: its subject (`what`), its status, the result (`text`), and what to do (`do`, empty if it is ok)."""
 
     what: str
     status: Literal["ok", "warning", "problem"]
-    said: str
+    text: str
     do: str = ""
 
 
@@ -71,16 +71,16 @@ def _memory() -> Finding:
     _, limit = cgroup_limits()
     total = min(memory.total, limit or memory.total)
     free = min(memory.available, total)
-    said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-    said += f" (the machine has {memory.total / GIB:.1f}, a container's limit is lower)" * (
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    text += f" (the machine has {memory.total / GIB:.1f}, a container's limit is lower)" * (
         total < memory.total
     )
     if free >= MEMORY_WANTED:
-        return Finding("memory", "ok", said)
+        return Finding("memory", "ok", text)
     return Finding(
         "memory",
         "problem" if free < MEMORY_NEEDED else "warning",
-        said,
+        text,
         f"Ray and one worker need at least {MEMORY_NEEDED / GIB:.0f} GiB: end other programs or use a larger machine; "
         "`--parallel 1` and `workers: 1` need the least",
     )
@@ -97,13 +97,13 @@ def _shared_memory() -> Finding:
         )
     size = shutil.disk_usage(path).total
     wanted = int(RAY_OBJECT_STORE * min(psutil.virtual_memory().total, cgroup_limits()[1] or sys.maxsize))
-    said = f"{path} has {size / GIB:.2f} GiB"
+    text = f"{path} has {size / GIB:.2f} GiB"
     if size >= wanted:
-        return Finding("shared memory", "ok", said)
+        return Finding("shared memory", "ok", text)
     return Finding(
         "shared memory",
         "warning",
-        f"{said}, but Ray's object store needs {wanted / GIB:.1f}: it uses the disk instead, which is slow",
+        f"{text}, but Ray's object store needs {wanted / GIB:.1f}: it uses the disk instead, which is slow",
         f"give the container more: `docker run --shm-size={-(-wanted // GIB)}g`; in Kubernetes, an emptyDir with "
         "`medium: Memory` at /dev/shm",
     )
@@ -118,17 +118,17 @@ def _disks(places: dict[str, Path]) -> Iterator[Finding]:
     for path, names in disks.values():
         usage = shutil.disk_usage(path)
         what = f"disk of {path}"
-        said = f"{usage.free / GIB:.1f} of {usage.total / GIB:.0f} GiB are free, for {', '.join(names)}"
+        text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.0f} GiB are free, for {', '.join(names)}"
         full = usage.used / max(1, usage.used + usage.free)
         if usage.free < DISK_NEEDED or full > RAY_STOPS_AT:
             status: Literal["warning", "problem"] = "problem" if usage.free < DISK_NEEDED else "warning"
             reason = f" ({full:.0%} full: Ray spills nothing above {RAY_STOPS_AT:.0%})" * (
                 full > RAY_STOPS_AT
             )
-            yield Finding(what, status, said + reason, _MAKE_SPACE)
+            yield Finding(what, status, text + reason, _MAKE_SPACE)
         else:
             scarce = usage.free < DISK_WANTED
-            yield Finding(what, "warning" if scarce else "ok", said, _MAKE_SPACE if scarce else "")
+            yield Finding(what, "warning" if scarce else "ok", text, _MAKE_SPACE if scarce else "")
 
 
 _MAKE_SPACE = (
@@ -169,7 +169,7 @@ def _gpus() -> list[str]:
 def _accelerator(gpus: list[str]) -> Finding:
     if not gpus:
         return Finding("GPU", "ok", "none found; the CPU is used")
-    said = f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}"
+    text = f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}"
     count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     try:
         done = subprocess.run(count, capture_output=True, text=True, timeout=GPU_SECONDS)
@@ -177,12 +177,12 @@ def _accelerator(gpus: list[str]) -> Finding:
     except subprocess.TimeoutExpired:
         seen = 0
     if seen:
-        return Finding("GPU", "ok", f"{said}; torch sees {seen}")
+        return Finding("GPU", "ok", f"{text}; torch sees {seen}")
     problem = "torch is the CPU build" if _torch_cuda() is None else "torch cannot use them"
     return Finding(
         "GPU",
         "problem",
-        f"{said}, but {problem}",
+        f"{text}, but {problem}",
         "rm -rf .venv && make install DEVICE=cuda"
         if _torch_cuda() is None
         else f"torch is built for CUDA {_torch_cuda()}: check that the driver supports it (`nvidia-smi` shows its CUDA "
@@ -209,13 +209,13 @@ def _communication_op(has_gpu: bool) -> Finding:
     if any((package / "ops" / "comm").glob("deepspeed_shm_comm_op*.so")):
         return Finding(what, "ok", "its communication op is built; no compiler is needed")
     missing = " and ".join(name for name in ("g++", "ninja") if shutil.which(name) is None)
-    said = "its communication op is not built, so the first training in each new home folder compiles it"
+    text = "its communication op is not built, so the first training in each new home folder compiles it"
     return Finding(
         what,
         "problem" if missing else "warning",
-        f"{said}; without {missing} it fails"
+        f"{text}; without {missing} it fails"
         if missing
-        else f"{said} for half a minute; if that is killed, later trainings hang",
+        else f"{text} for half a minute; if that is killed, later trainings hang",
         "build it once, with g++, ninja and Python's headers: `DS_BUILD_SHM_COMM=1 pip install --force-reinstall "
         "--no-deps --no-build-isolation -c constraints.txt deepspeed`, or reinstall: rm -rf .venv && make install",
     )

@@ -136,8 +136,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     last_heading = None
     for line in lines:
         sides = {side.upper(): line[side] for side in ("a", "b") if side in line}
-        protocol, labels = _said(sides, itemgetter("protocol"), ", "), _said(sides, labels_of, ", ")
-        method = _said(sides, itemgetter("method"), "\n  ")
+        protocol, labels = _stated(sides, itemgetter("protocol"), ", "), _stated(sides, labels_of, ", ")
+        method = _stated(sides, itemgetter("method"), "\n  ")
         heading = (f"{line['task']}, {protocol},", labels)
         if heading != last_heading:
             add_headings(table, *heading)

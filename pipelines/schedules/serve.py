@@ -32,7 +32,7 @@ class _Server:
         self.store, self.token_file, self.say = store, token_file, say
         self.served: dict[str, Schedule] = {}
         self.attending: dict[str, Future[None]] = {}
-        self.said: dict[str, str] = {}
+        self.printed: dict[str, str] = {}
 
     def look(self, now: datetime, threads: ThreadPoolExecutor) -> float:
         """Attend to the active schedules; return the seconds until the next look."""
@@ -45,7 +45,7 @@ class _Server:
         except StoreError as error:
             self._say_once("", f"cannot read the schedules: {error}")
             return LOOK_SECONDS
-        self.said.pop("", None)
+        self.printed.pop("", None)
         ticks = {name: next(schedule.next_ticks(now)) for name, schedule in active.items()}
         for name in self.served.keys() - active.keys():
             self.say(f"{name}: no longer served")
@@ -69,8 +69,8 @@ class _Server:
             traceback.print_exc()
 
     def _say_once(self, name: str, line: str) -> None:
-        if self.said.get(name) != line:
-            self.said[name] = line
+        if self.printed.get(name) != line:
+            self.printed[name] = line
             self.say(f"{name}: {line}" if name else line)
 
 

@@ -20,7 +20,7 @@ _CHUNK = 16  # images per task: with fewer, the overhead of a task outweighs its
 Indices = NDArray[np.int64]
 Image = NDArray[np.uint8]
 DecodeImage = Callable[[Stored, int], Image]
-"""Decodes an image, given its number among those of a task."""
+"""Decodes an image, given its number in a task."""
 DecodeCrops = Callable[[Indices, Indices, Indices], DecodeImage]
 """Returns what decodes the images of a task, from their positions in the training stream, heights and widths."""
 

@@ -75,13 +75,13 @@ class Support:
 
 
 class Weights(NamedTuple):
-    """The weights that features are computed with: those of a model, or untrained ones of its architecture."""
+    """The weights that features are computed with: a model's, or untrained ones of its architecture."""
 
     folder: Path
     seed: int | None = None
-    """of untrained weights"""
+    """The seed of untrained weights."""
     resolution: int | None = None
-    """of the images; None: the model's own"""
+    """The images' resolution; None: the model's own."""
 
     def contract(self) -> ModelContract:
         """Return the model's contract at this resolution.
@@ -136,7 +136,7 @@ class Weights(NamedTuple):
 
 
 def support_of(dataset: Dataset, config: Evaluate) -> Support:
-    """Return the images of train, followed by those of dev with `support: train+dev`."""
+    """Return the images of train, and with `support: train+dev` the images of dev after them."""
     splits: tuple[Split, ...] = ("train", "dev") if config.support == "train+dev" else ("train",)
     by_split = [dataset.labels(split) for split in splits]
     labels = np.concatenate(by_split)
@@ -312,7 +312,7 @@ def cost_of_features(context: Context[Evaluate]) -> Cost:
     architecture = type(contract.architecture).model_validate(headless)
     contract = contract.model_copy(update={"architecture": architecture, "class_names": ()})
 
-    def untrained() -> Network:  # its time is that of the trained one
+    def untrained() -> Network:  # it takes as long as the trained one
         network = build(architecture)
         network.initialise(0)
         return network

@@ -46,7 +46,7 @@ class Fitted(NamedTuple):
     selected_on: str
     settings: dict[str, float]
     probabilities: pa.Table | None = None
-    """of PROBABILITIES [n_test]; None: the classifier has none, or no image with the label of some test image"""
+    """A table of PROBABILITIES [n_test]; None: the classifier has none, or no image with the label of a test image."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Standardised:
     def of(
         cls, support: NDArray[np.floating], labels: NDArray[np.integer], standardise: bool
     ) -> Standardised:
-        """Of a support [n, d] with labels [n]; without `standardise`, features are taken as they are."""
+        """The path for a support [n, d] with labels [n]; without `standardise`, features are taken as they are."""
         support = np.asarray(support, np.float64)
         mean, deviation = np.zeros(support.shape[1]), np.ones(support.shape[1])
         if standardise:

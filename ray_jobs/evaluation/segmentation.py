@@ -42,7 +42,7 @@ class Moments:
 
     @classmethod
     def of(cls, tokens: NDArray[np.floating], shares: Floats) -> Moments:
-        """Of tokens [n, d] and the share of each class in their patches [n, k]."""
+        """The path for tokens [n, d], and the share of each class in their patches [n, k]."""
         x = np.asarray(tokens, np.float64)
         grams = []
         for share in shares.T:

@@ -133,7 +133,7 @@ def find_copies(
 
 
 class _Images(NamedTuple):
-    """The images of all sets, those of this set first."""
+    """The images of all sets, this set's first."""
 
     table: pa.Table
     classes: pa.Array

@@ -245,7 +245,7 @@ def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) 
 
 
 def in_tasks(
-    function: Callable[..., Any], shared: Sequence[Any], each: Sequence[Any], noun: str
+    function: Callable[..., Any], shared: Sequence[Any], each: Sequence[Any], unit: str
 ) -> list[Any]:
     """Return function(*shared, one) for each one, in order, computed in Ray tasks of one core."""
     import ray  # not at the top: the stage's process checks its --spec without it
@@ -259,7 +259,7 @@ def in_tasks(
         _, pending = ray.wait(pending, timeout=1.0)
         done = len(references) - len(pending)
         if done and progress.due(done):
-            progress.show(done, noun)
+            progress.show(done, unit)
     return list(ray.get(references))
 
 

@@ -67,7 +67,7 @@ def settings(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def changed_fields(config: Frozen, base: Frozen | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a configuration that differ from those of `base`, by default from the defaults."""
+    """Yield the settings of a configuration that `base` has otherwise; without `base`, the defaults have."""
     for name, recorded in identity_fields(config).items():
         info, value = type(config).model_fields[name], getattr(config, name)
         default = info.get_default(call_default_factory=True, validated_data=vars(config))

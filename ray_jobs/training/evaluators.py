@@ -1,4 +1,4 @@
-"""Images that a model is evaluated on: dev of a pretraining, what a trial held out, test, and those of few-shot probes.
+"""Images that a model is evaluated on: a pretraining's dev, a trial's held-out part, test, few-shot supports.
 
 In: images, and a network. Out: what it computes for each image. All workers call an evaluator together.
 """

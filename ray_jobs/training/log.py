@@ -151,7 +151,7 @@ class Reporting(NamedTuple):
     """Where the log of a training goes, and how its lines of progress speak."""
 
     writer: LogWriter | None = None
-    """of the first worker; None: nothing is written to the store"""
+    """The first worker's writer; None: nothing is written to the store."""
     unit: str = "step"
     """what a line of progress calls a step"""
 

@@ -183,7 +183,7 @@ def _skip_dynamo() -> None:
 
 
 def freeze(model: Network, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
-    """Exclude weights from training: all but the head's, or those of the embeddings and the first `what` blocks.
+    """Exclude weights from training: all but the head's, or the embeddings and the first `what` blocks.
 
     "all_but_biases" also trains every bias, as BitFit (Ben Zaken et al. 2022) and VPT's bias-only rows (KMnP/vpt,
     src/models/vit_models.py, tinytl-bias); "all_but_lora" the matrices of `vit_model.lora`.

@@ -30,18 +30,18 @@ class WorkerState(Frozen):
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     loader: dict[str, str | int]
-    """the loader's, the same for all workers"""
+    """The loader's state, the same for all workers."""
     points: tuple[dict[str, float | int | None], ...]
-    """the curve so far, the same for all workers"""
+    """The curve so far, the same for all workers."""
     loss_sum: float
     summed: int
-    """the losses since the last point, and of how many steps"""
+    """The sum of the losses since the last point, and the number of their steps."""
     substitutes: int = 0
-    """of a fit: the images so far that were damaged and replaced in this worker's shares"""
+    """The images so far that were damaged and replaced in this worker's shares of a fit."""
     evaluations: tuple[Evaluation, ...] = ()
-    """of a trial that may stop early"""
+    """The evaluations so far of a trial that may stop early."""
     log: tuple[LogLine, ...] = ()
-    """of the first worker: the lines of the log that may not be in the store"""
+    """The lines of the log that may not be in the store; only the first worker has any."""
 
 
 def own_state(states: Sequence[WorkerState], worker: Worker) -> WorkerState:
@@ -74,7 +74,7 @@ class TrainState:
         self.step, self.attempt = checkpoint.step, checkpoint.attempt
         self._where = f"{store.uri}/{checkpoint.folder}"
         self.states: list[WorkerState] = []
-        """of each worker that wrote the checkpoint, by rank"""
+        """The state of each worker that wrote the checkpoint, by rank."""
         self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
         folder = store.local(checkpoint.folder, checkpoint.files)
         for path in sorted(entry.path for entry in checkpoint.files):

@@ -45,12 +45,12 @@ class Step(NamedTuple):
     """A step that was made."""
 
     done: int
-    """how many steps are done, this one included"""
+    """The number of steps so far, this one included."""
     rate: float
     norm: Tensor | float | None
-    """of the gradients before clipping, see `Engine.step`"""
+    """The norm of the gradients before clipping, see `Engine.step`."""
     losses: list[Tensor]
-    """of this worker's share of each micro-batch"""
+    """The loss of this worker's share of each micro-batch."""
 
 
 def steps(course: Course, batches: Loader, first: int, last: int) -> Iterator[Step]:

@@ -83,23 +83,23 @@ def point_digest(search: Search | None, point: Point) -> str | None:
 
 
 class Task(NamedTuple):
-    """The parts that all fits of a stage share, or those of a point that it tries."""
+    """What all fits of a stage share, or all fits of a point that it tries."""
 
     config: Finetune
     contract: ModelContract
     backbone: Path | None
     point: Point = {}  # noqa: RUF012 (never changed)
-    """Whose values `config` has; empty if it is of none."""
+    """The point whose values `config` has; empty if there is none."""
     number: int = 0
-    """Of the point, in the order in which they were tried; 0 if it is of none."""
+    """The point's number, in the order in which points were tried; 0 without a point."""
     digest: str | None = None
-    """Of the point, see `point_digest`."""
+    """The point's digest, see `point_digest`."""
     attempts: tuple[int, ...] = ()
-    """Earlier ones, from whose checkpoints a fit continues."""
+    """Earlier attempts, from whose checkpoints a fit continues."""
     last_step: int | None = None
-    """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
+    """The step that a refit ends after, where its trial was best (`early_stopping`); None: the configured last one."""
     temperature: float | None = None
-    """Of a refit's calibrated probabilities, from images that the trials held out; None: there are none."""
+    """The temperature of a refit's calibrated probabilities, from held-out images; None: they are not calibrated."""
 
     @property
     def steps(self) -> int:
@@ -116,7 +116,7 @@ class Task(NamedTuple):
 
     @property
     def learning_rate(self) -> float:
-        """Of the point."""
+        """The point's learning rate."""
         (rate,) = self.config.learning_rates
         return rate
 

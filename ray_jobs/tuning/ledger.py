@@ -1,6 +1,5 @@
-"""The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over. That of
-an audit has its finished folds.
-
+"""The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over. An
+audit's has its finished folds.
 
 In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
 in the attempt's folder, created once, by the process that computed the result, as soon as it has it. A point that
@@ -87,7 +86,7 @@ class Ledger:
     """What some attempts at a key have finished; of several entries for the same, the newest attempt's."""
 
     def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
-        """Open the ledger of the context's attempt, and those of these attempts, the newest first."""
+        """Open the ledgers of the context's attempt and of these attempts, the newest first."""
         self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
         self._all = tuple(dict.fromkeys((context.attempt.number, *attempts)))
 

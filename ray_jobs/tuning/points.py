@@ -1,4 +1,4 @@
-"""Which points a fine-tuning's search tries: those known before it starts, and those of Optuna meanwhile.
+"""The points that a fine-tuning's search tries: known before it starts, or proposed by Optuna meanwhile.
 
 In: the configuration, and what was tried before. Out: points, {field: value}.
 `ray_jobs.tuning.runner` runs their trials.

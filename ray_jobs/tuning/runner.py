@@ -119,8 +119,8 @@ def run_trial(
     """Run a trial in this process, or in as many workers as are configured. `report` is given for a trial of ASHA."""
     from ray_jobs.tuning import fits
 
-    told = () if report is None else (report,)
-    result = fits.run(fits.trial, context, task, pool, folds, fold, *told)
+    reports = () if report is None else (report,)
+    result = fits.run(fits.trial, context, task, pool, folds, fold, *reports)
     assert isinstance(result, Trial)
     return result
 
@@ -231,9 +231,9 @@ def _tune_trial(
         for evaluation in done.evaluations:
             report(evaluation)
     elif time.time() < deadline:
-        told = report if isinstance(search, ASHA) else None
+        reporter = report if isinstance(search, ASHA) else None
         try:
-            done = run_trial(context, task, pool, folds, fold, told)
+            done = run_trial(context, task, pool, folds, fold, reporter)
         except SystemExit:  # ASHA has ended it
             say_progress()
             raise

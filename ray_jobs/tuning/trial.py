@@ -24,9 +24,9 @@ class Record(Frozen):
     """What all records have."""
 
     name: str = ""
-    """Of this object in the store."""
+    """The object's name in the store."""
     sha256: str = ""
-    """Of the other fields, see `checksum`."""
+    """The digest of the other fields, see `checksum`."""
 
     def checksum(self) -> str:
         """Return the sha256 of all other fields."""
@@ -45,17 +45,17 @@ class Trial(Record):
     accuracy: Fraction
     loss: float
     metrics: dict[str, Fraction] = Field(default={})
-    """the metric that selects, by name, if it is not accuracy"""
+    """The metric that selects, by name, if it is not accuracy."""
     step: PositiveInt
-    """after which it had them: the best one with `early_stopping`, otherwise the last"""
+    """The step after which it had these results: the best one with `early_stopping`, otherwise the last."""
     evaluations: tuple[Evaluation, ...] = ()
-    """with ASHA, which decides by them"""
+    """The evaluations that ASHA decides by; empty without it."""
     is_pruned: bool = False
-    """whether ASHA ended it there"""
+    """Whether ASHA ended it after that step."""
     seconds: float = 0.0
-    """that it took"""
+    """The time that it took."""
     temperature: PositiveFloat | None = None
-    """that minimises the loss on these images; None: it ended early, or its model is not the last one"""
+    """The temperature with the lowest loss on these images; None: it ended early, or its model is not the last one."""
 
     @property
     def outcome(self) -> str:

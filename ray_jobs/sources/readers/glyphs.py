@@ -68,7 +68,7 @@ _RENDERED = 256  # images at a time
 
 
 def listing(source: GlyphSource, files: Files) -> Listing:
-    """List images 0, 1, ... of the classes in turn: first those of train, then those of dev."""
+    """List images 0, 1, ... of the classes in turn: first train, then dev."""
     names = [glyph.name for glyph in _classes(files)]
     entries = (
         {

@@ -26,7 +26,7 @@ _TURN = np.linspace(0, 2 * math.pi, 40, endpoint=False)
 
 
 def listing(source: ShapesSource, files: Files) -> Listing:
-    """Images 0, 1, ...: first those of train, then those of dev, then those of test."""
+    """Images 0, 1, ...: first train, then dev, then test."""
     sizes = {"train": source.images, "dev": source.dev_images, "test": source.test_images}
     splits = [split for split, size in sizes.items() for _ in range(size)]
     side = source.resolution

@@ -1,4 +1,4 @@
-"""What a pretraining method states of itself; its values here are those of one pass over the model and nothing else."""
+"""What a pretraining method states of itself; the values here are for one pass over the model and nothing else."""
 
 from __future__ import annotations
 

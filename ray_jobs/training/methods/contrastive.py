@@ -18,7 +18,7 @@ from vit_model.parts import ParameterGroups
 
 
 class Contrastive(Method):
-    """Recognises an image's other view among those of a batch."""
+    """Recognises an image's other view among a batch's."""
 
     passes = 2
 
@@ -43,9 +43,8 @@ class Contrastive(Method):
     @property
     def train_flops(self) -> int:
         hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
-        projector = (
-            hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
-        )  # weights, those of norms included
+        # weights, the norms' included
+        projector = hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
         predictor = 2 * hidden * output + 2 * hidden
         keys = compute.forward_flops(self.vit) + 2 * projector
         return super().train_flops + self.passes * (6 * (projector + predictor) + keys)

@@ -27,7 +27,7 @@ from tests.support.serving import serving
 
 def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
     found = list(findings)
-    assert all(finding.said and bool(finding.do) == (finding.status != "ok") for finding in found)
+    assert all(finding.text and bool(finding.do) == (finding.status != "ok") for finding in found)
     return {finding.what: finding for finding in found}
 
 
@@ -55,7 +55,7 @@ def test_a_folder_is_well_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_store_that_is_not_there_yet_is_well_and_not_made(tmp_path: Path) -> None:
     found = by_name(store_findings(str(tmp_path / "a" / "b")))
     assert {name: finding.status for name, finding in found.items()} == WELL
-    assert "the first run creates it" in found["store"].said
+    assert "the first run creates it" in found["store"].text
     assert not list(tmp_path.iterdir())
 
 
@@ -68,7 +68,7 @@ def test_another_layout_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text('{"id": "x", "layout": 99}')
     found = by_name(store_findings(str(tmp_path)))
     assert found.keys() == {"store"}
-    assert (found["store"].status, "layout 99" in found["store"].said) == ("problem", True)
+    assert (found["store"].status, "layout 99" in found["store"].text) == ("problem", True)
 
 
 # ------------------------------------------------------------------------------------------------- S3
@@ -79,7 +79,7 @@ def test_s3_is_well_and_left_as_it_was(moto: Server, monkeypatch: pytest.MonkeyP
     uri = f"s3://{bucket.name}/prefix"
     with used(moto, monkeypatch):
         found = by_name(store_findings(uri))
-        assert "the first run creates it" in found["store"].said
+        assert "the first run creates it" in found["store"].text
         assert bucket.objects() == {}
         store = open_store(uri)
         assert statuses(store_findings(f"{uri}/")) == {"store": "ok"}
@@ -93,7 +93,7 @@ def test_a_bucket_that_is_not_there_and_an_address_with_keys_are_problems(
         found = by_name(store_findings("s3://nowhere/x"))
         (finding,) = store_findings("s3://KEY:SECRET@bucket/x")
     assert found.keys() == {"store"}
-    assert "no such bucket" in found["store"].said
+    assert "no such bucket" in found["store"].text
     assert finding.status == "problem"
     assert "SECRET" not in str(finding)
 
@@ -119,9 +119,9 @@ def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
         "cluster": "ok",
         "cluster, access": "warning",
     }
-    assert "every user of this machine can run any code" in found["cluster, access"].said
+    assert "every user of this machine can run any code" in found["cluster, access"].text
     assert everywhere["cluster, access"].status == "problem"
-    assert "listens on 0.0.0.0: everyone who can reach it" in everywhere["cluster, access"].said
+    assert "listens on 0.0.0.0: everyone who can reach it" in everywhere["cluster, access"].text
     assert mapped["cluster, access"] == found["cluster, access"]
 
 
@@ -134,7 +134,7 @@ def test_where_a_port_listens_is_seen() -> None:
 def test_a_cluster_of_another_version_is_told() -> None:
     with head("2.61.7") as address:
         found = by_name(cluster_findings(address, None))["cluster"]
-    assert (found.status, "2.61.7" in found.said) == ("warning", True)
+    assert (found.status, "2.61.7" in found.text) == ("warning", True)
 
 
 def test_what_does_not_answer_is_a_problem_and_what_is_no_address_is_refused() -> None:
@@ -161,11 +161,11 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
             "local Ray, access": "ok",
         }
         assert (
-            "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].said
+            "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].text
         )
         # as another cluster, whose processes are not known
         found = by_name(cluster_findings(ray.address, ray.token_path))
-        assert "requires a token" in found["cluster, access"].said
+        assert "requires a token" in found["cluster, access"].text
 
 
 # ------------------------------------------------------------------------------------------------- the machine
@@ -174,7 +174,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
 def test_a_container_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "cgroup_limits", lambda: (0.5, GIB))
     assert [finding.status for finding in (findings._cores(), findings._memory())] == ["warning", "problem"]
-    assert "1.0 GiB" in findings._memory().said
+    assert "1.0 GiB" in findings._memory().text
 
 
 def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
@@ -189,7 +189,7 @@ def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
     )  # for a torch that sees nothing, without its import
     found = findings._accelerator(findings._gpus())
     assert found.status == "problem"
-    assert "2: NVIDIA H100" in found.said
+    assert "2: NVIDIA H100" in found.text
 
 
 def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(
@@ -204,7 +204,7 @@ def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(
     monkeypatch.setenv("PATH", str(tmp_path))
     found = findings._communication_op(has_gpu=False)
     assert found.status == "problem"
-    assert "without g++ and ninja it fails" in found.said
+    assert "without g++ and ninja it fails" in found.text
     assert findings._communication_op(has_gpu=True).status == "ok"
     (package / "ops" / "comm" / "deepspeed_shm_comm_op.cpython-311-x86_64-linux-gnu.so").touch()
     assert findings._communication_op(has_gpu=False).status == "ok"
@@ -218,7 +218,7 @@ def test_looking_for_rays_folder_leaves_none(tmp_path: Path, monkeypatch: pytest
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    assert findings._socket_path().said.startswith("/tmp "), "another is taken"
+    assert findings._socket_path().text.startswith("/tmp "), "another is taken"
 
 
 def test_the_command_line_says_what_it_found_and_its_exit_code_tells(
