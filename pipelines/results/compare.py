@@ -136,8 +136,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     last_heading = None
     for line in lines:
         sides = {side.upper(): line[side] for side in ("a", "b") if side in line}
-        protocol, labels = _stated(sides, itemgetter("protocol"), ", "), _stated(sides, labels_of, ", ")
-        method = _stated(sides, itemgetter("method"), "\n  ")
+        protocol, labels = _of_sides(sides, itemgetter("protocol"), ", "), _of_sides(sides, labels_of, ", ")
+        method = _of_sides(sides, itemgetter("method"), "\n  ")
         heading = (f"{line['task']}, {protocol},", labels)
         if heading != last_heading:
             add_headings(table, *heading)
@@ -169,7 +169,7 @@ def _marks(line: dict[str, Any]) -> list[str]:
     return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part
 
 
-def _said(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
+def _of_sides(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
     """Return the name that both sides share, or each side's: 'A: ViT, B: k-NN'."""
     names = {side: name(values) for side, values in sides.items()}
     if len(set(names.values())) == 1:
