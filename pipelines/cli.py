@@ -80,8 +80,8 @@ app = Commands(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if not wanted:
+def _show_version(requested: bool) -> None:
+    if not requested:
         return
     from importlib.metadata import version  # only `--version` needs it
 
@@ -103,7 +103,7 @@ def _options(
 
 def main() -> None:
     """Run a command; a failure becomes one message and an exit code, not a traceback."""
-    terminal.escape_what_is_no_text()
+    terminal.escape_invalid_text()
     try:
         app(prog_name="vitflow")
     except (UserError, StoreAbsent) as error:
@@ -117,9 +117,9 @@ def main() -> None:
         _fail(f"{_name_in(error.object, error.start)}: not UTF-8; rename it", 2)
 
 
-def _name_in(text: str, place: int) -> str:
-    """Return the path or word of a text that has a place in it."""
-    before, after = re.search(r"[^\s\"']*$", text[:place]), re.match(r"[^\s\"']*", text[place:])
+def _name_in(text: str, index: int) -> str:
+    """Return the path or word of a text at an index."""
+    before, after = re.search(r"[^\s\"']*$", text[:index]), re.match(r"[^\s\"']*", text[index:])
     assert before and after
     return before[0] + after[0]
 

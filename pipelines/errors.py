@@ -29,5 +29,5 @@ class StoreDamaged(StoreError):  # noqa: N818 (named after the state of the stor
 class Superseded(Exception):  # noqa: N818 (named after the state of the attempt)
     """A later attempt has taken over from this one, which must end and commit nothing more.
 
-    That is not a user error. It needs no answer either, because the later attempt's job makes the result.
+    This is not a user error, and needs no action, because the later attempt's job makes the result.
     """

@@ -23,7 +23,7 @@ def left_by_a_system(name: str) -> bool:
 
 
 def parts_of(first: str, names: Iterable[str]) -> list[str]:
-    """Return `first` and, of `names`, its further parts, in order.
+    """Return `first` and its further parts among `names`, in order.
 
     `x.zip.001` is followed by `x.zip.002`, `x.part1.rar` by `x.part2.rar`, `x.rar` by `x.r00`.
     """

@@ -1,4 +1,4 @@
-"""Temporary folders that do not stay: if a process was killed, the next one removes what it has left.
+"""Temporary folders that are cleaned up even if their process is killed: the next process removes them.
 
 And the error of a full disk, which names what was being written.
 """
@@ -23,15 +23,15 @@ _MAKING_SECONDS = 60.0  # between creating a folder and locking it, at most
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     """Yield a new folder for temporary files, and remove it after the block.
 
-    Its process holds a lock on it. First, folders that are not locked are removed: their processes were killed.
+    Its process holds a lock on it. Folders without a lock are removed first, because their processes were killed.
 
     Args:
         parent: where to make it; None is the folder for temporary files (TMPDIR).
     """
     parent = parent or Path(tempfile.gettempdir())
-    for left in parent.glob(f"{_PREFIX}*"):
+    for abandoned in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is another user's, in use, or just being removed
-            _sweep(left)
+            _sweep(abandoned)
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
         opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
         try:

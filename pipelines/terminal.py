@@ -1,4 +1,4 @@
-"""Untrusted text on a terminal: names, logs and answers may contain sequences that clear it or type into it.
+"""Untrusted text on a terminal: names, logs and responses may contain sequences that clear it or type into it.
 
 A file or a pipe gets data unchanged, and logs without these sequences (`engine.display.readable`).
 """
@@ -26,8 +26,8 @@ def harmless(text: str) -> str:
     return _COLOUR.sub("", text).translate(_CONTROL)
 
 
-def escape_what_is_no_text() -> None:
-    """Print what stdout and stderr cannot encode, such as parts of names that are not UTF-8, as escapes."""
+def escape_invalid_text() -> None:
+    """Make stdout and stderr print characters that they cannot encode, such as parts of non-UTF-8 names, as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -24,7 +24,7 @@ def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tens
     Frequencies fall from 1 to 1/10000 in width / 4 steps, both included. x and y count patches, so another grid gets
     another table and not a stretched one.
     """
-    y, x = _places(grid, device)
+    y, x = _coordinates(grid, device)
     return _waves(x, y, torch.arange(width // 4, device=device, dtype=torch.float64) / (width / 4 - 1))
 
 
@@ -35,20 +35,20 @@ def sincos2d_moco(grid: Grid, width: int, device: torch.device | None = None) ->
     1/10000. The authors call the first half "w", but build it in column order and add it in row order, so on their
     square grids it counts rows.
     """
-    y, x = _places(grid, device)
+    y, x = _coordinates(grid, device)
     return _waves(y, x, torch.arange(width // 4, device=device, dtype=torch.float64) / (width / 4))
 
 
-def _places(grid: Grid, device: torch.device | None) -> tuple[Tensor, ...]:
+def _coordinates(grid: Grid, device: torch.device | None) -> tuple[Tensor, ...]:
     """Return the row and column of each patch in raster order, [n] each."""
     sides = (torch.arange(side, device=device).double() for side in grid)
-    return tuple(place.flatten() for place in torch.meshgrid(*sides, indexing="ij"))
+    return tuple(coordinate.flatten() for coordinate in torch.meshgrid(*sides, indexing="ij"))
 
 
 def _waves(first: Tensor, second: Tensor, exponents: Tensor) -> Tensor:
-    """Return sines and cosines of places [n] times 10000 ** -exponents [k], as a table [1, n, 4 k]."""
+    """Return sines and cosines of coordinates [n] times 10000 ** -exponents [k], as a table [1, n, 4 k]."""
     omega = 10000.0**-exponents
-    angles = (place[:, None] * omega for place in (first, second))
+    angles = (coordinate[:, None] * omega for coordinate in (first, second))
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()[None]
 
 
@@ -58,8 +58,8 @@ def relative_scores(query: Tensor, table: Tensor) -> Tensor:
     [b, h, q, e] -> [b, h, q, n]; entry (i, j) uses row i - j + n - 1 of the table, which the heads share.
     """
     n = (len(table) + 1) // 2
-    place = torch.arange(n, device=query.device)
-    offset = place[: query.shape[-2], None] - place[None, :] + n - 1  # [q, n]
+    index = torch.arange(n, device=query.device)
+    offset = index[: query.shape[-2], None] - index[None, :] + n - 1  # [q, n]
     products = query @ table.T  # [b, h, q, 2n - 1]
     return products.gather(-1, offset.expand(*query.shape[:-1], n))
 
@@ -161,7 +161,7 @@ class Attention(nn.Module):
                 torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads)
             )
         self.lora: nn.ModuleDict | None = None
-        """What is added to projections while LoRA trains, by the projection's name (`vit_model.lora`)."""
+        """LoRA's matrices while it trains, by the name of the projection that they add to (`vit_model.lora`)."""
 
     def forward(self, x: Tensor, first: int | None = None) -> Tensor:
         """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d]."""
@@ -203,7 +203,7 @@ class Attention(nn.Module):
         return x.view(b, n, parts, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
     def bias(self, query: Tensor) -> Tensor | None:
-        """Return what relative positions add to the scores, [b, h, n, n], scaled as they are (Shaw et al. 2018)."""
+        """Return the relative positions' part of the scores, [b, h, n, n], scaled like them (Shaw et al. 2018)."""
         if self.pos_embed is None:
             return None
         return relative_scores(query * query.shape[-1] ** -0.5, self.pos_embed)

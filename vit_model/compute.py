@@ -41,14 +41,14 @@ def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
 
 
 def _block_macs(config: ViTConfig, tokens: int) -> int:
-    """Return what all blocks take with so many tokens, scores of relative positions apart."""
+    """Return the MACs of all blocks for this number of tokens, without scores of relative positions."""
     width, mlp = config.width, config.mlp_dim
     total = config.num_blocks * tokens * (4 * width * width + 2 * width * mlp)
     return total + 2 * tokens * _keys(config, tokens) * width
 
 
 def _autoencoder_macs(config: ViTConfig, mae: MaeOptions) -> int:
-    """Return what a masked autoencoder takes after its patch embedding."""
+    """Return the MACs of a masked autoencoder after its patch embedding."""
     decoder, seen = mae.decoder(config), config.num_prefix_tokens + mae.visible(config.num_patches)
     masked = config.num_tokens - seen
     total = _block_macs(config, seen) + _block_macs(decoder, config.num_tokens)
@@ -90,7 +90,7 @@ def restricted_train_flops(config: Architecture, trained: Literal["head", "biase
 
 
 def _keys(config: ViTConfig, tokens: int) -> int:
-    """Return the number of tokens that each of so many tokens attends to, summed over the blocks."""
+    """Return the number of tokens that each of `tokens` tokens attends to, summed over the blocks."""
     return config.depth * (sum(config.grid) if config.axial else tokens)
 
 
@@ -101,7 +101,7 @@ def _patch_values(config: ViTConfig) -> int:
 
 
 def _convolution_macs(config: Architecture) -> int:
-    """Return what the convolutions of a ResNet or a hybrid's stem take."""
+    """Return the MACs of the convolutions of a ResNet or a hybrid's stem."""
     if isinstance(config, ResNetConfig):
         stages, root = config.stages, 64 * config.width_factor
     else:

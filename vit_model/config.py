@@ -31,42 +31,42 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 HEADLESS: dict[str, Any] = {"representation_head": False, "head_bias": 0.0}
-"""The options of a model whose head is new or has none."""
+"""The options of a model with a new head or none."""
 
 
 class ViTOptions(Frozen):
     """Options of a ViT beside its size. The defaults are the paper's model."""
 
     pooling: Literal["cls", "gap", "map"] = "cls"
-    """What becomes the representation: the class token, the mean of the patches' tokens, or what a learned query
-    attends to ("map", Zhai et al. 2022)."""
-    class_token: bool = later(default_factory=lambda given: given.get("pooling", "cls") == "cls")
-    """Whether the sequence begins with one; by default where it is pooled. The mean never includes it (MAE)."""
-    class_position: bool = later(default_factory=lambda given: bool(given.get("class_token")))
+    """The source of the representation: the class token, the mean of the patches' tokens, or the tokens that a learned
+    query attends to ("map", Zhai et al. 2022)."""
+    class_token: bool = later(default_factory=lambda fields: fields.get("pooling", "cls") == "cls")
+    """Whether the sequence begins with a class token; by default if pooling is "cls". The mean never includes it."""
+    class_position: bool = later(default_factory=lambda fields: bool(fields.get("class_token")))
     """Whether the class token has an entry of its own in a learned 1-D table; the other tables never have one."""
     distillation: bool = later(False)
     """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
     registers: Annotated[int, Field(ge=0)] = later(0)
-    """Learned tokens without a position that only collect (Darcet et al. 2024; DINOv2)."""
+    """The number of extra learned tokens, which have no position (Darcet et al. 2024; DINOv2)."""
     position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = later(
         "learned1d"
     )
-    """How tokens know their place (section D.4). "sincos2d" is big_vision's fixed table, "sincos2d_moco" MoCo v3's;
+    """The position embedding (section D.4). "sincos2d" is big_vision's fixed table, "sincos2d_moco" MoCo v3's;
     "relative" adds query times an embedding of the distance along the raster to the attention's scores."""
     position_at: Literal["stem", "every_layer", "shared"] = later("stem")
-    """Added once before the first block; or at every block's input, from a table for each or from the same one."""
+    """Where positions are added: once before the first block, or to every block's input, from a table for each block
+    or from a shared one."""
     position_resize: Literal["bilinear", "bicubic", "bicubic_antialias"] = later("bilinear")
-    """How a learned 1-D table is brought to another grid: as the authors do (corners onto corners), as Hugging Face
-    does, or as timm does."""
+    """How a learned 1-D table is resized to another grid: like the authors (aligned corners), Hugging Face or timm."""
     norm_first: bool = later(False)
     """A layer norm between the embeddings and the first block (CLIP)."""
     norm_after_pooling: bool = later(False)
     """The last layer norm comes after the mean over tokens and not before it (MAE; timm's `fc_norm`)."""
     patch_bias: bool = later(True)
     layer_scale: Annotated[float, Field(gt=0)] | None = later(None)
-    """What the factor of each channel of a residual branch starts from (Touvron et al. 2021); null: no factor."""
+    """The initial factor of each channel of a residual branch (Touvron et al. 2021); null: no factor."""
     residual: bool = later(True)
-    """False leaves out the connections around attention and MLP, to see what they do."""
+    """False removes the connections around attention and MLP, for ablations."""
     axial: bool = later(False)
     """Each block becomes two, one attending along rows and one along columns (section D.6)."""
     gelu: Literal["tanh", "exact", "quick"] = "tanh"
@@ -75,7 +75,7 @@ class ViTOptions(Frozen):
     layer_norm_eps: Annotated[float, Field(gt=0)] = later(1e-6)
     dropout: Probability = later(0.0)
     stochastic_depth: Probability = later(0.0)
-    """How often the last block's branches are left out in training; the first's never, linear between."""
+    """The probability of dropping the last block's branches in training; the first block's is 0, linear between."""
     representation_head: bool = later(False)
     """A tanh layer of width D before the classifier: the paper's head for pretraining."""
     head_bias: float = later(0.0)
@@ -95,20 +95,20 @@ class ViTOptions(Frozen):
             (self.distillation and self.pooling != "cls", "distillation needs pooling 'cls'"),
             (
                 self.norm_after_pooling and self.pooling != "gap",
-                f"norm_after_pooling is about pooling 'gap'; pooling is {self.pooling!r}",
+                f"norm_after_pooling needs pooling 'gap'; pooling is {self.pooling!r}",
             ),
             (
                 self.position_at != "stem" and not self.position.startswith("learned"),
-                f"position_at {self.position_at!r} is about learned tables; position is {self.position!r}",
+                f"position_at {self.position_at!r} needs learned tables; position is {self.position!r}",
             ),
             (
                 self.axial and (self.class_token or self.registers > 0 or self.position == "relative"),
-                "axial blocks attend along rows and columns of the grid, so tokens beside it (class_token, registers)"
-                " and position 'relative' don't fit; pooling 'gap' would",
+                "axial blocks attend along rows and columns of the grid, so they cannot be combined with class_token,"
+                " registers or position 'relative'; use pooling 'gap'",
             ),
             (
                 self.axial and self.stochastic_depth > 0,
-                f"stochastic_depth {self.stochastic_depth} leaves whole images out, axial blocks see lines of them",
+                f"stochastic_depth {self.stochastic_depth} cannot be combined with axial blocks; use 0",
             ),
         )
 
@@ -118,7 +118,7 @@ class ViTShape(ViTOptions):
 
     family: Literal["vit"] = "vit"
     patch_size: PositiveInt
-    """Side of a token's square of pixels; in a hybrid that is the stride of the stem times that of its patches."""
+    """Side of a token's square of pixels; in a hybrid, the stride of the stem times the side of its patches."""
     width: PositiveInt
     depth: PositiveInt
     num_heads: PositiveInt
@@ -155,7 +155,7 @@ class ViTShape(ViTOptions):
 
 
 class _ForImages(Frozen):
-    """What an architecture has beside its shape: the images that it takes and the classes that it tells apart."""
+    """The fields of an architecture beside its shape: the size of its input images and the number of classes."""
 
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
     """Side of the square, or (height, width), in pixels."""
@@ -167,8 +167,8 @@ class _ForImages(Frozen):
     def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
         """Return the named model of the papers, e.g. "Ti/16", "R50+B/16" or "R50x1", with other fields given by name.
 
-        Raises ValueError for a name that is not in `VARIANTS` or `RESNETS`, or is that of another family, and for a
-        field that the name already fixes.
+        Raises ValueError for a name that is not in `VARIANTS` or `RESNETS` or names another family, and for a field
+        that the name already fixes.
         """
         fixed = variant_sizes(name)
         if fixed["family"] != cls.model_fields["family"].default:
@@ -260,7 +260,7 @@ class ViTConfig(_ForImages, ViTShape):
         return total + self.num_classes * (width + 1) * (1 + self.distillation)
 
     def _position_parameters(self) -> int:
-        """Numbers of the learned tables, relative ones apart."""
+        """Parameters of the learned tables, without relative ones."""
         tables = self.num_blocks if self.position_at == "every_layer" else 1
         rows, columns = self.grid
         if self.position == "learned1d":
@@ -274,18 +274,18 @@ LoRATarget = Literal["query", "key", "value", "proj"]
 
 
 class LoRAOptions(Frozen):
-    """What LoRA learns (Hu et al. 2022). Rank and targets are those of published tables of ViTs on VTAB-1k."""
+    """The settings of LoRA (Hu et al. 2022). The defaults follow published tables of ViTs on VTAB-1k."""
 
-    rank: PositiveInt = Field(8, description="of the matrices B A that are added")
+    rank: PositiveInt = Field(8, description="the rank of the added matrices B A")
     scale: float = Field(
         1.0,
         gt=0,
-        description="what multiplies B A: alpha / rank of Hu et al. and peft, the scale of FacT",
+        description="the factor of B A: alpha / rank of Hu et al. and peft, the scale of FacT",
     )
     targets: Annotated[tuple[LoRATarget, ...], Field(min_length=1)] = Field(
         ("query", "value"), description="the matrices of attention that are changed, in every block"
     )
-    dropout: Probability = Field(0.0, description="of the input of A, as Hu et al., peft and NOAH have it")
+    dropout: Probability = Field(0.0, description="dropout of the input of A, as in Hu et al., peft and NOAH")
 
     @model_validator(mode="after")
     def _targets_differ(self) -> Self:
@@ -295,16 +295,16 @@ class LoRAOptions(Frozen):
 
 
 class MaeOptions(Frozen):
-    """A masked autoencoder's settings (He et al. 2022); the defaults are the authors'. The decoder is thrown away after
+    """A masked autoencoder's settings (He et al. 2022); the defaults are the authors'. The decoder is discarded after
     pretraining."""
 
     mask_fraction: float = Field(
-        0.75, gt=0, lt=1, description="of an image's patches; the encoder sees the others, rounded down"
+        0.75, gt=0, lt=1, description="share of masked patches; the encoder sees the others, rounded down"
     )
     decoder_width: PositiveInt = Field(512, multiple_of=4)
     decoder_depth: PositiveInt = Field(
         8,
-        description="blocks; 1 takes less time and is as good for fine-tuning, but not for a linear classifier",
+        description="number of blocks; 1 is faster and as good for fine-tuning, but not for a linear classifier",
     )
     decoder_heads: PositiveInt = 16
     normalise: bool = Field(
@@ -381,7 +381,7 @@ class ResNetOptions(Frozen):
     units: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
     """Bottlenecks in each stage ("R50": 3, 4, 6, 3); each stage has half the resolution and twice the channels."""
     width_factor: PositiveInt = 1
-    """All channels are multiplied by it."""
+    """The factor of all channels."""
     head_bias: float = 0.0
     """What the classifier's bias starts from."""
 
@@ -426,12 +426,11 @@ class ResNetConfig(_ForImages, ResNetOptions):
         return total + 2 * self.width + self.num_classes * (self.width + 1)
 
 
-def family_of(given: Any) -> str:
-    """Return the family of a configuration or a shape, as a dict, a model or a variant's name; "vit", which was the
-    first, if none is named."""
-    if isinstance(given, str):
-        return "resnet" if given in RESNETS else "vit"
-    return str(given.get("family", "vit") if isinstance(given, dict) else getattr(given, "family", "vit"))
+def family_of(model: Any) -> str:
+    """Return the family of a configuration or shape (a dict or a model) or of a variant's name; by default "vit"."""
+    if isinstance(model, str):
+        return "resnet" if model in RESNETS else "vit"
+    return str(model.get("family", "vit") if isinstance(model, dict) else getattr(model, "family", "vit"))
 
 
 BY_FAMILY = Discriminator(
@@ -440,4 +439,4 @@ BY_FAMILY = Discriminator(
     custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
 )
 Architecture = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")], BY_FAMILY]
-"""Every architecture that `vit_model.build.build` makes a model of."""
+"""Every architecture that `vit_model.build.build` can build."""

@@ -1,4 +1,4 @@
-"""A model artifact's config.json: the architecture, pixels to input, class names, where the weights came from."""
+"""A model artifact's config.json: the architecture, preprocessing, class names, and the origin of the weights."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -9,8 +9,8 @@ from vit_model.fields import Frozen, later
 
 
 class Contract(Frozen):
-    """A part of config.json. It leaves out fields declared with `later` that have their default, because the file's
-    bytes are part of a model's digest."""
+    """A part of config.json. Fields declared with `later` are not written while they have their default, because the
+    file's bytes are part of a model's digest."""
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Preprocessing(Contract):
     """"squash": to the square of resolution / crop_fraction. "center": shorter side to it. Then crop the middle."""
     crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     crop_offset: Literal["round", "floor"] = later("round")
-    """An odd margin's half pixel: "round" half to even, as torchvision and timm crop; "floor" as transformers does."""
+    """How an odd margin's half pixel is rounded: "round" half to even (torchvision, timm) or "floor" (transformers)."""
     resolution: PositiveInt
     channels: Literal[1, 3]
 
@@ -63,16 +63,16 @@ class ModelContract(Contract):
 
     architecture: Architecture
     class_names: tuple[str, ...]
-    """The classes in the order of the logits; empty if the model has no classifier; a head then projects (CLIP)."""
+    """The classes in the order of the logits; empty without a classifier: a head is then a projection (CLIP)."""
     problem_type: Literal["single_label_classification", "multi_label_classification"] = later(
         "single_label_classification"
     )
-    """Whether the logits are for a softmax, or for a sigmoid per class; the names are Hugging Face's."""
+    """Whether the logits go through a softmax, or a sigmoid per class; the names are Hugging Face's."""
     preprocessing: Preprocessing
     training_data: str
     """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
     license: str | None
-    """The name that the authors of the weights give it; null if they give none."""
+    """The authors' name for the license; null if they give none."""
     format_version: Literal[1] = 1
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What the fields of all configurations have in common: their base class, their marks, and errors about one of them."""
+"""The base class of all configurations, the marks of their fields, and errors about one field."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -16,20 +16,20 @@ class Frozen(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_boolean_is_a_number(cls, given: Any) -> Any:
+    def _no_boolean_is_a_number(cls, data: Any) -> Any:
         """Refuse booleans for numbers, which pydantic takes for 0 and 1; its `strict` would refuse lists, too."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(data, dict):
+            return data
         for name, has_dict in _numbers(cls):
-            if isinstance(value := given.get(name), bool | list | tuple | dict):
+            if isinstance(value := data.get(name), bool | list | tuple | dict):
                 for place, boolean in _booleans((name,), value, has_dict):
                     reads = "YAML reads yes, no, on and off as true and false"
                     raise wrong_field(place, f"expected a number, not {str(boolean).lower()} ({reads})")
-        return given
+        return data
 
 
 def wrong_field(place: tuple[str | int, ...], message: str) -> ValidationError:
-    """Return the error for a validator of a model to raise about one of its fields, or about a place inside it."""
+    """Return an error for a model's validator to raise about one of its fields, or about a place inside the field."""
     problem = PydanticCustomError("value_error", "{message}", {"message": message})
     return ValidationError.from_exception_data("", [InitErrorDetails(type=problem, loc=place, input=None)])
 
@@ -39,12 +39,12 @@ def _numbers(model: type[BaseModel]) -> tuple[tuple[str, bool], ...]:
     """Return the fields that take numbers and no booleans, each with whether it takes mappings of them."""
     kinds = {name: set(_kinds(info.annotation)) for name, info in model.model_fields.items()}
     return tuple(
-        (name, dict in each) for name, each in kinds.items() if each & {int, float} and bool not in each
+        (name, dict in types) for name, types in kinds.items() if types & {int, float} and bool not in types
     )
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types in an annotation, a `Literal`'s values included, but not the types in other models."""
+    """Yield the types in an annotation, including types of a `Literal`'s values, but not of other models' fields."""
     if get_origin(annotation) is Literal:
         yield from map(type, get_args(annotation))
         return
@@ -58,15 +58,15 @@ def _booleans(place: tuple[str | int, ...], value: Any, has_dict: bool) -> Itera
     if isinstance(value, bool):
         yield place, value
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _booleans((*place, number), each, has_dict)
+        for number, item in enumerate(value):
+            yield from _booleans((*place, number), item, has_dict)
     elif isinstance(value, dict) and has_dict:
-        for name, each in value.items():
-            yield from _booleans((*place, name), each, has_dict)
+        for name, item in value.items():
+            yield from _booleans((*place, name), item, has_dict)
 
 
 def later(*default: Any, **constraints: Any) -> Any:
-    """Declare a field that was added after configurations had been stored; without it they mean its default.
+    """Declare a field that was added after configurations had been stored; those without it have its default.
 
     A stage's key therefore leaves the field out while it has its default (`pipelines.identity`).
     """
@@ -81,8 +81,7 @@ def execution(default: Any = ..., **constraints: Any) -> Any:
 def takes(*kinds: str, shows_names: bool = False, later: bool = False, **constraints: Any) -> Any:
     """Declare a field that names one other stage (a tuple: several) with an artifact of one of these kinds.
 
-    The names of stages enter the key only if the result shows them (`shows_names`). `later`: see the marker of that
-    name.
+    The names of stages enter the key only if the result shows them (`shows_names`). For `later`, see that function.
     """
     return Field(
         json_schema_extra={"input": list(kinds), "shows_names": shows_names, "later": later}, **constraints

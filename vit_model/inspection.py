@@ -41,7 +41,7 @@ def attention_weights(network: Network, images: Tensor) -> list[NDArray[np.float
 
 
 def attention_distance(network: Network, images: Tensor) -> NDArray[np.float64]:
-    """Return the mean distance in pixels between a patch and what it attends to, [blocks, h] (figure 7 right, D.7).
+    """Return the mean distance in pixels from a patch to those it attends to, [blocks, h] (figure 7 right, D.7).
 
     Computed as by the authors (google-research/vision_transformer, issue 162): the weights between patches are not
     renormalised after the other tokens are left out, and the mean is over patches and images (128 in the paper).

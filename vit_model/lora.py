@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2022, arXiv 2106.09685): low-rank changes of a ViT's attention matrices, learned beside them.
 
-In: a `ViT` and `LoRAOptions`. Out: the same ViT with two more matrices per block and target, or with these merged into
-its own weights, so that it is an ordinary ViT again.
+In: a `ViT` and `LoRAOptions`. Out: the same ViT with two more matrices per block and target, or an ordinary ViT with
+these merged into its weights.
 Use: `add(model, options, seed)`; train what `is_adapter` names; `merge(model)`.
 """
 
@@ -63,7 +63,7 @@ def add(model: ViT, options: LoRAOptions, seed: int) -> None:
 
 @torch.no_grad()
 def merge(model: ViT) -> None:
-    """Add all changes to the weights that they belong to, and remove the matrices.
+    """Add every matrix product B A to its projection's weights, and remove the matrices.
 
     The model computes the same as before, up to rounding.
     """
@@ -75,12 +75,12 @@ def merge(model: ViT) -> None:
 
 
 def pairs(attention: Attention) -> dict[LoRATarget, LowRank]:
-    """Return what is added to projections of attention, by target; empty without LoRA."""
+    """Return the low-rank changes of an attention's projections, by target; empty without LoRA."""
     return {} if attention.lora is None else cast(dict[LoRATarget, LowRank], dict(attention.lora.items()))
 
 
 def target_weight(attention: Attention, target: LoRATarget) -> Tensor:
-    """Return the weights [d, d] of a projection of attention; `qkv` stacks query, key and value."""
+    """Return the weights [d, d] of a projection of attention; `qkv` stacks the query, key and value matrices."""
     if target == "proj":
         return attention.proj.weight
     return attention.qkv.weight.chunk(3)[("query", "key", "value").index(target)]

@@ -108,7 +108,7 @@ class ViT(ParameterGroups):
         return self.represent(tokens), tokens[:, 1] if self.config.distillation else None
 
     def classify(self, representation: Tensor, distilled: Tensor | None = None) -> Tensor:
-        """What `read` returns -> logits [b, classes], the mean of both heads if there is a distillation token."""
+        """Map `read`'s result to logits [b, classes], the mean of both heads if there is a distillation token."""
         logits: Tensor = self.head(representation)
         return logits if distilled is None else (logits + self.head_dist(distilled)) / 2
 
@@ -169,14 +169,14 @@ class ViT(ParameterGroups):
         yield x
 
     def drop_path_factors(self, x: Tensor, draws: Tensor | None = None) -> Tensor | None:
-        """Return what multiplies the branches of each block for each image of x, [blocks, 2, b, 1, 1], in x's dtype.
+        """Return the factors of each block's branches for each image of x, [blocks, 2, b, 1, 1], in x's dtype.
 
         Stochastic depth (Huang et al. 2016) leaves a branch out for an image if its draw is below the block's rate,
         which rises linearly from 0 to `stochastic_depth`; the others are scaled up, as in timm. Blocks draw nothing, so
         they do the same when they are recomputed. Returns None without stochastic depth and outside training.
 
         Args:
-            draws: [b, blocks, 2], uniform in [0, 1), of attention and MLP; None: from torch's generator.
+            draws: [b, blocks, 2], uniform in [0, 1), for attention and MLP; None: from torch's generator.
         """
         rate, blocks = self.config.stochastic_depth, self.config.num_blocks
         if not rate or not self.training:
@@ -201,7 +201,7 @@ class ViT(ParameterGroups):
         return torch.tanh(self.pre_logits(y)) if config.representation_head else y
 
     def positions(self, layer: int) -> Tensor | None:
-        """Return what is added to the tokens before block `layer`, [1, n, d]; None without position embeddings."""
+        """Return the positions added before block `layer`, [1, n, d]; None without position embeddings."""
         config = self.config
         if config.position in ("none", "relative"):
             return None

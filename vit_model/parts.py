@@ -1,4 +1,4 @@
-"""Code shared by the model families and objectives: how an optimizer groups their weights, the check of the input, the
+"""Code shared by the model families and objectives: groups of weights for the optimizer, the input check, the
 initialisation of kernels.
 """
 
@@ -11,10 +11,10 @@ from vit_model.config import ResNetConfig, ViTConfig
 
 
 class ParameterGroups(nn.Module):
-    """A module that says which of its weights an optimizer treats alike, by their names (`named_parameters`)."""
+    """A module that groups its weights for the optimizer by their names (`named_parameters`)."""
 
     model_prefix = ""
-    """what the names of the model's weights begin with, if the module trains a model in it for an objective"""
+    """the prefix of the model's weights in their names, if the module trains a model inside it"""
 
     @property
     def last_layer(self) -> int:
@@ -30,7 +30,7 @@ class ParameterGroups(nn.Module):
         return self.last_layer
 
     def is_block_matrix(self, name: str) -> bool:
-        """Return whether a parameter is a matrix product's in a block of a ViT, which Muon steps."""
+        """Return whether a parameter is a matrix in a block of a ViT; Muon updates these."""
         return False
 
 

@@ -40,7 +40,7 @@ def load_image(
 ) -> "NDArray[np.uint8]":
     """Load one image as uint8 [resolution, resolution, channels]; an array must be [h, w], [h, w, 1] or [h, w, 3].
 
-    Pixels are those of `flatten`; colours become grey (ITU-R 601) if the model has one channel. Raises UserError if the
+    `flatten` decodes the pixels; colours become grey (ITU-R 601) if the model has one channel. Raises UserError if the
     source is not an image, is damaged, wholly transparent, has more than 16 bits per channel, or has more than
     `MAX_PIXELS` pixels before or after resizing.
     """
@@ -78,9 +78,9 @@ def flatten(image: "Image.Image") -> "Image.Image":
 def upright(image: "Image.Image") -> "tuple[Image.Image, bool]":
     """Decode a supported image, upright by its EXIF, with 8 bits per channel and its transparency.
 
-    The bool says that Pillow alone reads other pixels, because it ignores what the file says about them: of deep grey,
-    the number of bits, black and white exchanged and the transparent value; of other PNGs without 8 bits, the scale
-    of the transparent value; of a BMP, that it has no alpha, if that is 0 everywhere.
+    The bool says that Pillow alone reads other pixels, because it ignores properties of the file: in deep grey, the
+    number of bits, inverted black and white and the transparent value; in other PNGs without 8 bits, the scale of the
+    transparent value; in a BMP whose alpha is 0 everywhere, that it has no alpha.
     """
     scale = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}.get(_raw_mode(image))  # of a pixel to 8 bits
     turned = ImageOps.exif_transpose(image)
@@ -174,7 +174,7 @@ def _eight_bits(image: "Image.Image", tags: dict[int, Any]) -> "tuple[Image.Imag
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Convert what Pillow raises for damaged files into a UserError that names the file."""
+    """Convert Pillow's exceptions for damaged files into a UserError that names the file."""
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -41,7 +41,7 @@ class StdConv2d(nn.Conv2d):
 class PreActUnit(nn.Module):
     """A bottleneck in the order of ResNet v2: norm and ReLU before each convolution, nothing after the sum.
 
-    The stride is that of the 3x3 convolution.
+    The 3x3 convolution has the stride.
     """
 
     def __init__(self, in_channels: int, middle: int, stride: int, shortcut: bool) -> None:

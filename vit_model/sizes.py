@@ -44,7 +44,7 @@ class ModelSize(ViTShape):
         return sizes | {"mlp_ratio": sizes.pop("mlp_dim") / sizes["width"]}
 
     def architecture(self, resolution: int, channels: int, num_classes: int) -> ViTConfig:
-        """Return the model of this shape for such images, with a classifier."""
+        """Return the configuration of this shape for the given images, with a classifier."""
         return ViTConfig(
             image_size=resolution,
             in_channels=channels,
@@ -66,7 +66,7 @@ class ResNetSize(ResNetOptions):
         return variant_sizes(value) if isinstance(value, str) else value
 
     def architecture(self, resolution: int, channels: int, num_classes: int) -> ResNetConfig:
-        """Return the model of this shape for such images, with a classifier."""
+        """Return the configuration of this shape for the given images, with a classifier."""
         return ResNetConfig(
             image_size=resolution, in_channels=channels, num_classes=num_classes, **self.model_dump()
         )

@@ -44,7 +44,7 @@ RESNETS: dict[str, tuple[tuple[int, ...], int]] = {
     for factor in (1, 2, 3, 4)
 }
 FAMILIES = {"vit": "ViT", "resnet": "ResNet"}
-"""The families of architectures: the name in a configuration, and the name for people."""
+"""The families of architectures: name in a configuration -> name in messages."""
 
 
 def variant_sizes(name: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def save_weights(folder: Path, model: Network, contract: ModelContract) -> None:
     except SafetensorError as error:
         if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise
-        # safetensors has the number of the system's error, such as that of a full disk, only in its text
+        # safetensors has the system's error number, such as a full disk's, only in its text
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
 
 
@@ -217,26 +217,26 @@ def _empty_model(
 
 
 def require_shapes(
-    where: str, expected: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]
+    where: str, expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise UserError, naming the tensors, unless those of a file have the names and shapes of the architecture."""
+    """Raise UserError, naming the tensors, unless a file's tensors have the architecture's names and shapes."""
     for problem, names in (
-        ("missing", sorted(expected.keys() - held.keys())),
-        ("unexpected", sorted(held.keys() - expected.keys())),
+        ("missing", sorted(expected.keys() - shapes.keys())),
+        ("unexpected", sorted(shapes.keys() - expected.keys())),
     ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            named = ", ".join(name[:200] for name in names[:5])
-            raise UserError(f"{where}{problem} tensors for this architecture: {named}{more}")
+            listed = ", ".join(name[:200] for name in names[:5])
+            raise UserError(f"{where}{problem} tensors for this architecture: {listed}{more}")
     if wrong := [
-        f"{name} {list(held[name])} instead of {list(shape)}"
+        f"{name} {list(shapes[name])} instead of {list(shape)}"
         for name, shape in expected.items()
-        if held[name] != shape
+        if shapes[name] != shape
     ]:
         raise UserError(f"{where}wrong shapes: {', '.join(wrong)}")
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Raise UserError unless all values are finite; `name` says whose they are."""
+    """Raise UserError, with the tensor's `name`, unless all values are finite."""
     if not torch.isfinite(tensor).all():
         raise UserError(f"{name} holds NaN or infinite values; all must be finite")

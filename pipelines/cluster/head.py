@@ -31,16 +31,14 @@ import psutil
 
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect, wait_for_end
 
-START_SECONDS = (
-    300.0  # within which a head must answer, on a busy machine; if it dies, that is noticed at once
-)
+START_SECONDS = 300.0  # for a head to answer on a busy machine; its death is noticed at once
 END_SECONDS = 10.0  # for each step of an orderly shutdown
 SOCKET_PATH_BYTES = 107  # the kernel's limit
 MARK = "VITFLOW_RAY_INSTANCE"
 
 PROJECT = Path(__file__).resolve().parents[2]
-# Environment variables that must not reach a Ray that others will use: what is the first user's own, what the launcher
-# of a parallel program tells one of its processes, and what changes how every Python program runs.
+# Environment variables that must not reach a shared Ray: private ones of the first user, those that a parallel launcher
+# sets for one process, and those that change how every Python program runs.
 _PRIVATE = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", MARK}
 _LAUNCHED = re.compile(
     r"(LOCAL_)?(RANK|WORLD_SIZE)|(NODE|GROUP)_RANK|MASTER_(ADDR|PORT)"

@@ -96,7 +96,7 @@ class Cluster:
         """
         response = self._ask("GET", "/api/version")
         if response.status_code >= 500:
-            raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
+            raise ClusterUnreachable(f"{self.address}: HTTP status {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
             raise self._foreign(response)
         answer = self._json(response)
@@ -273,7 +273,7 @@ def python_entrypoint(*arguments: str) -> str:
     """Return a shell command for `Cluster.submit` that runs Python with these arguments on the cluster's head.
 
     It uses the path of this process's Python if that exists there, otherwise the `python` on that machine's PATH.
-    Python takes no modules from the working folder (-P), which is whatever folder Ray was started in.
+    Python does not import modules from the working folder (-P), which may be any folder.
     """
     # `exec`, because Ray runs the entrypoint in a shell: killing the shell must kill the job
     return f'exec "$(command -v {shlex.quote(sys.executable)} || echo python)" -P {shlex.join(arguments)}'
@@ -327,7 +327,7 @@ def _refused(error: BaseException) -> bool:
         if isinstance(cause, ConnectionRefusedError):
             return True
         inner = cause.args[0] if cause.args else None
-        # urllib3's `reason` is an exception, that of ssl's errors is a word
+        # urllib3's `reason` is an exception, ssl's is a word
         candidates = (getattr(inner, "reason", None), inner, cause.__cause__, cause.__context__)
         cause = next((each for each in candidates if isinstance(each, BaseException)), None)
     return False

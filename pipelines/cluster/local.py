@@ -6,7 +6,7 @@ Out: a `LocalRay`, held by `hold()` as long as it is needed. A small detached ke
 The processes coordinate by `flock`s in the state folder, which the kernel releases when a process dies:
 - users.lock: shared by all users of this Ray; the keeper ends Ray only while it holds this lock exclusively. Its mtime
   is the time of the last use.
-- start.lock: held by the one process that makes sure that head and keeper are running.
+- start.lock: held by the one process that ensures that head and keeper are running.
 - keeper.lock: held by the keeper, and contains its pid. Only the keeper starts a head and writes head.json.
 `pipelines.cluster.head` starts and ends a head, and knows which processes belong to it.
 
@@ -322,7 +322,7 @@ def _watch(folder: Path, head: Head, idle_seconds: float) -> None:
         time.sleep(min(POLL_SECONDS, idle_seconds / 4))
         _reap()
         if not head.alive() or read_head(folder) != head:
-            _log("the head has died, or its record was removed, so that no process would find it")
+            _log("the head has died, or its record was removed")
             end_head(folder, head)
             return
         try:

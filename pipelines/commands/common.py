@@ -144,12 +144,12 @@ def width(names: tuple[str, ...]) -> int:
 
 
 def plain(text: str) -> str:
-    """Escape text from outside, so that rich does not read it as markup."""
+    """Escape untrusted text, so that rich does not read it as markup."""
     return escape(text)
 
 
 def say(text: str) -> None:
-    """Print a line of text that may come from outside, not wrapped."""
+    """Print a line of possibly untrusted text, not wrapped."""
     console.print(plain(text), soft_wrap=True)
 
 

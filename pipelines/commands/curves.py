@@ -50,7 +50,7 @@ def tensorboard(
         typer.Option(
             metavar="FOLDER",
             file_okay=False,
-            help="keep the event files in a folder of the run's name in this one; default: they are temporary",
+            help="keep the event files in FOLDER/RUN; by default they are temporary",
         ),
     ] = None,
 ) -> None:
@@ -123,10 +123,10 @@ def serve(folder: Path, port: int | None) -> str:
     except ImportError as error:
         raise RecipeError(_missing(error)) from None
     board = program.TensorBoard()
-    # load_fast would start another process, which serves the files on a port of its own.
-    given = [f"--logdir={folder}", "--host=127.0.0.1", "--load_fast=false", f"--reload_interval={SECONDS:g}"]
-    given += ["--samples_per_plugin=scalars=100000", *([] if port is None else [f"--port={port}"])]
-    board.configure(argv=["tensorboard", *given])
+    # load_fast would start another process, which serves the files on a separate port.
+    argv = ["tensorboard", f"--logdir={folder}", "--host=127.0.0.1", "--load_fast=false"]
+    argv += [f"--reload_interval={SECONDS:g}", "--samples_per_plugin=scalars=100000"]
+    board.configure(argv=argv + ([] if port is None else [f"--port={port}"]))
     try:
         url: str = board.launch()
     except program.TensorBoardServerException as error:
@@ -135,7 +135,7 @@ def serve(folder: Path, port: int | None) -> str:
 
 
 def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> int:
-    """Write what is new in the logs; return the number of trainings that have one."""
+    """Write the new lines of the logs; return the number of trainings with a log."""
     count = 0
     for training in trainings.of(run_status(store, run)):
         for fit, lines in by_fit(training.log(store)).items():

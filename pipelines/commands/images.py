@@ -41,7 +41,7 @@ def init(
     source: Annotated[
         str,
         typer.Option(
-            help="the kind of source that --images is the root of, or its fields: '{kind: cifar, classes: 100}'"
+            help="the kind of source with --images as its root, or its fields: '{kind: cifar, classes: 100}'"
         ),
     ] = "folder",
     compare: Annotated[

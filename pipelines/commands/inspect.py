@@ -43,7 +43,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import wait_for_store
 from pipelines.terminal import write
 
-WATCH_SECONDS = 2.0  # between two looks
+WATCH_SECONDS = 2.0  # between two refreshes
 app = Commands()
 
 
@@ -56,7 +56,7 @@ def status(
     as_json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="refresh until the run has ended")] = False,
 ) -> None:
-    """Show the stages of a run, their status, and how far those that train have come."""
+    """Show the stages of a run, their status, and the progress of trainings."""
     if as_json and watch:
         raise RecipeError("--json and --watch cannot be combined; use one of them")
     opened = open_(store, create=False)
@@ -90,7 +90,7 @@ def _show_status(shown: dict[str, Any]) -> None:
 
 
 def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Show a run's status until the run is no longer running; return its last.
+    """Show a run's status until the run has ended; return the last status.
 
     On a terminal it is refreshed in place, otherwise each change of a stage is a line.
     """
@@ -201,7 +201,7 @@ def verify(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every file in the store with its manifest. Exit code 1 if something is damaged or cannot be read."""
+    """Compare every file in the store with its manifest. Exit code 1 if a file is damaged or cannot be read."""
     verified = verify_store(open_(store, create=False), selector)
     if as_json:
         print_json(asdict(verified))
@@ -212,15 +212,15 @@ def verify(
                 made = f"{damage.artifact[:12]}{f' of stage {damage.stage}' if damage.stage else ''}"
                 console.print(f"         artifact {plain(made)}", soft_wrap=True)
             console.print(f"         [bold]→[/] {plain(damage.do)}", soft_wrap=True)
-        for label, others in (("not read", verified.unread), ("not checked", verified.unchecked)):
-            for each in others:
-                line = f"[yellow]{label}[/]  {plain(each.name)}: {plain(each.why)}"
+        for label, objects in (("not read", verified.unread), ("not checked", verified.unchecked)):
+            for unread in objects:
+                line = f"[yellow]{label}[/]  {plain(unread.name)}: {plain(unread.why)}"
                 console.print(line, soft_wrap=True)
         counts = {"damaged": len(verified.damage), "not read": len(verified.unread)}
-        found = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        problems = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
         console.print(
             f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
-            f"{found or 'nothing is damaged'}",
+            f"{problems or 'nothing is damaged'}",
         )
     if verified.damage or verified.unread:
         raise typer.Exit(1)
@@ -233,7 +233,7 @@ def schema() -> None:
 
 
 def _took(stage: dict[str, Any], moment: datetime) -> str:
-    """Say how long a stage took, or how long it has been running."""
+    """Return how long a stage took or has been running, as text."""
     if "started" not in stage:
         return ""
     if stage["status"] == Status.RUNNING:

@@ -65,7 +65,7 @@ def import_(
         bool,
         typer.Option(
             "--averages/--raw",
-            help="of a checkpoint that has both: the weights' moving averages, or the weights",
+            help="if a checkpoint has both: take the weights' moving averages, or the weights",
         ),
     ] = True,
     name: Annotated[str | None, typer.Option(help="its name in lists; default: the name of its file")] = None,
@@ -92,7 +92,7 @@ def import_(
 
 
 def _read_preprocessing(preprocessing: str) -> Any:
-    """Return the name of a mean and std, or the content of a file of that name."""
+    """Return the name of a known mean and std, or the content of the file with this name."""
     if preprocessing in MEAN_AND_STD:
         return preprocessing
     if not Path(preprocessing).is_file():
@@ -134,7 +134,7 @@ def export(
 
 
 def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
-    """Write the files of a format; yield a line for everything that the format does not keep.
+    """Write the files of a format; yield a line for each property that the format does not keep.
 
     Raises:
         UserError: the format does not support the model.

@@ -54,13 +54,13 @@ def verify_protocol(
     accuracy: Annotated[
         float | None,
         typer.Option(
-            "--published", min=0, max=100, help="compare with this accuracy, in percent, and not the table's"
+            "--published", min=0, max=100, help="compare with this accuracy in percent instead of the table's"
         ),
     ] = None,
 ) -> None:
     """Fine-tune published weights as published, and compare the mean of three seeds with the published accuracy.
 
-    Exits with 1 if they differ by more than 0.3 points of percent.
+    Exit code 1 if they differ by more than 0.3 percentage points.
     """
     row = find_published(name)
     pipeline = pin(repetition(row, archive, weights, tuple(changes or ())), (row.stage, "backbone"))
@@ -89,36 +89,36 @@ def explain(
         typer.Option(
             "--minutes",
             min=0,
-            help="repeat A only as often as fits into this time, judged by how long A took; default: evaluations"
+            help="repeat A only as often as fits into this time, estimated from A's duration; default: evaluations"
             " without a limit, fine-tunings not at all",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find out which field of the protocol makes two results differ.
+    """Find the fields of the protocol that make two results differ.
 
-    Repeats A with one field of B at a time: of the stage, of the data set, of an imported model. Shows what each
-    contributes to the difference, and what is known of such fields in published results.
+    Repeats A with one field of B at a time: a field of the stage, the data set or an imported model. Shows each field's
+    contribution to the difference, and its known effects in published results.
     """
     opened = open_(store, create=False)
     sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
     try:
-        found = explaining.differences(opened, *sides)
-        plan = explaining.repetitions(*sides, found)
+        fields = explaining.differences(opened, *sides)
+        plan = explaining.repetitions(*sides, fields)
         _check_cached(opened, plan, sides)
     except RecipeError:
         _show(opened, sides, explaining.no_repetitions(*sides), [], {}, as_json)
         raise
     wanted = _affordable(plan, sides[0], minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if found else []
+        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if fields else []
     repeated = {
         stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted
     }
-    is_shared = _show(opened, sides, plan, found, repeated, as_json)
+    is_shared = _show(opened, sides, plan, fields, repeated, as_json)
     if as_json:
         return
-    if not found:
+    if not fields:
         say("the protocols, data and models of A and B are the same")
     if is_shared and (missing := len(plan.stages) - len(wanted)):
         minutes_of_a = _seconds(sides[0]) / 60
@@ -132,25 +132,25 @@ def _show(
     store: Store,
     sides: tuple[Side, Side],
     plan: Repetitions,
-    found: list[Difference],
+    fields: list[Difference],
     repeated: dict[str, str],
     as_json: bool,
 ) -> bool:
-    """Print both results, and what each difference contributes as far as A was `repeated` (stage -> key) with it.
+    """Print both results and each difference's contribution, if A was `repeated` (stage -> key) with it.
 
     Returns:
-        Whether they have a setting in common.
+        Whether the results have a setting in common.
     """
     keys = {name: side.manifest.key for name, side in zip((plan.a, plan.b), sides, strict=True)}
-    lines = explaining.attributed(plan, found, explaining.accuracies(store, repeated | keys))
-    known = explaining.literature(found)
+    lines = explaining.attributed(plan, fields, explaining.accuracies(store, repeated | keys))
+    known = explaining.literature(fields)
     is_shared = any(line["rest"] is not None for line in lines)
     if as_json:
         print_json(
             {"a": sides[0].manifest.key, "b": sides[1].manifest.key, "settings": lines, "literature": known}
         )
         return is_shared
-    console.print(_table(lines, found))
+    console.print(_table(lines, fields))
     if not is_shared:
         say("A and B have no setting in common: no protocol with the same number of labels")
     for text in known:
@@ -159,7 +159,7 @@ def _show(
 
 
 def _check_cached(store: Store, plan: Repetitions, sides: tuple[Side, Side]) -> None:
-    """Raise RecipeError if the recorded recipes do not lead to the two results any more."""
+    """Raise RecipeError if the recorded recipes no longer give the two results."""
     names = plan.pipeline.needed_for((plan.a, plan.b))
     keys = {
         stage.name: stage.manifest and stage.manifest.key
@@ -174,7 +174,7 @@ def _check_cached(store: Store, plan: Repetitions, sides: tuple[Side, Side]) -> 
 
 
 def _affordable(plan: Repetitions, a: Side, minutes: float | None) -> tuple[str, ...]:
-    """Return the stages to run, as many repetitions as fit into the time."""
+    """Return the stages to run: as many repetitions as fit into the time."""
     both, more = (plan.a, plan.b), plan.stages[2:]
     if minutes is None:
         return (*both, *more) if a.manifest.job == "evaluate" else both
@@ -182,13 +182,13 @@ def _affordable(plan: Repetitions, a: Side, minutes: float | None) -> tuple[str,
 
 
 def _seconds(a: Side) -> float:
-    """Return how long A took, at least a second."""
+    """Return the seconds that A took, at least 1."""
     started, finished = (datetime.fromisoformat(time) for time in (a.manifest.started, a.manifest.finished))
     return max(1.0, (finished - started).total_seconds())
 
 
-def _table(lines: list[dict[str, Any]], found: list[Difference]) -> Table:
-    """Return a table in points of percent: a row per field, a column per setting."""
+def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
+    """Return a table in percentage points: a row per field, a column per setting."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("accuracy %, and what each field of B changes in A", overflow="fold")
     for line in lines:
@@ -198,15 +198,15 @@ def _table(lines: list[dict[str, Any]], found: list[Difference]) -> Table:
     table.add_row("A", *(_percent(line["a"]) for line in lines))
     table.add_section()
     effects = [{field["field"]: field for field in line["fields"]} for line in lines]
-    largest = sorted(found, key=lambda each: -max(abs(own[each.name]["effect"] or 0.0) for own in effects))
-    for each in largest:
-        label = f"{each.name}: {_said(each.a)} -> {_said(each.b)}"
-        note = effects[0][each.name]["note"]
+    largest = sorted(fields, key=lambda field: -max(abs(row[field.name]["effect"] or 0.0) for row in effects))
+    for field in largest:
+        label = f"{field.name}: {_as_text(field.a)} -> {_as_text(field.b)}"
+        note = effects[0][field.name]["note"]
         if note:
             label += f" (not possible alone: {note})"
         absent = "–" if note else "not run"
-        table.add_row(Text(label), *(_points(own[each.name]["effect"], absent) for own in effects))
-    rest = "in combination, or unexplained" if found else "B - A"
+        table.add_row(Text(label), *(_points(row[field.name]["effect"], absent) for row in effects))
+    rest = "in combination, or unexplained" if fields else "B - A"
     table.add_row(rest, *(_points(line["rest"], "–") for line in lines), style="dim")
     if any(line["together"] is not None for line in lines):
         table.add_row("all fields together", *(_points(line["together"], "not run") for line in lines))
@@ -223,7 +223,7 @@ def _points(effect: float | None, absent: str) -> str:
     return absent if effect is None else f"{100 * effect:+.1f}"
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_said(each)}" for name, each in value.items() if each is not None)
+        return ", ".join(f"{name} {_as_text(item)}" for name, item in value.items() if item is not None)
     return "none" if value is None else str(value)

@@ -76,9 +76,9 @@ def report_list(
     """List the reports in the store; with --task, --stage or --best, list results.
 
     A result is the mean on test over the draws of one artifact, method and number of labels. Lists start with the
-    oldest. The best result is the one with the highest mean; in a tie, the newest. With --best, `judged` is the number
-    of results that this test set has judged in the same setting, and `optimism` how much the best of so many equally
-    good ones is expected to exceed its true accuracy, at most (accuracy only).
+    oldest. The best result has the highest mean; of equal ones the newest is listed. With --best, `judged` is the
+    number of results on this test set in the same setting, and `optimism` an upper bound of how much the best of so
+    many equally good results is expected to exceed its true accuracy (accuracy only).
     """
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
@@ -130,7 +130,7 @@ def report_query(
 
 
 def _limit_process() -> None:
-    """Limit this process, because DuckDB looks at its limits neither while it plans nor wherever it allocates."""
+    """Limit this process, because DuckDB does not check its limits while it plans and in some allocations."""
     seconds = int(CPU_SECONDS * (os.cpu_count() or 1))
     for name, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
         _, hard = resource.getrlimit(name)
@@ -138,7 +138,7 @@ def _limit_process() -> None:
 
 
 def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-    """Print CSV as of RFC 4180."""
+    """Print CSV as in RFC 4180."""
     lines = SimpleNamespace(write=partial(write, end=""))
     writer = csv.writer(lines)
     writer.writerow(columns)
@@ -205,9 +205,9 @@ def report_compare(
     """Compare the test accuracies of two reports, evaluations, fine-tuned models or runs.
 
     Accuracies with the same task, protocol, method and number of labels are shown side by side, with 95% intervals
-    over draws and test images; so is a single method of one side with those of the other on the same images. The
-    difference is B - A. It is paired if both were scored on the same images with the same draws of labels; otherwise
-    it is computed as for two independent measurements.
+    over draws and test images. If one side has a single method, it is also compared with the other side's methods on
+    the same images. The difference is B - A. It is paired if both were scored on the same images with the same draws of
+    labels; otherwise it is computed as for two independent measurements.
     """
     from pipelines.results.compare import compare, comparison_table  # with numpy and scipy
 

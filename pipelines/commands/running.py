@@ -79,7 +79,7 @@ app = Commands()
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `run` and `submit` take."""
+    """The arguments and options of `run` and `submit`."""
 
     pipeline: PipelineArgument
     store: StoreOption = DEFAULT_STORE
@@ -115,7 +115,7 @@ def carry_out(
     """Run the targets of a pipeline and the stages that they need, and print the outcome.
 
     Returns:
-        The stages with their manifests. If one could not be built, the command exits instead.
+        The stages with their manifests. If a stage could not be built, the command exits instead.
     """
     with _planning_store(store, address) as current:
         names = pipeline.needed_for(targets)
@@ -252,7 +252,7 @@ def _connection(address: str | None, token_file: Path | None) -> AbstractContext
 
 
 def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
-    """Return whether nothing is left to run, after printing the stages if so.
+    """Return whether all stages are cached; if so, print them first.
 
     Raises:
         Exit: with 1, if the sources of some members of a matrix cannot be read.
@@ -333,7 +333,7 @@ def plan(
 def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
-    """Return the pipeline, the requested stages' names in running order, and the forced stages' names."""
+    """Return the pipeline, the requested stages in running order, and the forced stages, by name."""
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
     try:

@@ -129,7 +129,7 @@ def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> No
 
 @app.command("resume")
 def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
-    """Resume a paused schedule. Runs that were due in the meantime are not made up for."""
+    """Resume a paused schedule. Runs that were due in the meantime are skipped."""
     opened = open_(store, create=False)
     changed = set_state(opened, name, "active")
     outcome = f"resumed {name}" if changed else f"{name} was not paused"

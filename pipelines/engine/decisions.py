@@ -16,18 +16,18 @@ from pipelines.store import UNREACHABLE_SECONDS, Attempt, Manifest
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
-ASK_SECONDS = 0.5  # between requests to the store and to the cluster, which take their time to answer
+ASK_SECONDS = 0.5  # between requests to the store and to the cluster, which are slow to answer
 MANIFEST_SECONDS = 60.0  # within which the manifest of a job that SUCCEEDED must appear
 ALIVE_SECONDS = 60.0  # without a new sign of life, after which a running attempt is lost
-# The same before an attempt's first sign of life, when it imports packages, perhaps from a slow network file system.
+# The same before an attempt's first sign of life, while it imports packages, perhaps from a slow network file system.
 FIRST_SIGN_SECONDS = 300.0
-# After which a job that has not started is given up. A job waits for no other: it asks for no resources of its own, and
-# the driver submits no more jobs than may run at once. Ray itself waits as long for those that ask for some.
+# After which a job that has not started is given up. No job waits for another: it requests no resources, and the driver
+# submits only as many jobs as may run at once. Ray itself waits as long for jobs that request resources.
 PENDING_SECONDS = 900.0
 PENDING_SHOWN_SECONDS = 10.0  # after which the display shows why a job has not started
 GLANCE_SECONDS = 5.0  # the most that a pause between two observations counts; the driver may be suspended
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
-SOURCE_CHANGED = 3  # the exit code of a stage whose source files are not those of its key
+SOURCE_CHANGED = 3  # the exit code of a stage whose source files no longer match its key
 
 
 class Phase(Enum):
@@ -44,7 +44,7 @@ class InFlight:
     """A stage that has begun and has not ended. Times are in seconds of the driver's clock."""
 
     phase: Phase = Phase.FOUND
-    since: float = 0.0  # when the job succeeded
+    succeeded_at: float = 0.0  # when the job succeeded
     look_at: float = 0.0  # when to observe it next
     watched_at: float | None = None  # when its live job was observed last; None if not since an outage
     sign: tuple[str, bytes | None] | None = None  # its job's status and its sign of life at that time
@@ -147,7 +147,7 @@ def _watch(flight: InFlight, observed: Observation, job: JobState, now: float) -
     """Wait for a live job, but give it up if it does not start or shows no sign of life.
 
     Ray may call a job RUNNING although its process is dead or suspended. This command judges by changes, and counts
-    only the time that it has watched itself: clocks of other machines may be wrong, and nobody can show a sign of life
+    only the time that it has watched itself: clocks of other machines may be wrong, and no job can show a sign of life
     while the store does not answer.
     """
     sign = job.status, observed.heartbeat
@@ -187,8 +187,8 @@ def _give_up(flight: InFlight, observed: Observation, now: float, status: Status
 
 def _wait_for_manifest(flight: InFlight, observed: Observation, now: float) -> Decision:
     if flight.phase is not Phase.MANIFEST_DUE:
-        flight = replace(flight, phase=Phase.MANIFEST_DUE, since=now)
-    if now - flight.since > MANIFEST_SECONDS:
+        flight = replace(flight, phase=Phase.MANIFEST_DUE, succeeded_at=now)
+    if now - flight.succeeded_at > MANIFEST_SECONDS:
         return _retry(flight, observed, now, Status.FAILED, "its job succeeded without a manifest")
     return flight, ()
 
@@ -208,7 +208,7 @@ def _retry(flight: InFlight, observed: Observation, now: float, status: Status, 
 
 
 def _plan_anew(flight: InFlight, observed: Observation, detail: str) -> Decision:
-    """Plan the stage anew; its attempts at all its keys count together for this command."""
+    """Plan the stage anew; this command's attempts at all keys of the stage count together."""
     ended = EndAttempt(Status.FAILED, detail)
     if observed.stop_requested:
         return flight, (ended, End(Status.STOPPED, "stopped"))

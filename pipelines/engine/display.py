@@ -39,7 +39,7 @@ _CHATTER = re.compile(
 
 
 def readable(line: str) -> str | None:
-    """Return a line of a log without colours and control characters; None if it stands in every run's log."""
+    """Return a line of a log without colours and control characters; None if every run's log contains it."""
     line = harmless(line.rstrip())
     return None if _CHATTER.match(_WORKER.sub("", line)) else line
 

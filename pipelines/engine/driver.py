@@ -88,7 +88,7 @@ class Connection(Protocol):
 
 
 class Clock(Protocol):
-    """The driver's clock: the module `time`, or that of a test."""
+    """The driver's clock: the module `time`, or a test's clock."""
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
@@ -239,7 +239,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------ following
 
     def _follow(self, name: str) -> None:
-        """Observe a stage once and carry out what is decided; then adopt its new state."""
+        """Observe a stage once and carry out the decision; then adopt the stage's new state."""
         flight = self.flights[name]
         try:
             observed = self._observe(name)
@@ -268,7 +268,7 @@ class Driver:
         self.attempts[name] = attempt
         if not is_at(self.store, attempt.store_uri):
             wished = stop_requested(self.store, self.run.id)
-            return Observation(attempt, stop_requested=wished, lost=f"it was made in {attempt.store_uri}")
+            return Observation(attempt, stop_requested=wished, lost=f"its store is {attempt.store_uri}")
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
             heartbeat = self.store.read(Layout.heartbeat(job_type, key, attempt.number), LARGEST_RECORD)
@@ -359,7 +359,7 @@ class Driver:
     def _save_log(self, attempt: Attempt | None) -> None:
         """Copy a job's log into its attempt, because the cluster's copy is lost with the cluster.
 
-        A job that has committed, or was told to stop, may first write the end of its log.
+        A job that has committed, or was requested to stop, may first write the end of its log.
         """
         if attempt is None or not is_at(self.store, attempt.store_uri):
             return

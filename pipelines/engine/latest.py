@@ -1,13 +1,12 @@
 """`init_from: latest`: the model that a pretraining continues when its recipe runs again.
 
-The newest model of a stage is looked up once, when a run is planned, and recorded in the run's plan. So a run that is
-continued, and everything that shows it, sees the same one whatever has been made since. When the stage begins and its
-data is known, there are three cases:
+The newest model of a stage is looked up once, when a run is planned, and recorded in the run's plan. So a continued
+run, and everything that shows it, uses the same model even if a newer one exists. When the stage begins and its data is
+known, there are three cases:
 
 - There is no newest model: the stage starts from new weights, and has the key of a stage without `init_from`.
-- The newest model is what the stage would make again, from the model that it was made from: it is the result. So
-  repeating a run whose data and settings have not changed runs nothing; it does not train a chain of models on the same
-  images.
+- The stage, started from the model that the newest model started from, would have the newest model's key: the newest
+  model is the result. So repeating a run whose data and settings have not changed runs nothing.
 - Otherwise the stage starts from the newest model.
 """
 
@@ -32,7 +31,7 @@ from pipelines.store import (
 )
 
 Newest = Mapping[str, InputRef | None]
-"""Stage -> its newest model; None if it has made none. Of the stages with `init_from: latest`."""
+"""Stage with `init_from: latest` -> its newest model; None if it has made none."""
 Inputs = dict[str, list[InputRef]]
 
 
@@ -44,9 +43,9 @@ def wants_latest(config: AnyStage) -> bool:
 def newest_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> dict[str, InputRef | None]:
     """Look up the newest models of those stages among `names` that have `init_from: latest`.
 
-    The newest model is the one that was committed last by a stage of this name in a run of a recipe of this name; of
-    two that were committed in the same microsecond, the one with the higher key. Artifacts with missing files do not
-    count; a warning names them.
+    The newest model is the one that a stage of this name committed last in runs of recipes of this name; if two were
+    committed in the same microsecond, the one with the higher key. Artifacts with missing files are skipped with a
+    warning.
     """
     wanting = [name for name in names if wants_latest(pipeline.stages[name])]
     if not wanting:
@@ -97,7 +96,7 @@ def start_of(
     source: str | None,
     code: str | None,
 ) -> Inputs:
-    """Return the model that a stage with `init_from: latest` starts from, as an input; none if from new weights.
+    """Return the model that a stage with `init_from: latest` starts from, as an input; empty for new weights.
 
     Args:
         inputs: the stage's other inputs.

@@ -22,7 +22,7 @@ def show_logs(
 
     Raises:
         RecipeError: the run has no such stage.
-        StoreDamaged: a log is damaged; first, the logs of the other stages are written.
+        StoreDamaged: a log is damaged; the logs of the other stages are written first.
     """
     shown: set[tuple[str, int]] = set()
     damaged: dict[str, StoreDamaged] = {}

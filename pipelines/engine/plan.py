@@ -1,4 +1,4 @@
-"""What would run, what is cached, and why. Reads the store; changes nothing; imports neither torch nor ray."""
+"""Plan a run: which stages are cached, which would run, and why. Reads the store and changes nothing."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def plan_pipeline(
 
 
 def rerun(planned: Iterable[PlannedStage], forced: Container[str]) -> Iterator[PlannedStage]:
-    """Yield planned stages as a run meets them that reruns some: those behind these wait for their results."""
+    """Yield planned stages for a run that reruns the forced ones: stages after these wait for their results."""
     unmade: set[str] = set()
     for stage in planned:
         waits = any(name in unmade for names in stage.config.inputs().values() for name in names)
@@ -161,10 +161,10 @@ def without(config: AnyStage, lost: Container[str]) -> AnyStage | None:
 
 
 def _sources(pipeline: Pipeline, names: Iterable[str]) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Return the fingerprints of the stages' sources (by `_source_fields`), and why other stages' cannot be read.
+    """Return the fingerprints of the stages' sources, by `_source_fields`, and errors of unreadable ones, by stage.
 
     Raises:
-        RecipeError: of a stage, no member's source can be read: the recipe is wrong, not a single file.
+        RecipeError: no member of a stage has a readable source: the recipe is wrong, not a single file.
     """
     fingerprints: dict[str, str | None] = {}  # many stages of a matrix may read one source
     unreadable: dict[str, str] = {}
@@ -179,18 +179,18 @@ def _sources(pipeline: Pipeline, names: Iterable[str]) -> tuple[dict[str, str | 
                 unreadable[source] = str(error)
     lost = {
         name: unreadable[source]
-        for own in members.values()
-        for name in own
+        for group in members.values()
+        for name in group
         if (source := _source_fields(pipeline.stages[name])) in unreadable
     }
-    for stage, own in members.items():
-        if all(name in lost for name in own):
+    for stage, group in members.items():
+        if all(name in lost for name in group):
             others = (
                 f"\n  (the sources of all other members of {stage} are unreadable, too)"
-                if len(own) > 1
+                if len(group) > 1
                 else ""
             )
-            raise RecipeError(f"{lost[own[0]]}{others}")
+            raise RecipeError(f"{lost[group[0]]}{others}")
     return fingerprints, lost
 
 
@@ -277,7 +277,7 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
 
 
 def _check_search(stage: PlannedStage) -> None:
-    """Raise RecipeError if a search would run of which only finished results are used."""
+    """Raise RecipeError if a search would run that can no longer be run."""
     if isinstance(stage.config, Finetune) and stage.state in {"run", "pending"}:
         try:
             require_runnable(stage.config.search, stage.config.workers)
@@ -286,13 +286,13 @@ def _check_search(stage: PlannedStage) -> None:
 
 
 def _check_import(name: str, config: AnyStage) -> None:
-    """Raise RecipeError if neither an import nor its files give mean and std; of files elsewhere, the stage says so."""
+    """Raise RecipeError if neither an import nor its local files give mean and std; the stage checks other files."""
     if isinstance(config, Import) and config.preprocessing is None and lacks_preprocessing(config.path):
         raise RecipeError(f"stages.{name}.preprocessing: {config.path} {UNSTATED}")
 
 
 def _find_model(store: Store, inputs: list[InputRef]) -> tuple[str, ModelContract] | None:
-    """Return the name and the contract of an input's model; None if something is missing, which the stage says."""
+    """Return the name and the contract of an input's model; None if a file is missing, which the stage reports."""
     (reference,) = inputs
     manifest = read_manifest(store, reference.job, reference.key)
     if manifest is None or (contract := contract_of(store, manifest)) is None:
@@ -301,7 +301,7 @@ def _find_model(store: Store, inputs: list[InputRef]) -> tuple[str, ModelContrac
 
 
 def _source_fields(config: AnyStage) -> str:
-    """Return the fields that say where a stage's files are; the same text for all stages that read none."""
+    """Return the fields with the location of a stage's files; the same text for all stages that read none."""
     return config.model_dump_json(include={"source", "path", "exclude"})
 
 
@@ -327,9 +327,9 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
             key = following
         if not is_committed(store, job, key):
             return key  # nothing to replace; a damaged manifest is replaced
-        ours = identity.successor_key(key, nonce)
-        if replace_artifact(store, job, key, ours, run, "--force"):
-            return ours
+        following = identity.successor_key(key, nonce)
+        if replace_artifact(store, job, key, following, run, "--force"):
+            return following
 
 
 def notes(stage: PlannedStage) -> Iterator[str]:
@@ -337,7 +337,7 @@ def notes(stage: PlannedStage) -> Iterator[str]:
     if stage.manifest is None:
         if wants_latest(stage.config) and stage.inputs is not None:
             start = stage.inputs.get("init_from")
-            model = f"{start[0].job} {start[0].key[:12]}" if start else "there is none yet, so new weights"
+            model = f"{start[0].job} {start[0].key[:12]}" if start else "no model yet, so new weights"
             yield f"{stage.name}: init_from latest: {model}"
         return
     code = stage.manifest.code
@@ -349,7 +349,7 @@ def notes(stage: PlannedStage) -> Iterator[str]:
 def reasons(
     store: Store, pipeline: str, planned: Iterable[PlannedStage], forced: Container[str] = ()
 ) -> dict[str, str]:
-    """Return, for each stage, why it is in its state, in a few words; `pipeline` is the recipe's name."""
+    """Return a short reason for each stage's state; `pipeline` is the recipe's name."""
     stages = list(planned)
     wanted = {(stage.config.job, stage.name) for stage in stages if stage.state == "run"}
     previous: dict[tuple[str, str], Manifest] = {}

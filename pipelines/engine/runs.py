@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 Clusters = Callable[[str], "Cluster"]  # returns a client of the cluster at an address in a record
 
 UNDER_WAY = {Status.PENDING, Status.RUNNING}
-STOP_SECONDS = 8.0  # Ray kills a job three seconds after it was told to stop
-CLOCK_STEP_SECONDS = 2.0  # by which a process's creation time may change when the clock is set
+STOP_SECONDS = 8.0  # Ray kills a job three seconds after the request to stop it
+CLOCK_STEP_SECONDS = 2.0  # the largest change of a process's creation time when the clock is set
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ def latest_models(
 def _plan(
     pipeline: Pipeline, targets: tuple[str, ...], force: tuple[str, ...], strict_code: bool
 ) -> tuple[dict[str, Any], str]:
-    """Return what a user asks of a run, and the digest by which its unfinished run is found.
+    """Return the user's request for a run, and the digest by which its unfinished run is found.
 
-    What was found when the run was planned, such as the newest models, is not part of it.
+    Results of planning, such as the newest models, are not part of the request.
     """
     plan = {
         "pipeline": pipeline.model_dump(mode="json"),
@@ -112,7 +112,7 @@ def _plan(
 
 
 def _unfinished_run(store: Store, pipeline: str, digest: str) -> Run | None:
-    """Return the newest run of a plan that has neither ended nor been told to stop."""
+    """Return the newest run of a plan that has neither ended nor been requested to stop."""
     for run in reversed(runs(store, pipeline)):
         existing = read_plan(store, run)
         if existing is not None and existing["digest"] == digest and not is_over(store, run):
@@ -161,7 +161,7 @@ def _has_plan(store: Store, run: str) -> bool:
 
 
 def is_over(store: Store, run: str) -> bool:
-    """Whether a run has ended or was told to stop."""
+    """Whether a run has ended or was requested to stop."""
     return stop_requested(store, run) or any(
         event["event"] == "finished" for event in read_events(store, run)
     )
@@ -227,7 +227,7 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     """Return a run's status and its stages, in running order, with their statuses and times.
 
     A run's status is one of Ray's five, or UNFINISHED: its driver is gone and the same command continues it. Without
-    `clusters`, no cluster is asked, and a run that has not ended is RUNNING.
+    `clusters`, no cluster is queried, and a run that has not ended is RUNNING.
     """
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
@@ -281,7 +281,7 @@ def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
             return f"{submission_id}: its cluster does not answer ({error})"
         return f"stopped {submission_id}"
 
-    # the driver first, so that it does not begin another stage; not that of a store that this one is a copy of
+    # the driver first, so that it does not begin another stage; but not a driver of the store that this one copies
     submitted = [event for event in events if event["event"] == "driver submitted"]
     for event in [event for event in submitted if is_at(store, event.get("store_uri", store.uri))][-1:]:
         yield stop(event["cluster_address"], event["submission_id"])

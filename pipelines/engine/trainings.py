@@ -1,4 +1,4 @@
-"""The trainings of a run: which stages they are, their logs, and how far those that run have come."""
+"""The trainings of a run: their stages, their logs, and the progress of those that run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipelines.store import (
 
 @dataclass(frozen=True)
 class Training:
-    """A stage that trains. `segments` of its log have been read, see `read_log`."""
+    """A stage that trains. `segments` caches the segments of its log, see `read_log`."""
 
     stage: str
     job: str
@@ -39,7 +39,7 @@ class Training:
     def title(self, fit: str | None) -> str:
         """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining.
 
-        A fit with a name that no fit of this training has is named as in its log, into which anybody may write.
+        A fit with an unknown name keeps the name from the log, because any program may write into a log.
         """
         name = FitName.parse(fit)
         rates, has_search = self.config.get("learning_rates", ()), bool(self.config.get("search"))
@@ -51,7 +51,7 @@ class Training:
         return f"{title}, fold {name.part}" if self.has_folds or name.part else title
 
     def steps(self, fit: str | None) -> int:
-        """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
+        """Return the last step of one of its fits; a refit's name contains it if trials may stop early."""
         name = FitName.parse(fit)
         return int((name and name.last_step) or self.config["steps"])
 
@@ -62,7 +62,7 @@ class Training:
 
 
 class Trainings:
-    """The trainings of a run, which keep what was read of their logs."""
+    """The trainings of a run, with a cache of their logs."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Trainings:
         self._known: dict[tuple[str, str], Training] = {}
 
     def of(self, status: dict[str, Any]) -> list[Training]:
-        """Return those that have begun or are cached; `status` is the run's (`run_status`)."""
+        """Return the trainings that have begun or are cached; `status` is the run's (`run_status`)."""
         return [
             self._training(entry["stage"], entry["key"])
             for entry in status["stages"]
@@ -80,7 +80,7 @@ class Trainings:
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:
-        """Add `progress`, and `detail` in words, to each training that runs and has said something."""
+        """Add `progress`, and `detail` as text, to each running training that has a log."""
         running = {entry["stage"]: entry for entry in status["stages"] if entry["status"] == Status.RUNNING}
         for training in self.of(status):
             if training.stage in running and (lines := training.log(self._store)):
@@ -109,7 +109,7 @@ def _has_folds(store: Store, key: str, config: dict[str, Any]) -> bool:
         attempt = last_attempt(store, "finetune", key)
         data = attempt.inputs.get("data") if attempt else None
         manifest = read_manifest(store, data[0].job, data[0].key) if data else None
-    except StoreDamaged:  # `verify` says so; here it costs a word
+    except StoreDamaged:  # `verify` reports it; here only the word "fold" is missing
         return False
     return manifest is not None and manifest.metrics.get("dev") == 0
 

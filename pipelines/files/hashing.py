@@ -32,7 +32,7 @@ def local_digests(paths: Iterable[Path]) -> Iterator[str]:
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
-                raise RecipeError(f"{path} is not a regular file (a FIFO, a socket or a device): remove it")
+                raise RecipeError(f"{path}: not a regular file but a FIFO, a socket or a device; remove it")
             version = file_version(status)
             digest = cached.get(version)
             if digest is None:
@@ -48,17 +48,17 @@ def local_digests(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Return what changes when a file is written or replaced: device, inode, size, mtime and ctime."""
+    """Return an identifier of a file's version: device, inode, size, mtime and ctime."""
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def cache_folder() -> Path:
-    """Return vitflow's cache folder of this user."""
+    """Return this user's cache folder of vitflow."""
     return user_cache_path("vitflow")
 
 
 def read_cache(name: str) -> dict[str, Any]:
-    """Return what a file of the cache folder maps; nothing if it cannot be read: it only saves time."""
+    """Return the mapping in a file of the cache folder; empty if it cannot be read, because it only saves time."""
     path = cache_folder() / name
     try:
         status = path.stat()

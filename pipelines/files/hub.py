@@ -6,7 +6,7 @@ once; the user's cache folder keeps both, so that planning needs the hub only fo
 Pickles are never fetched.
 
 The hub is not trusted: its answers have a limited size, and files are kept under their sha256. Of huggingface_hub only
-the HTTP client is used, because its downloads are named by a header of the answer, which can be any path.
+the HTTP client is used, because its downloads take their names from a header, which can contain any path.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _parse(path: str) -> tuple[str, str]:
 
 
 def _known(path: str, fact: str) -> Any:
-    """Return what the cache or else the hub says about a path: its "commit", or the "files" or "sizes" of a commit."""
+    """Return a path's "commit", or the "files" or "sizes" of a commit, from the cache or else from the hub."""
     record = _record(*_parse(path))
     cached = read_cache(record)
     if fact not in cached:
@@ -135,7 +135,7 @@ def _ask(path: str) -> dict[str, Any]:
         )
     commit = f"hf:{_parse(path)[0]}@{model.commit}"
     sha256s = {
-        # of small files the hub states a digest of another kind
+        # the hub states another kind of digest for small files
         name: file.lfs.sha256 if file.lfs else _download(commit, name, min(file.size, SMALL_BYTES))
         for name, file in files.items()
     }
@@ -181,10 +181,10 @@ def _digest(file: Path) -> str:
 
 
 def _get(path: str, address: str, file: IO[bytes], limit: int) -> None:
-    """Write the hub's answer into an empty file; if the connection breaks, go on from there.
+    """Write the hub's answer into an empty file; if the connection breaks, resume from there.
 
     Raises:
-        StoreError: it has more than `limit` bytes. RecipeError: see `_refuse`. And what `_translated` translates.
+        StoreError: it has more than `limit` bytes. RecipeError: see `_refuse`. Also the errors of `_translated`.
     """
     import httpx2
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ def _get(path: str, address: str, file: IO[bytes], limit: int) -> None:
 
 
 def _refuse(path: str, status: int, code: str | None) -> NoReturn:
-    """Raise what the hub's answer means. Its own words are not repeated."""
+    """Raise the error that the hub's answer means, without its untrusted text."""
     if code == "GatedRepo":
         raise RecipeError(
             f"{path}: {_endpoint()} refuses access. Accept the model's terms there, and set HF_TOKEN"
@@ -269,5 +269,5 @@ def _translated(path: str) -> Iterator[None]:
 
 
 def _record(repository: str, revision: str) -> str:
-    """Return the name of the cache's file that keeps what the hub said about a revision."""
+    """Return the name of the cache file for the hub's answer about a revision."""
     return f"hub/{quote(_endpoint(), safe='')}/{quote(f'{repository}@{revision}.json', safe='')}"

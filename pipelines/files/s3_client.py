@@ -1,4 +1,4 @@
-"""The client of S3, and its errors in words.
+"""The client of S3, and the translation of its errors.
 
 boto3 finds the server and the credentials: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_PROFILE, keys from the environment,
 ~/.aws or the machine's role. None of these is written into a record.

@@ -1,6 +1,6 @@
 """Listing the files outside the store that a stage reads: on this machine, on S3 or on the Hugging Face hub.
 
-A recipe says where the files are, and which of them it reads (`pipelines.spec`); this module lists them.
+A recipe states where the files are and which of them it reads (`pipelines.spec`); this module lists them.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def source_files(source: FileSource) -> Files:
 
 
 def import_files(path: str) -> Files:
-    """Return the files of pretrained weights: one file, a folder's, or a model's on the hub.
+    """Return the files of pretrained weights: a single file, or all in a folder or in a model on the hub.
 
     Raises as `stage_files`.
     """
     if path.startswith("s3://"):
         if not (objects := s3.listing(path)):
-            raise RecipeError(f"path: there is nothing at {path}")
+            raise RecipeError(f"path: {path}: no such object or prefix")
         bucket = path.split("/")[2]
         return {file.name: f"s3://{bucket}/{file.key}" for file in objects}
     if path.startswith("hf:"):
@@ -75,7 +75,7 @@ def import_files(path: str) -> Files:
         return {ONE_FILE: local}
     if not local.is_dir():
         raise RecipeError(f"path: {path}: no such file or folder")
-    # not the folders below it: nothing reads a training's checkpoints
+    # without the folders below, because nothing reads a training's checkpoints
     return {file.name: file for file in local.iterdir() if file.is_file() and not file.name.startswith(".")}
 
 
@@ -103,7 +103,7 @@ def _below(root: str) -> Iterator[tuple[str, Location]]:
                 relative.encode()
             except UnicodeEncodeError:
                 raise RecipeError(
-                    f"source.root: the name of {str(path)!r} is not UTF-8: rename the file"
+                    f"source.root: the name of {str(path)!r} is not UTF-8; rename the file"
                 ) from None
             if _is_regular(path):
                 yield relative, path
@@ -115,7 +115,7 @@ def _is_regular(path: Path) -> bool:
     except OSError as error:
         if path.is_symlink():
             raise RecipeError(
-                f"source.root: {path} is a broken link ({path.readlink()}): remove it, or restore its target"
+                f"source.root: {path} is a broken link ({path.readlink()}); remove it, or restore its target"
             ) from None
         if isinstance(error, FileNotFoundError):
             return False  # it went while the folder was listed
@@ -156,7 +156,7 @@ def _named(root: str, names: Sequence[str]) -> dict[str, Location]:
 def _objects_at(root: str) -> Iterator[tuple[str, str]]:
     """Yield (name, s3://bucket/key) of the object at an address, or of all below it, as in a folder."""
     if not (objects := s3.tree(root)):
-        raise RecipeError(f"source.root: there is nothing at {root}")
+        raise RecipeError(f"source.root: {root}: no such object or prefix")
     bucket = root.split("/")[2]
     for file in objects:
         parts = file.name.split("/")
@@ -173,5 +173,5 @@ def _package_folder(package: str) -> Path:
     """Return the folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise RecipeError(f"the package {package} is not installed: `make install`")
+        raise RecipeError(f"the package {package} is not installed; run `make install`")
     return Path(spec.submodule_search_locations[0])

@@ -1,4 +1,4 @@
-"""What local files of pretrained weights say beside the weights, known without reading them and without torch."""
+"""Checks of local files of pretrained weights that need neither the weights nor torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST = 16 << 20  # bytes of a config.json
 def lacks_preprocessing(path: str) -> bool:
     """Return whether a local file or folder of weights certainly does not state the mean and std of its images.
 
-    `vit_model.formats` reads the rest, and refuses what is not such a file.
+    `vit_model.formats` reads the files later, and refuses all others.
     """
     place = Path(path)
     if place.is_file():

@@ -21,21 +21,21 @@ from pipelines.spec import module
 
 PROJECT = Path(__file__).resolve().parents[2]
 CODE_PACKAGES = ("ray_jobs", "vit_model")
-# Every stage also depends on what computes its values in `pipelines`: what a field means, which files a source has, how
-# values are written for a hash. What moves records and jobs around is left out.
+# Every stage also depends on the code in `pipelines` that computes its values: the meaning of fields, the files of a
+# source, the encoding of values for a hash. Code that moves records and jobs around is left out.
 VALUES = (
     "pipelines/spec/**/*.py",
     "pipelines/files/*.py",
     "pipelines/file_names.py",
     "pipelines/identity/key.py",
 )
-CODE_SCHEME = 2  # what the digest covers and how it is computed; manifests record it
+CODE_SCHEME = 2  # the version of the digest's computation; manifests record it
 _FORMS = f"code-forms-{CODE_SCHEME}.json"
 
 
 @cache
 def code_digest(job: str) -> str:
-    """Return the sha256 over what the code of a stage's job says, without comments, docstrings and descriptions.
+    """Return the sha256 over the code of a stage's job without comments, docstrings and descriptions.
 
     Parsing a file takes milliseconds, so the digest of its form is cached by the digest of its bytes.
     """
@@ -59,9 +59,9 @@ def _is_python(name: str) -> bool:
 
 
 def code_form(source: str) -> str:
-    """Return what Python code says, the same in every version of Python.
+    """Return a canonical form of Python code, the same in every version of Python.
 
-    Left out are comments, formatting, docstrings, descriptions of fields, and the versions of stages, which the key
+    It omits comments, formatting, docstrings, descriptions of fields, and the versions of stages, which the key
     contains.
     """
     return _form(ast.parse(source))

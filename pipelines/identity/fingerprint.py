@@ -28,7 +28,7 @@ def listed_source(
     """Return the fingerprint and the names of the files that a stage reads from outside the store; None: it reads none.
 
     Args:
-        names: the files to look at; None: all that are there.
+        names: the files to include; None: all.
 
     Raises:
         RecipeError: there are no files, or one cannot be read.
@@ -46,8 +46,8 @@ def listed_source(
                 return files_fingerprint(files.items()), tuple(files)
             except RecipeError:
                 if all(place.exists() for place in files.values() if isinstance(place, Path)):
-                    raise  # otherwise a file went after it was listed, such as an upload's temporary file
-        raise RecipeError(f"{config.job}: files of its source are being removed; rerun when it is at rest")
+                    raise  # otherwise a file was removed after it was listed, such as an upload's temporary file
+        raise RecipeError(f"{config.job}: source files are being removed; rerun when this has ended")
     except OSError as error:
         raise RecipeError(f"{error.filename}: {error.strerror}") from None
     except StoreUnreachable:

@@ -49,7 +49,7 @@ def sha256(text: str) -> str:
 
 
 def identity_fields(config: Frozen) -> dict[str, Any]:
-    """Return the fields that change the result: all except execution fields, and names of inputs that it does not show.
+    """Return the fields that change the result: all except execution fields and names of inputs that it does not show.
 
     A field marked `later` is left out while it has its default, so that results from before it was added keep their
     keys.
@@ -102,18 +102,18 @@ def recorded_key(
 
     Args:
         config: the recorded configuration.
-        record: the same as it was recorded. Fields that did not exist yet were not in the key.
+        record: its JSON as recorded. Fields that did not exist yet were not in the key.
         version: the stage's version at that time.
         inputs, source, code: as `stage_key` takes them.
 
     Raises:
-        TypeError: a recorded value can be in no key.
+        TypeError: a recorded value cannot be part of a key.
     """
     return _key(config, version, _in_both(identity_fields(config), record), inputs, source, code)
 
 
 def _in_both(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those fields that a record has, too, at any depth."""
+    """Return the fields that are also in a record, at any depth."""
     return {
         name: _in_both(value, record[name])
         if isinstance(value, Mapping) and isinstance(record[name], Mapping)

@@ -1,7 +1,6 @@
 """`vitflow init --compare`: a recipe that compares imported backbones on the images of a source, as `bakeoff` does.
 
-The files of weights are read whole, by the code that imports them, so that a recipe is only written for what an import
-accepts.
+The code of the import reads the whole files of weights, so a recipe is written only for weights that an import accepts.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ OTHER_STAGES = ("images", "features", "finetune", "report")
 LEARNING_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")  # as pipelines/recipes/bakeoff.yaml has them
 BATCH_SIZE, MAX_STEPS, MIN_STEPS, PASSES = 64, 500, 100, 100
 MEASURED_FLOPS = 2e11  # of a measured step, of 8 to 64 images
-FEATURES = 4  # of each image: the backbone's and those of three untrained models
+FEATURES = 4  # features per image: the backbone's and three untrained models'
 
 
 class Backbone(NamedTuple):
-    """Weights to compare: the stage that imports them, their path, and what they hold."""
+    """Weights to compare: the stage that imports them, their path, and their properties."""
 
     name: str
     path: str
     architecture: Architecture
     states_preprocessing: bool
-    """Whether the files say with which mean and std images are normalised."""
+    """Whether the files state the mean and std of the images."""
 
     @property
     def resolution(self) -> int:
-        """The side of the images that it was trained on."""
+        """The side of its training images."""
         return self.architecture.image_shape[0]
 
 
@@ -56,8 +55,8 @@ def write_comparison(file: Path, images: Path, source: str, paths: Sequence[str]
     """Write a recipe to `file` that compares the weights at `paths`; print what was found, chosen and estimated.
 
     Raises:
-        RecipeError: as `examine`; there are fewer than two weights, the same ones
-            twice, or some that do not exist or that no import accepts.
+        RecipeError: as `examine`; fewer than two weights, the same weights twice, or weights that do not exist or that
+            no import accepts.
         StoreError: weights on S3 or the hub cannot be read. StoreUnreachable: they do not answer.
     """
 
@@ -85,9 +84,9 @@ def write_comparison(file: Path, images: Path, source: str, paths: Sequence[str]
     settings = "".join(f" --set {name}.preprocessing=half" for name in silent)
     if silent:
         say(
-            f"{', '.join(silent)}: the weights do not say with which mean and std images are normalised, and a wrong "
-            "choice does harm silently. Set preprocessing in each of these stages: half (Google's, AugReg's and most "
-            "of timm's ViTs) or imagenet (DeiT, DINO, torchvision); the command has half"
+            f"{', '.join(silent)}: the weights do not state the mean and std of their images, and wrong values lower "
+            "the accuracy without an error. Set preprocessing in each of these stages: half (Google's, AugReg's and "
+            "most of timm's ViTs) or imagenet (DeiT, DINO, torchvision); the command above uses half"
         )
     say(f"wrote {file}; next: vitflow run {file}{settings}")
 
@@ -123,7 +122,7 @@ def _imports(paths: Sequence[str]) -> list[Import]:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return a stage's name for each path, after its file or folder, each another."""
+    """Return a distinct stage name for each path, after its file or folder."""
     taken = [*OTHER_STAGES]
     for path in paths:
         name = stage_name(path)
@@ -158,9 +157,9 @@ def _described(backbone: Backbone) -> str:
 
 
 def common_resolution(backbones: Sequence[Backbone]) -> int:
-    """Return the resolution that all can be fine-tuned at: the one that most were trained at, of several the lowest.
+    """Return a resolution for fine-tuning all: the most frequent training resolution, in a tie the lowest.
 
-    If none of these is a multiple of all patch sizes, it is the multiple that is nearest to the lowest.
+    If none of these is a multiple of all patch sizes, return the multiple that is nearest to the lowest.
     """
     counts = Counter(backbone.resolution for backbone in backbones)
     trained_at = sorted(counts, key=lambda resolution: (-counts[resolution], resolution))

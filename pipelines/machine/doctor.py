@@ -1,7 +1,7 @@
-"""`vitflow doctor`: checks of the store, Ray and this machine, with what to do about each problem.
+"""`vitflow doctor`: checks of the store, Ray and this machine, with a remedy for each problem.
 
-In: a store's address, and optionally a cluster's. Out: `Finding`s, each from a real probe: a store is
-created beside that in a folder, and the cluster gets requests with and without its token.
+In: a store's address, and optionally a cluster's. Out: `Finding`s, each from a real probe: a test store is created
+beside a store in a folder, and the cluster gets requests with and without its token.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def examine(uri: str, address: str | None, token_file: Path | None) -> list[Find
 
 
 def store_findings(uri: str) -> Iterator[Finding]:
-    """Check that it is a store, or that its folder can become one."""
+    """Check that an address is a store, or that its folder can become one."""
     try:
         store = open_store(uri, create=False)
         size = f"{len(store.names('runs'))} runs and {len(all_keys(store))} artifacts"

@@ -40,7 +40,7 @@ class Finding:
 
 
 def machine_findings(places: dict[str, Path]) -> Iterator[Finding]:
-    """Check this machine. `places`: what is written -> the folder."""
+    """Check this machine. `places`: name of the data written -> its folder."""
     gpus = _gpus()
     yield _accelerator(gpus)
     yield _communication_op(bool(gpus))

@@ -161,7 +161,7 @@ class Examined(NamedTuple):
         sides: list[int] = []
         for data in catalog.images(self.source, self.files, entries.take([*range(0, len(entries), step)])):
             if isinstance(data, UserError):
-                continue  # ingest will quarantine it, with its reason
+                continue  # ingest will quarantine it with a reason
             if not isinstance(data, bytes):
                 sides.append(min(data.shape[:2]))
                 continue
@@ -183,7 +183,7 @@ def examine(file: Path, images: Path, source: str) -> Examined:
         source: its kind, or its fields as YAML, such as "{kind: cifar, classes: 100}".
 
     Raises:
-        RecipeError: it cannot, or there is no such source, or its files are missing or damaged.
+        RecipeError: the recipe cannot be written, there is no such source, or its files are missing or damaged.
     """
     if file.exists():
         raise RecipeError(f"{file} exists; use another name, or remove it")

@@ -24,7 +24,7 @@ from vit_model.variants import RESNETS, VARIANTS
 MAX_RECIPE_BYTES = 1 << 20  # a larger file is not a recipe
 # YAML's constructors raise these for invalid dates, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
-# What other programs call a field -> its names here, from the stage on; the first that the stage has is meant.
+# Other programs' name of a field -> its possible names here, below the stage; the first that the stage has is meant.
 _MEANT = {
     "lr": ("learning_rate", "learning_rates"),
     "learning_rate": ("learning_rate", "learning_rates"),
@@ -47,7 +47,7 @@ _NUMBERS = {
     r"|[0-9][0-9_]*\.?[0-9_]*([eE][-+]?[0-9_]+)?)",
 }
 _TAG = "tag:yaml.org,2002:"
-_RESOLVERS = {  # first character -> (tag, pattern); PyYAML has those of YAML 1.1
+_RESOLVERS = {  # first character -> (tag, pattern); PyYAML's are for YAML 1.1
     first: [
         *(
             (_TAG + name, re.compile(f"(?:{pattern})$"))
@@ -63,8 +63,8 @@ _RESOLVERS = {  # first character -> (tag, pattern); PyYAML has those of YAML 1.
 class _StrictLoader(yaml.SafeLoader):
     """A loader of plain data with YAML 1.2's numbers.
 
-    It rejects duplicate keys, of which YAML keeps the last, aliases (YAML bombs), and numbers that readers of YAML
-    read differently.
+    It rejects duplicate keys, of which YAML keeps the last, aliases (YAML bombs), and numbers that YAML's versions read
+    differently.
     """
 
     yaml_implicit_resolvers = _RESOLVERS
@@ -97,7 +97,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_float(self, node: Any) -> float:
         number = float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        return number or 0.0  # -0.0 would be another key than 0.0
+        return number or 0.0  # -0.0 and 0.0 would give different keys
 
     def construct_doubtful(self, node: Any) -> Any:
         text = node.value
@@ -114,13 +114,13 @@ for _name in _NUMBERS:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A writer of what `_StrictLoader` reads."""
+    """A writer of the YAML that `_StrictLoader` reads."""
 
     yaml_implicit_resolvers = _RESOLVERS
 
 
 def yaml_text(text: str) -> str:
-    """Return the YAML of a text, in one line, quoted if a reader would take it for something else."""
+    """Return the YAML of a text, in one line, quoted if a reader would not read it as this text."""
     written: str = yaml.dump(
         [text],
         Dumper=_Dumper,
@@ -198,7 +198,7 @@ def _several(names: list[str]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a recipe: that of a pipeline, with the `matrix` of a stage and the names of models."""
+    """Return the JSON Schema of a recipe: a pipeline's schema with the `matrix` of a stage and the names of models."""
     schema = Pipeline.model_json_schema()
     for stage in STAGE_TYPES.values():
         schema["$defs"][stage.__name__]["properties"]["matrix"] = {
@@ -287,10 +287,10 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str,
     path: list[str] = []
     at: Any = raw
     parts, kind = [*map(str, problem["loc"])], problem["type"]
-    if kind.startswith("union_tag"):  # of a job or a kind, whose field pydantic does not add
+    if kind.startswith("union_tag"):  # for a job or a kind, pydantic's path lacks the field
         parts.append(problem["ctx"]["discriminator"].strip("'"))
     for number, part in enumerate(parts, 1):
-        # pydantic's path also has what is not in YAML: which one of a union it tried (the job, a kind, a type)
+        # pydantic's path also has parts that are not in YAML: the member of a union that it tried (a job, kind or type)
         is_missing = kind in {"missing", "union_tag_not_found"} and number == len(parts)
         if isinstance(at, dict) and (part in at or is_missing):
             at = at.get(part)
@@ -336,12 +336,12 @@ def _meant(raw: dict[str, Any], problem: dict[str, Any], path: list[str], is_set
 
 
 def _fields(model: type[BaseModel], place: tuple[str | int, ...]) -> list[str]:
-    """Return the fields of what is at a place inside a model, as pydantic names it in an error."""
+    """Return the fields at a place inside a model, a path from a pydantic error."""
     options: list[type[BaseModel]] = []
     for part in place:
         if part in model.model_fields:
             options = list(_models(model.model_fields[part].annotation))
-        else:  # which one of a union it is
+        else:  # the name of a union's member
             options = [each for each in options if part in _tags(each)] or options
         if len(options) == 1:
             [model] = options

@@ -84,7 +84,7 @@ def set_field(stage: dict[str, Any], dotted: str, value: Any) -> None:
     """
     *parents, last = dotted.split(".")
     if len(parents) == 1 and parents[0] in BACKBONE_FIELDS and isinstance(stage.get(parents[0]), str):
-        # the longer one of its two spellings, see `pipelines.spec.checkpoints.Backbone`
+        # the longer of its two forms, see `pipelines.spec.checkpoints.Backbone`
         stage[parents[0]] = {"stage": stage[parents[0]]}
     at = stage
     for number, parent in enumerate(parents):
@@ -153,7 +153,7 @@ def _labels(values: list[Any]) -> list[str]:
 
 
 def _label(value: Any) -> str:
-    """Return the spelling of a value: of a path, its last part; of a mapping, its `name`; '' if there is none."""
+    """Return the spelling of a value: the last part of a path, the `name` of a mapping; '' if there is none."""
     if isinstance(value, dict):
         value = value.get("name", "")
     if isinstance(value, str):

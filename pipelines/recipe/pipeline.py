@@ -93,8 +93,8 @@ class Pipeline(Frozen):
         if kind not in kinds:
             fitting = dict.fromkeys(base(name) for name, stage in self.stages.items() if stage.KIND in kinds)
             raise ValueError(
-                f"{where}: {source} is {'an' if kind == 'evaluation' else 'a'} {kind}, "
-                f"but this takes a {' or '.join(kinds)} ({', '.join(fitting) or 'there is none'})"
+                f"{where}: {source} is {'an' if kind == 'evaluation' else 'a'} {kind}; "
+                f"expected a {' or '.join(kinds)} ({', '.join(fitting) or 'the recipe has none'})"
             )
 
     def _check_checkpoint(self, where: str, source: str, checkpoint: str) -> None:
@@ -190,7 +190,7 @@ def members(selector: str, names: Collection[str]) -> tuple[str, ...]:
     """Return the stages that a selector matches: one by name, or all (pretrain) or some (pretrain@seed=1) of a matrix.
 
     Args:
-        names: of all stages; as {stage: job}, an error finds a stage by its job, too.
+        names: the names of all stages; with {stage: job}, an error message can also suggest a stage by its job.
 
     Raises:
         RecipeError: no stage matches.

@@ -28,7 +28,7 @@ MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are onl
 
 
 def verdict_lines(report: dict[str, Any]) -> list[str]:
-    """Return VTAB's means, the question and its answer, a sentence per comparison, and the stages that are missing."""
+    """Return VTAB's means, the question and its answer, a sentence per comparison, and the missing stages."""
     missing, verdicts = report.get("missing", []), report["verdicts"]
     return [
         *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
@@ -148,8 +148,8 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     """List the mean on test over the draws of each (artifact, task, protocol, method, number of labels, metric).
 
     The oldest result comes first. With `best`, a metric, only the highest of each (task, protocol, number of labels)
-    that covers all of test is listed, with `judged`, the number of results there of models that could be chosen, and
-    `optimism`, see `expected_optimism`; None for other metrics than accuracy.
+    that covers all of test is listed, with `judged`, the number of results in this setting, without references, and
+    `optimism`, see `expected_optimism`; None for metrics other than accuracy.
 
     Raises:
         RecipeError: there are no results with this task, stage or metric.
@@ -197,8 +197,8 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
 def expected_optimism(judged: int, accuracy: float, images: int) -> float:
     """Return how much the best of several equally good results is expected to exceed its true accuracy, a fraction.
 
-    The expected maximum of `judged` independent binomial accuracies on as many test images, by the normal
-    approximation. Results on the same images are correlated, and not all are equally good, so it is at most this.
+    It is the expected maximum of `judged` independent binomial accuracies on `images` test images, by the normal
+    approximation: an upper bound, because results on the same images are correlated and not equally good.
     """
     normal, steps = NormalDist(), 4_000
     # E[max] = integral of x times the density of the maximum, n pdf(x) cdf(x)^(n - 1), over +-8 by the trapezoidal rule

@@ -38,12 +38,11 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     `only_b` have the rest, and `reasons` say why it has no counterpart. Accuracies are {protocol, method,
     labels_per_class, accuracy, low, high, draws, of_draws, num_images, stage, artifact}, differences {value, low, high,
     paired}: B - A with its 95% interval, as fractions. If the two are paired, all three numbers are over the draws that
-    they have in common, `draws` of the `of_draws` that were measured. The intervals are not adjusted for multiple
+    they have in common, `draws` of the `of_draws` measured draws. The intervals are not adjusted for multiple
     comparisons.
 
     Args:
-        metric: accuracy, or the name of a metric that is computed from predictions; it then stands in place of
-            `accuracy`.
+        metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`.
 
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
@@ -63,8 +62,8 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     ]
     matches, reasons = _matched(*alone)
     pairs = [(sides[0][setting], sides[1][setting]) for setting in both] + matches
-    matched = {id(each) for pair in matches for each in pair}
-    rest = [[each for each in own if id(each) not in matched] for own in alone]
+    matched = {id(entry) for pair in matches for entry in pair}
+    rest = [[entry for entry in entries if id(entry) not in matched] for entries in alone]
     return {
         "a": a,
         "b": b,
@@ -76,51 +75,49 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     }
 
 
-def _matched(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+def _matched(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
     """Match methods of different names on the same test images, such as a ViT and k-NN.
 
     Returns:
-        The matches, and why there are none for the rest.
+        The matches, and why the rest has none.
     """
-    if not (ours and theirs):
+    if not (a and b):
         return [], []
     matches: list[tuple[Entry, Entry]] = []
     reasons: list[str] = []
-    images = [dict.fromkeys((each.task, each.sample_ids) for each in side) for side in (ours, theirs)]
-    for common in (each for each in images[0] if each in images[1]):
-        own = [[each for each in side if (each.task, each.sample_ids) == common] for side in (ours, theirs)]
-        found, missing = _matched_on(*own)
-        matches += found
+    images = [dict.fromkeys((entry.task, entry.sample_ids) for entry in side) for side in (a, b)]
+    for common in (key for key in images[0] if key in images[1]):
+        on_images = [[entry for entry in side if (entry.task, entry.sample_ids) == common] for side in (a, b)]
+        pairs, missing = _matched_on(*on_images)
+        matches += pairs
         reasons += [f"{common[0]}, {reason}" for reason in missing]
     if not (matches or reasons):
-        tasks = [", ".join(dict.fromkeys(each.task for each in side)) for side in (ours, theirs)]
-        other = " (other images)" * (tasks[0] == tasks[1])
-        reasons = [f"no pairs: A was scored on {tasks[0]}, B on {tasks[1]}{other}"]
+        tasks = [", ".join(dict.fromkeys(entry.task for entry in side)) for side in (a, b)]
+        note = " (other images)" * (tasks[0] == tasks[1])
+        reasons = [f"no pairs: A was scored on {tasks[0]}, B on {tasks[1]}{note}"]
     return matches, reasons
 
 
-def _matched_on(
-    ours: Sequence[Entry], theirs: Sequence[Entry]
-) -> tuple[list[tuple[Entry, Entry]], list[str]]:
-    """Match methods on the same images: one with each of the other side's, if they had as many labels.
+def _matched_on(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+    """Match methods on the same images: a single method with each of the other side's with the same number of labels.
 
     If each side has one method in all, the numbers of labels may differ.
     """
-    if len(ours) == len(theirs) == 1:
-        return [(ours[0], theirs[0])], []
+    if len(a) == len(b) == 1:
+        return [(a[0], b[0])], []
     matches: list[tuple[Entry, Entry]] = []
     reasons: list[str] = []
-    found, wanted = (dict.fromkeys(each.labels_per_class for each in side) for side in (ours, theirs))
-    common = [labels for labels in found if labels in wanted]
+    labels_a, labels_b = (dict.fromkeys(entry.labels_per_class for entry in side) for side in (a, b))
+    common = [labels for labels in labels_a if labels in labels_b]
     for labels in common:
-        own, other = ([each for each in side if each.labels_per_class == labels] for side in (ours, theirs))
-        if min(len(own), len(other)) == 1:
-            matches += product(own, other)
+        in_a, in_b = ([entry for entry in side if entry.labels_per_class == labels] for side in (a, b))
+        if min(len(in_a), len(in_b)) == 1:
+            matches += product(in_a, in_b)
         else:
-            named = labels_of({"labels_per_class": labels})
-            reasons.append(f"{named}: no pairs, because A has {len(own)} methods and B {len(other)} others")
+            label = labels_of({"labels_per_class": labels})
+            reasons.append(f"{label}: no pairs, because A has {len(in_a)} methods and B {len(in_b)} others")
     if not common:
-        reasons.append("no pairs: A and B have several methods, none with as many labels")
+        reasons.append("no pairs: A and B have several methods, none with the same number of labels")
     return matches, reasons
 
 
@@ -139,8 +136,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     last_heading = None
     for line in lines:
         sides = {side.upper(): line[side] for side in ("a", "b") if side in line}
-        protocol, labels = _stated(sides, itemgetter("protocol"), ", "), _stated(sides, labels_of, ", ")
-        method = _stated(sides, itemgetter("method"), "\n  ")
+        protocol, labels = _of_sides(sides, itemgetter("protocol"), ", "), _of_sides(sides, labels_of, ", ")
+        method = _of_sides(sides, itemgetter("method"), "\n  ")
         heading = (f"{line['task']}, {protocol},", labels)
         if heading != last_heading:
             add_headings(table, *heading)
@@ -165,19 +162,19 @@ _NOTES = {
 
 
 def _marks(line: dict[str, Any]) -> list[str]:
-    """Return the marks of _NOTES that stand beside a difference."""
+    """Return the marks of _NOTES that apply to a difference."""
     if "difference" not in line:
         return []
     is_part = any(line[side]["draws"] < line[side]["of_draws"] for side in ("a", "b"))
     return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part
 
 
-def _stated(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
-    """Return what both sides have, or what each has: 'A: ViT, B: k-NN'."""
-    texts = {side: name(values) for side, values in sides.items()}
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return between.join(f"{side}: {text}" for side, text in texts.items())
+def _of_sides(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
+    """Return the name that both sides share, or each side's: 'A: ViT, B: k-NN'."""
+    names = {side: name(values) for side, values in sides.items()}
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    return between.join(f"{side}: {text}" for side, text in names.items())
 
 
 def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
@@ -193,7 +190,7 @@ def _sort_key(setting: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _measured(store: Store, manifests: list[Manifest], selector: str) -> list[Manifest]:
-    """Return the artifacts with measurements that a selector matches; for a report, those that it reports."""
+    """Return the artifacts with measurements that a selector matches; for a report, the ones that it reports."""
     matches = find_manifests(store, selector, manifests)
     if [manifest.kind for manifest in matches] == ["report"]:
         keys = {reference.key for reference in matches[0].inputs["of"]}
@@ -256,7 +253,7 @@ def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
 
 
 def _value(entry: Entry, metric: str, table: np.ndarray) -> dict[str, Any]:
-    """Describe a metric of an entry, from its parts by image [draws, n], of all its draws or of some of them."""
+    """Describe a metric of an entry, from its parts by image [draws, n], for all or some of its draws."""
     value, low, high = mean_interval(table.astype(float))
     return {
         **{name: getattr(entry, name) for name in _NAMES},

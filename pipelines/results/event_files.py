@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, from the logs of trainings. In: `LogLine`s as they come. Out: a folder per training."""
+"""Event files for TensorBoard, from the logs of trainings. In: `LogLine`s. Out: a folder per training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EventFiles:
             run.writer.close()
 
     def update(self, name: str, lines: Iterable[LogLine]) -> None:
-        """Write what is new in the whole log of a training; TensorBoard forgets the steps that were superseded."""
+        """Write the new lines of a training's whole log; TensorBoard discards superseded steps."""
         if name not in self._runs:
             self._runs[name] = _Run(self._folder / name)
         self._runs[name].update(lines)
@@ -90,7 +90,7 @@ class _Run:
         path = self._folder / f"{_NAME}{self._files:09d}"
         self.writer = RecordWriter(path.open("xb"))
         self._write(Event(file_version="brain.Event:2"))
-        # To TensorBoard, each start but the first one says that earlier events from its step on are void.
+        # For TensorBoard, each start after the first voids earlier events from its step on.
         self._write(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         return self.writer
 
@@ -99,7 +99,7 @@ class _Run:
 
 
 def scalars(line: LogLine) -> dict[str, float]:
-    """Return what was measured, by its tag."""
+    """Return a line's measurements by tag."""
     values = {tag: getattr(line, name) for name, tag in TAGS.items()}
     values |= {f"few-shot/{name}": accuracy for name, accuracy in (line.few_shot or {}).items()}
     return {tag: value for tag, value in values.items() if value is not None}

@@ -1,10 +1,10 @@
 """`vitflow explain A B`: why do two results of the same task differ? A is repeated with one field of B at a time.
 
 In: the manifests of two results, and the recipes of the runs that made them. Out: the `Difference`s between their
-protocols, a pipeline that repeats A with each of them, and a table of what each contributes.
+protocols, a pipeline that repeats A with each of them, and a table of their contributions.
 
-A field is one of the stage itself (an evaluation or a fine-tuning), or of a dataset or an imported model that it takes.
-Other inputs are exchanged whole. What both sides share is cached, so only the repetitions run.
+A field belongs to the stage itself (an evaluation or a fine-tuning), or to its dataset or imported model. Other inputs
+are exchanged whole. Stages that both sides share are cached, so only the repetitions run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LITERATURE = {
     " weights, although it was reported inferior (arXiv 2409.16434).",
     "resolution": "The paper fine-tunes at 384 pixels; most repositories at 224.",
 }
-"""What is known of a field in published results, by the beginning of its name."""
+"""Known effects of a field in published results, by a prefix of its name."""
 
 
 class Side(NamedTuple):
@@ -55,7 +55,7 @@ class Side(NamedTuple):
 
     @property
     def stage(self) -> AnyStage:
-        """Its own stage."""
+        """The stage that made the result."""
         return self.pipeline.stages[self.manifest.stage]
 
     def input(self, field: str) -> tuple[str, AnyStage]:
@@ -68,7 +68,7 @@ class Difference(NamedTuple):
     """A field in which the protocols of two results differ, and its values."""
 
     role: str
-    """"" for the results' own stage; else the field of the input, such as data"""
+    """"" for the stage itself; else the field of the input, such as data"""
     path: str
     """such as eval_crop.crop; "" for the whole input"""
     a: Any
@@ -76,7 +76,7 @@ class Difference(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return ".".join(filter(None, (self.role, self.path)))
 
 
@@ -131,7 +131,7 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
 
 
 def _fields(model: Frozen) -> dict[str, Any]:
-    """Return the fields that change a stage's result, but for its inputs, as a recipe has them."""
+    """Return the fields that change a stage's result, without its inputs, as in a recipe."""
     dumped = model.model_dump(mode="json")
     return {
         name: _fields(value) if isinstance(value := getattr(model, name), Frozen) else dumped[name]
@@ -170,7 +170,7 @@ class Repetitions(NamedTuple):
 
 
 def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
-    """Return the pipeline that attributes the gap to these differences."""
+    """Return the pipeline that measures the effects of these differences."""
     stages = _prefixed(a, "a_") | _prefixed(b, "b_")
     own = stages[f"a_{a.manifest.stage}"]
     alone, impossible = {}, {}
@@ -197,12 +197,12 @@ def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
 
 
 def no_repetitions(a: Side, b: Side) -> Repetitions:
-    """Return the results alone, for two that no field explains."""
+    """Return the two results without repetitions, if no field can explain their difference."""
     return Repetitions(a.pipeline, f"a_{a.manifest.stage}", f"b_{b.manifest.stage}", {}, {}, None)
 
 
 def _prefixed(side: Side, prefix: str) -> dict[str, dict[str, Any]]:
-    """Return a result's stage and all that it needs, as a recipe has them, with a prefix to their names."""
+    """Return a result's stage and the stages that it needs, as in a recipe, with a prefix to their names."""
     stages = {}
     for name in side.pipeline.needed_for((side.manifest.stage,)):
         stage = side.pipeline.stages[name]
@@ -214,7 +214,7 @@ def _prefixed(side: Side, prefix: str) -> dict[str, dict[str, Any]]:
 
 
 def _renamed(value: Any, prefix: str) -> Any:
-    """Return what names other stages, {stage, checkpoint}, a name or several, with a prefix."""
+    """Return a reference to other stages ({stage, checkpoint}, a name or several) with a prefix."""
     if isinstance(value, list):
         return [_renamed(each, prefix) for each in value]
     return value | {"stage": f"{prefix}{value['stage']}"} if isinstance(value, dict) else f"{prefix}{value}"
@@ -251,21 +251,21 @@ def _placed(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
     return placed
 
 
-# ------------------------------------------------------------------------------------------------- what they say
+# ------------------------------------------------------------------------------------------------- contributions
 
 
 class Setting(NamedTuple):
-    """What a result has one accuracy for."""
+    """The conditions under which a result has one accuracy."""
 
     protocol: str
-    """without the name of its variant, in which two results may differ"""
+    """without the name of the variant, which may differ between two results"""
     labels_per_class: int | None
     scored: str = ""
-    """"" for all of test by its labels; else what else was scored: by ReaL's labels, on a part of test, or both"""
+    """"" for all of test by its labels; else the ReaL labels, the part of test, or both"""
 
 
 def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setting, float]]:
-    """Return the mean accuracy of the model's own rows, by stage and setting.
+    """Return the mean accuracy of the model's rows, without baselines, by stage and setting.
 
     Args:
         artifacts: stage -> key of its artifact.
@@ -289,14 +289,14 @@ def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Set
 def attributed(
     plan: Repetitions, found: Sequence[Difference], values: Mapping[str, Mapping[Setting, float]]
 ) -> list[dict[str, Any]]:
-    """Return, for each setting that both results measured, what each difference contributes.
+    """Return the contribution of each difference, for each setting that both results measured.
 
-    If they have no setting in common, each has its own lines, without contributions.
+    If they have no setting in common, each result has separate lines, without contributions.
 
     {protocol, labels_per_class, scored, a, b, fields: [{field, a, b, effect, note}], together, rest}: accuracies are
     fractions, null if not measured. `effect` is A with B's value of this field, minus A. The largest comes first.
-    `together` is A with all of them, minus A. `rest` is b - a less the sum of the effects: what fields do in
-    combination, and what none of them explains.
+    `together` is A with all of them, minus A. `rest` is b - a minus the sum of the effects: interactions of fields, and
+    the unexplained part.
     """
     both = values[plan.a], values[plan.b]
     settings = sorted(
@@ -315,13 +315,13 @@ def attributed(
 
         fields = [
             {
-                "field": each.name,
-                "a": each.a,
-                "b": each.b,
-                "effect": effect(plan.alone.get(each.name)),
-                "note": plan.impossible.get(each.name),
+                "field": field.name,
+                "a": field.a,
+                "b": field.b,
+                "effect": effect(plan.alone.get(field.name)),
+                "note": plan.impossible.get(field.name),
             }
-            for each in found
+            for field in found
         ]
         known = [field["effect"] for field in fields if field["effect"] is not None]
         lines.append(
@@ -338,9 +338,9 @@ def attributed(
 
 
 def literature(found: Sequence[Difference]) -> list[str]:
-    """Return what is known of these fields in published results."""
+    """Return the known effects of these fields in published results."""
     return [
         f"{prefix}: {text}"
         for prefix, text in LITERATURE.items()
-        if any(each.name == prefix or each.name.startswith(f"{prefix}.") for each in found)
+        if any(field.name == prefix or field.name.startswith(f"{prefix}.") for field in found)
     ]

@@ -1,7 +1,7 @@
 """The lineage of an artifact: from a report or a model back to the fingerprints of the source files.
 
-In: a store. Out: a `Lineage`, read only from manifests, as a text tree or JSON. Each row of a
-report names its artifact, so the lineage of that artifact is the lineage of the row.
+In: a store. Out: a `Lineage`, read only from manifests, as a text tree or JSON. Each row of a report names its
+artifact, so the lineage of that artifact is the lineage of the row.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LOST = ("gone", "damaged")  # the inputs of such an artifact are unknown
 class Edge(Frozen):
     """An input as a stage used it, and its state in the store now.
 
-    `state`: the same; made again, with the same content (another manifest, so perhaps other bytes or another machine);
-    made again with other content; gone, if its manifest was removed; or damaged, if its manifest cannot be read.
-    `checkpoint`: the one of a pretraining that the stage used, best or step:N; None for the last and other inputs.
+    `state`: the same; rebuilt with the same content (another manifest, so perhaps other bytes or another machine);
+    rebuilt with other content; gone, if its manifest was removed; or damaged, if its manifest cannot be read.
+    `checkpoint`: a pretraining's checkpoint that the stage used, best or step:N; None for the last and other inputs.
     """
 
     consumer: str
@@ -129,7 +129,7 @@ def _edge(
 
 
 def _roots(store: Store, selector: str) -> list[Manifest]:
-    """Return the artifacts that a selector matches, without those that others of them took as inputs."""
+    """Return the artifacts that a selector matches, without inputs of others among them."""
     matches = find_manifests(store, selector, list(all_manifests(store)))
     taken = {
         reference.key
@@ -212,7 +212,7 @@ def _label(edge: Edge) -> tuple[str, ...]:
 
 
 def _origin(node: Manifest) -> str:
-    """Say when an artifact was made, by whom and by which code."""
+    """Describe when an artifact was made, by whom and by which code."""
     code = node.code.get("git")
     version = f"code {code[:SHORT]}{' with changes' if node.code.get('dirty') else ''}" if code else "code"
     digest = node.code.get("digest", "")[:SHORT]
@@ -227,7 +227,7 @@ def describe_source(node: Manifest) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text from outside on one line, with control characters escaped."""
+    """Return untrusted text on one line, with control characters escaped."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
     )

@@ -1,4 +1,4 @@
-"""The rows of `vitflow list`: runs, each kind of artifact, checkpoints. The columns of the table, and more for JSON."""
+"""The rows of `vitflow list`: runs, artifacts by kind, checkpoints. The columns of the table, and more for JSON."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
 
 
 def _checkpoints(store: Store) -> list[dict[str, Any]]:
-    """Return a row per checkpoint: finished pretrainings' have names, the others serve to resume."""
+    """Return a row per checkpoint: named ones of finished pretrainings, and unnamed ones to resume from."""
     manifests = {manifest.key: manifest for manifest in all_manifests(store) if manifest.job == "pretrain"}
     unfinished = [key for job, key in all_keys(store) if job == "pretrain" and key not in manifests]
     rows = []
@@ -86,15 +86,15 @@ def _checkpoints(store: Store) -> list[dict[str, Any]]:
 
 def _named_checkpoints(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
     kept, dev_accuracies = kept_checkpoints(store, manifest), _dev_accuracies(store, manifest)
-    names = {step: [f"step:{step}"] for step in kept.steps}
-    names[kept.steps[-1]].append(LAST)
+    by_step = {step: [f"step:{step}"] for step in kept.steps}
+    by_step[kept.steps[-1]].append(LAST)
     if kept.best is not None:
-        names[kept.best].append(BEST)
+        by_step[kept.best].append(BEST)
     return [
         _checkpoint(
-            manifest.key, manifest, step, ", ".join(own), own, dev_accuracies.get(step), manifest.finished
+            manifest.key, manifest, step, ", ".join(names), names, dev_accuracies.get(step), manifest.finished
         )
-        for step, own in names.items()
+        for step, names in by_step.items()
     ]
 
 
@@ -163,7 +163,7 @@ def _runs(store: Store) -> list[dict[str, Any]]:
 
 
 def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    """Return what the list of an artifact's kind shows of it; `names` has the names of datasets, by key."""
+    """Return an artifact's columns in the list of its kind; `names` has the datasets' names by key."""
     metrics = manifest.metrics
 
     def counts(*wanted: str) -> dict[str, Any]:
@@ -173,10 +173,8 @@ def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
     if manifest.kind == "dataset":
         return {"name": names[manifest.key], **counts("images", "classes")}
     if manifest.kind == "model":
-        found = {
-            split: metrics.get(f"{split}_accuracy") for split in ("test", "dev")
-        }  # a pretraining has dev's
-        shown = (f"{value:.1%} {split}" for split, value in found.items() if isinstance(value, float))
+        splits = {split: metrics.get(f"{split}_accuracy") for split in ("test", "dev")}  # dev: pretraining
+        shown = (f"{value:.1%} {split}" for split, value in splits.items() if isinstance(value, float))
         return {**counts("parameters"), "accuracy": next(shown, None)}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result
         scores = {name: value for name, value in metrics.items() if isinstance(value, float)}

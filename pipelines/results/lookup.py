@@ -1,7 +1,6 @@
 """The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE or RUN.
 
-RUN/STAGE is the result of the newest run that has it, so another run of the recipe, even an unfinished one, does not
-make it ambiguous.
+RUN/STAGE is the result in the newest run that has one, so further runs of the recipe do not make it ambiguous.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
 def find_manifests(
     store: Store, selector: str, manifests: Sequence[Manifest], kind: str = "artifact"
 ) -> list[Manifest]:
-    """Return the manifests that a selector (see `_find`) matches. Raises RecipeError."""
+    """Return the manifests that a selector (see `_find`) matches; messages call one a `kind`. Raises RecipeError."""
     keys = _find(store, selector, {manifest.key: manifest.stage for manifest in manifests}, kind)
     return [manifest for manifest in manifests if manifest.key in keys]
 
@@ -83,11 +82,11 @@ def find_keys(store: Store, selector: str) -> list[tuple[str, str]]:
 
 
 def _find(store: Store, selector: str, labels: Mapping[str, str], kind: str) -> set[str]:
-    """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; of a RUN perhaps none.
+    """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; a RUN may have none.
 
     Args:
         labels: key -> its stage, which messages show beside it.
-        kind: what messages call an artifact.
+        kind: the kind of artifact, for messages.
 
     Raises:
         RecipeError: there is no such key, run or stage, or it is ambiguous.
@@ -107,10 +106,10 @@ def _find(store: Store, selector: str, labels: Mapping[str, str], kind: str) -> 
 
 
 def _runs_of_one_recipe(store: Store, prefix: str) -> list[str]:
-    """Return the runs with this id, this name or this prefix. Raises RecipeError: none, or of several recipes."""
+    """Return the runs with this id, recipe name or prefix. Raises RecipeError: none, or of several recipes."""
     matches = _matching_runs(store, prefix)
-    if named := [run for run in matches if _recipe(run) == prefix]:
-        return named
+    if of_recipe := [run for run in matches if _recipe(run) == prefix]:
+        return of_recipe
     if len({_recipe(run) for run in matches}) > 1:
         raise _ambiguous_run(prefix, matches)
     return matches
@@ -121,9 +120,9 @@ def _recipe(run: str) -> str:
 
 
 def _newest_result(store: Store, matches: Sequence[str], stage: str, labels: Mapping[str, str]) -> set[str]:
-    """Return the keys in `labels` that a stage, or all of a matrix, has in the newest run with all of them.
+    """Return the keys in `labels` of a stage, or of all members of a matrix, in the newest run that has all of them.
 
-    If no run has all, those in the newest run with some.
+    If no run has all, return the keys in the newest run that has some.
 
     Args:
         matches: the runs, oldest first.

@@ -1,9 +1,9 @@
 """Runs in MLflow, from the logs of trainings: each training, or each fit of a fine-tuning, is an MLflow run.
 
-A tag, `vitflow.training`, names the training, so that a second export finds its run. It reads the run's metrics first
-and adds what is new; if they have a point that the log does not, because steps were repeated after a kill, a new run
-takes the run's place. So after each export the metrics are the log's, also if the export before was cut off. The server
-is asked through MLflow's own client, which finds its credentials.
+A tag, `vitflow.training`, names the training, so that a second export finds its run. An export first reads the run's
+metrics and adds the missing points; if the run has a point that the log does not, because steps were repeated after a
+kill, a new run replaces it. So after each export the metrics equal the log, even if an earlier export was interrupted.
+MLflow's own client talks to the server and finds its credentials.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MlflowRuns:
         tags: Mapping[str, str],
         lines: Iterable[LogLine],
     ) -> int:
-        """Write what is new in the whole log of a training, and return the number of lines that have it.
+        """Write the new points of a training's whole log, and return the number of lines with new points.
 
         Args:
             training: names the training in all runs, for example its key.
@@ -72,7 +72,7 @@ class MlflowRuns:
         return len({line.step for line in new.values()})
 
     def _points(self, run: Run) -> Counter[Point]:
-        """Return the points that an MLflow run has, and how often."""
+        """Return the points of an MLflow run with their counts."""
         return Counter(
             (tag, metric.step, metric.value)
             for tag in run.data.metrics
@@ -81,9 +81,9 @@ class MlflowRuns:
 
     def _find(self, training: str) -> Run | None:
         """Return the MLflow run of a training."""
-        named = f"tags.`{_TRAINING}` = '{training}'"
-        found = self._client.search_runs([self._experiment], named, max_results=1)
-        return found[0] if found else None
+        condition = f"tags.`{_TRAINING}` = '{training}'"
+        runs = self._client.search_runs([self._experiment], condition, max_results=1)
+        return runs[0] if runs else None
 
     def _create(self, name: str, tags: dict[str, str], begun: int, config: Mapping[str, Any]) -> Run:
         """Create an MLflow run with a stage's fields as its parameters; it began at this time, in ms."""

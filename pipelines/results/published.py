@@ -21,9 +21,9 @@ from pipelines.store import Manifest
 from vit_model.fields import Frozen
 
 TOLERANCE = 0.3
-"""Points of percent between the mean and the published accuracy."""
+"""The largest allowed difference between the mean and the published accuracy, in percentage points."""
 SEEDS = 3
-"""The fewest refits that a mean is taken of."""
+"""The minimum number of refits for a mean."""
 
 
 class Published(Frozen):
@@ -38,7 +38,7 @@ class Published(Frozen):
     recipe: str
     stage: str
     train_fraction: Annotated[float, Field(gt=0, lt=1)]
-    """The part of train that was fitted; the rest was held out."""
+    """The fraction of train that was used for training; the rest was held out."""
     resolution: int
     augment: str
     """The augmentation of training images."""
@@ -51,7 +51,7 @@ class Published(Frozen):
 
 
 class Verdict(NamedTuple):
-    """A repetition, beside the published accuracy; in % of the test images."""
+    """A repetition's accuracy beside the published one, in % of the test images."""
 
     mean: float
     std: float
@@ -103,7 +103,7 @@ def repetition(row: Published, archive: str, weights: str, changes: tuple[str, .
         f"backbone.path={weights}",
         f"{data}.source.root={archive}",
         f"{base(row.stage)}.learning_rates=[{row.learning_rate}]",
-        f"{base(row.stage)}.labels.use_dev=false",  # what was held out was not fitted
+        f"{base(row.stage)}.labels.use_dev=false",  # the held-out images were not trained on
     )
     pipeline = load_pipeline(row.recipe, (*given, *changes))
     repeated = pipeline.stages[row.stage]

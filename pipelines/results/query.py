@@ -3,9 +3,9 @@
 DuckDB reads the Parquet files of the tables that the SQL names in place (for S3, in the checked local cache). The SQL
 is not trusted, and DuckDB calls `WITH x AS (COPY ... TO 'file') SELECT ...` a SELECT. So:
 - before anything runs, `_named_tables` checks the statement's syntax tree, from DuckDB's own parser: one query that
-  only reads, and calls no table functions but those of a list;
-- the database is in memory and locked: no files except those of the tables, no extensions, no settings, no variables of
-  this program;
+  only reads, and calls only listed table functions;
+- the database is in memory and locked: no files except the tables', no extensions, no settings, no variables of this
+  program;
 - time and memory are limited, and nothing is spilled to disk. DuckDB plans a query before it looks at either limit; the
   length of the SQL is limited for that.
 """
@@ -153,7 +153,7 @@ _ONLY = f"expected one SELECT that reads the tables {', '.join(TABLES)}"
 
 def _named_tables(connection: DuckDBPyConnection, sql: str) -> set[str]:
     """Return the names in TABLES that the SQL reads. Raises RecipeError if it is not one query that only reads."""
-    sql.encode()  # DuckDB's error does not name what is not UTF-8
+    sql.encode()  # fails with the text that is not UTF-8, which DuckDB's error does not name
     statements = connection.extract_statements(sql)
     kinds = [statement.type.name for statement in statements]
     if kinds != ["SELECT"]:

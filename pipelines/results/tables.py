@@ -1,6 +1,6 @@
 """The tables of a store in DuckDB, for SQL: their columns, and their rows from manifests and Parquet files.
 
-DuckDB reads the Parquet files of the tables that are asked for in place (for S3, in the checked local cache).
+DuckDB reads the Parquet files of the requested tables in place (for S3, in the checked local cache).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _ROWS = (
     Column("selected_on", "VARCHAR", "what the settings were selected on"),
     Column("settings", "VARCHAR", "the settings, a JSON object"),
 )
-# The tables of Parquet files; columns after `result` are those of ray_jobs.evaluation.rows, and of ray_jobs.segment.
+# The tables of Parquet files; ray_jobs.evaluation.rows and ray_jobs.segment define the columns after `result`.
 _FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine")
 # The views, each with the tables that it reads.
 _VIEWS = {"accuracies": {"rows"}, "scores": {"rows", "predictions", "accuracies"}}
@@ -117,7 +117,7 @@ TABLES = {
         Column("label", "VARCHAR", "its class"),
         Column("suggested", "VARCHAR", "the class that the audit suggests"),
         Column("label_probability", "FLOAT", "the probability of its class, out of sample"),
-        Column("suggested_probability", "FLOAT", "that of the suggested class"),
+        Column("suggested_probability", "FLOAT", "the probability of the suggested class, out of sample"),
     ),
     "quarantine": (
         *_ORIGIN,
@@ -239,7 +239,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
 
 
 def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
-    """Define the view of all metrics, those included that are computed from predictions."""
+    """Define the view of all metrics, including metrics that are computed from predictions."""
     parts = ["SELECT * FROM rows"]
     if is_named:
         from ray_jobs.evaluation.metrics import COMPUTED, of_lists
@@ -271,7 +271,7 @@ def _vtab_groups(manifests: list[Manifest]) -> Groups:
 
 
 def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:
-    """Return {local path: manifest} of all files with this name, except reports' files, which are copies."""
+    """Return {local path: manifest} of all files with this name, except the copies in reports."""
     entries, origins = [], []
     for manifest in manifests:
         folder = manifest.folder.removeprefix("artifacts/")
@@ -310,7 +310,7 @@ def _define_view(
 
 
 def _left_out(name: str) -> str:
-    """Return the condition that leaves out the old "majority", the lowest of equally frequent classes."""
+    """Return the condition that leaves out rows of the old "majority", the lowest of equally frequent classes."""
     if name not in ("rows", "predictions"):
         return ""
     drawn = "(job = 'evaluate' OR job = 'baselines' AND labels_per_class IS NOT NULL)"

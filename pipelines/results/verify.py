@@ -1,7 +1,7 @@
 """`vitflow verify`: compare every byte of the store's artifacts with their manifests, and every record with its schema.
 
-A manifest has its own sha256, which every reader compares. Here it is also compared with what later stages recorded of
-it, and its key with the configuration, the inputs and the version that it says it was made from.
+A manifest contains its own sha256, which every reader checks. `verify` also compares it with the sha256 that later
+stages recorded, and its key with the recorded configuration, inputs and version.
 
 In: a store, and optionally a user's KEY. Out: a `Verified`. It reads everything again, even files that passed before,
 and changes nothing except this machine's cache of checked files.
@@ -70,7 +70,7 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read, the damage found, what could not be read, and the manifests whose key could not be checked."""
+    """The counts of objects read, the damage, the unreadable objects, and the manifests with unchecked keys."""
 
     artifacts: int
     files: int
@@ -94,7 +94,7 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     wanted, unread = {key for _, key in keys}, list[Unchecked]()
     found, all_damage = _manifests(
         store, everything, unread
-    )  # what others say of an artifact is checked, too
+    )  # all manifests, because those of later stages also record an artifact
     unread = [each for each in unread if each.name.split("/")[2] in wanted]
     manifests = [manifest for manifest, _ in found if manifest.key in wanted]
     damage = [each for each in all_damage if each.artifact in wanted]
@@ -114,7 +114,7 @@ def _read(
 ) -> tuple[Value | None, StoreDamaged | None]:
     """Return what `read` returns, or the damage that it meets.
 
-    An object that cannot be read here is noted, which says nothing about it; others are still read.
+    An object that cannot be read here is noted in `unread`: it may be intact. Others are still read.
     """
     try:
         return read(*arguments), None
@@ -150,7 +150,7 @@ def _manifests(
 def _changed_manifests(
     store: Store, found: Sequence[tuple[Manifest, InputRef]], wanted: set[str]
 ) -> Iterator[Damage]:
-    """Yield the manifests that are not those that a later stage recorded; one damage for each."""
+    """Yield one damage for each manifest that differs from the manifest that a later stage recorded."""
     now = {reference.key: (manifest, reference) for manifest, reference in found if reference.key in wanted}
     for consumer, _ in found:
         for then in (each for references in consumer.inputs.values() for each in references):
@@ -165,9 +165,9 @@ def _changed_manifests(
 def _wrong_keys(
     store: Store, manifests: Sequence[Manifest], wanted: set[str]
 ) -> tuple[list[Damage], list[Unchecked]]:
-    """Return the manifests whose key is not that of what they say they were made from, and those not checked.
+    """Return the manifests whose key does not match their configuration, inputs and version, and unchecked ones.
 
-    Not checked are a configuration that this version cannot read, and a result of `--force` whose predecessor is gone.
+    Not checked: a configuration that this version cannot read, and a result of `--force` whose predecessor is gone.
     """
     damage, unchecked = [], []
     possible = {manifest.key: _possible_keys(manifest) for manifest in manifests}
@@ -180,7 +180,7 @@ def _wrong_keys(
         if not keys:
             unchecked.append(Unchecked(name, "this version of vitflow cannot read its configuration"))
         elif first in possible.get(first, ()) or not _is_forced(store, manifest):
-            made_from = "its configuration, inputs and version are those of another key"
+            made_from = "its configuration, inputs and version belong to another key"
             damage.append(_manifest_damage(store, manifest, made_from))
         else:
             unchecked.append(Unchecked(name, "the artifact that it replaced by --force is gone"))
@@ -188,7 +188,7 @@ def _wrong_keys(
 
 
 def _possible_keys(manifest: Manifest) -> set[str]:
-    """Return the keys of what a manifest says it was made from, without and with `--strict-code`.
+    """Return the keys of a manifest's configuration, inputs and version, without and with `--strict-code`.
 
     Empty if this version cannot read its configuration.
     """
@@ -213,7 +213,7 @@ def _replaced(store: Store, manifests: Sequence[Manifest]) -> Mapping[str, str]:
 
 
 def _first(key: str, replaced: Mapping[str, str]) -> str:
-    """Return the key that `--force` began to replace, one successor after the other, up to this key."""
+    """Return the first key in the chain of `--force` successors that leads to this key."""
     seen = {key}
     while (before := replaced.get(key)) is not None and before not in seen:
         seen.add(key := before)
@@ -221,7 +221,7 @@ def _first(key: str, replaced: Mapping[str, str]) -> str:
 
 
 def _is_forced(store: Store, manifest: Manifest) -> bool:
-    """Whether an artifact's run may have been told to replace another; True if its plan is gone."""
+    """Whether an artifact's run may have used `--force` for it; True if its plan is gone."""
     try:
         plan = read_plan(store, manifest.run)
     except StoreError:
@@ -236,7 +236,7 @@ def _manifest_damage(store: Store, manifest: Manifest, what: str) -> Damage:
 
 
 def _rebuild(store: Store, job: str, key: str) -> str:
-    """Return the command that makes an artifact again whose manifest cannot be read, but perhaps its last attempt."""
+    """Return the command that rebuilds an artifact with an unreadable manifest, from its last attempt if possible."""
     attempt = None
     with suppress(StoreError):
         attempt = last_attempt(store, job, key)

@@ -1,9 +1,9 @@
 """Cron lines: validated, and turned into times.
 
-A line has cron's five fields and nothing that only some programs support, so it means the same to `vitflow schedule
-serve`, cron and Kubernetes. When the clocks change, it behaves as in Debian's cron: a fixed time that does not exist
-is due right after the change, and one that occurs twice is due the first time; a line whose minute or hour begins with
-`*` follows elapsed time.
+A line has cron's five fields and no syntax that only some programs support, so `vitflow schedule serve`, cron and
+Kubernetes agree on it. When the clocks change, it behaves as in Debian's cron: a fixed time that does not exist is due
+right after the change, and a time that occurs twice is due the first time; a line whose minute or hour begins with `*`
+follows elapsed time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_cron(cron: str) -> str:
         CronSim(line, datetime(2024, 1, 1, tzinfo=UTC))
     except CronSimError as error:
         raise RecipeError(f"--cron {cron!r}: {error}; {_EXPECTED}") from None
-    # A day field such as */2 beside the other: 'both' to some programs and 'either' to others.
+    # If one day field is such as */2, some programs require both day fields to match and others either.
     days = sorted(fields[index] for index in (2, -1))
     has_two_days = days[0] != "*" != days[1] and days[0].startswith("*")
     if len(fields) != 5 or _OF_SOME_PROGRAMS.search(line) or has_two_days:
@@ -49,7 +49,7 @@ def check_cron(cron: str) -> str:
 
 
 def check_timezone(name: str) -> str:
-    """Return the name of a time zone that is the same one on every machine.
+    """Return the name of a time zone that means the same on every machine.
 
     Raises:
         RecipeError: there is no such time zone here; the message offers the nearest name.

@@ -1,8 +1,8 @@
 """Recurring runs: schedules in the store, and starting a run when one is due.
 
-All state is in the store's create-only objects. So the process that attends to a schedule (`schedule serve`, a timer,
-or two of them by mistake) may be killed at any moment: a tick is decided once, in schedules/<name>/ticks; its run has
-the tick in its id and starts once; Ray accepts the submission id of the run's driver once.
+All state is in the store's create-only objects. So the process that serves a schedule (`schedule serve`, a timer, or
+two of them by mistake) may be killed at any moment: a tick is decided once, in schedules/<name>/ticks; its run has the
+tick in its id and starts once; Ray accepts the submission id of the run's driver once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vit_model.fields import Frozen
 
 DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 CLOCK_STEP = timedelta(seconds=60)  # the clocks of two machines differ by less, unless one was set
-_OVER: set[tuple[str, str]] = set()  # (store, run), cached because it is asked for every few seconds
+_OVER: set[tuple[str, str]] = set()  # (store, run), cached because it is needed every few seconds
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
@@ -205,7 +205,7 @@ def _decision_name(name: str, tick: datetime) -> str:
 def attend(
     store: Store, name: str, moment: datetime, token_file: Path | None, grace: timedelta | None
 ) -> Iterator[str]:
-    """Start what a schedule needs at this moment; yield a line for everything that was done.
+    """Start the runs and drivers that a schedule needs at this moment; yield a line for each action.
 
     If the driver of the last tick's run is gone, submit another. Then, if there is no decision on the last tick that is
     due, start its run, or skip it if the previous run has not ended. Do nothing for a paused schedule.
@@ -216,7 +216,7 @@ def attend(
         grace: older ticks are missed; None: the last tick is due however old it is.
 
     Raises:
-        StoreError, ClusterUnreachable, LocalRayError: the next call continues what was started.
+        StoreError, ClusterUnreachable, LocalRayError: the next call continues.
         ValueError: the schedule's cluster cannot be used.
     """
     schedule = read_schedule(store, name)

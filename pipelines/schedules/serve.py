@@ -1,7 +1,7 @@
 """`schedule serve`: attends to all schedules of a store while it runs. It keeps no state and listens on no port.
 
-It waits for at most LOOK_SECONDS by the monotonic clock, then decides by the store and the current wall clock, so
-setting the clock forward or back makes no difference.
+It waits for at most LOOK_SECONDS by the monotonic clock, then decides from the store and the current wall clock, so
+setting the clock forward or back does not matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THREADS = 32  # schedules attended to at once, because a cluster that does not a
 
 
 class _Server:
-    """A server that attends to each schedule in a thread, and to none twice at once."""
+    """A server that attends to each schedule in a thread, and never twice at once to the same schedule."""
 
     def __init__(self, store: Store, token_file: Path | None, say: Callable[[str], None]) -> None:
         self.store, self.token_file, self.say = store, token_file, say

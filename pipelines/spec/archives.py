@@ -25,7 +25,7 @@ _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 class ImageNetSource(FileSource):
     """ImageNet-1k (ILSVRC2012): the authors' two tars and devkit; their validation images are test.
 
-    With real.json beside them, the ReaL labels are kept beside test's own.
+    If real.json is beside them, the ReaL labels are stored beside the original labels of test.
     """
 
     kind: Literal["imagenet"]
@@ -72,7 +72,7 @@ class ImageNet21kSource(FileSource):
         return At(self.root)
 
     def choose(self, there: Files) -> Files:
-        """Return the one tar, or that of each synset."""
+        """Return the single tar, or all synsets' tars."""
         tars = {
             name: place for name, place in there.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
         }
@@ -84,7 +84,7 @@ class ImageNet21kSource(FileSource):
 
 
 class WebDatasetSource(FileSource):
-    """Tars of samples (WebDataset): members of one name before the first dot are an image and its label.
+    """Tars of samples (WebDataset): members with the same name before the first dot are an image and its label.
 
     Splits come from the names of shards or folders (train, val, test); without such names they are drawn.
     """

@@ -54,7 +54,7 @@ def mixing(name: str) -> Any:
 
 
 class EvalCrop(Frozen):
-    """How an image becomes a square without augmentation, in evaluation and prediction.
+    """How evaluation and prediction make an image square, without augmentation.
 
     The authors squash after fine-tuning; big_vision takes the middle, of 256 for 224 pixels (crop_fraction 0.875) after
     pretraining and of 448 for 384 (0.857143) after fine-tuning. Its few-shot evaluation squashes to 256, and then takes

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: when they are written, and how another stage names one of a pretraining."""
+"""Checkpoints of a training: when they are written, and how other stages name a pretraining's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vit_model.fields import Frozen
 
 LAST, BEST = "last", "best"
 LATEST = "latest"
-"""The init_from that means the newest model that the stage itself has made (`pipelines.engine.latest`)."""
+"""The value of init_from for the newest model of the stage itself (`pipelines.engine.latest`)."""
 _STEP = "step:"
 
 
@@ -49,7 +49,7 @@ Checkpoint = Annotated[str, BeforeValidator(check_checkpoint)]
 
 
 def recorded_checkpoint(config: Mapping[str, Any], field: str) -> str:
-    """Return the checkpoint that a field names in a stage's configuration as it is recorded in the store."""
+    """Return the checkpoint that a field names in a stage's recorded configuration."""
     value = config.get(field)
     return str(value.get("checkpoint", LAST)) if isinstance(value, Mapping) else LAST
 

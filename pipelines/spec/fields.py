@@ -63,9 +63,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(known) or 'none'}"
 
 
-def quantity(number: int, noun: str, nouns: str | None = None) -> str:
-    """Return '1 image' or '2 images'; `nouns` is the plural if it is not the noun with an s."""
-    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+def quantity(number: int, unit: str, plural: str | None = None) -> str:
+    """Return '1 image' or '2 images'; `plural` is needed if it is not the unit with an s."""
+    return f"{number:,} {unit if number == 1 else plural or f'{unit}s'}"
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -27,7 +27,7 @@ class At(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Those of these files that are directly in a folder or at s3://bucket/prefix, in this order."""
+    """Named files directly in a folder or at s3://bucket/prefix, in this order; missing ones are skipped."""
 
     root: str
     names: tuple[str, ...]
@@ -42,14 +42,14 @@ class InPackage(NamedTuple):
 
 
 class FileSource(Frozen):
-    """The base of all sources: where their files are, and which of them they read."""
+    """The base of all sources: the location of their files, and the choice of files that they read."""
 
     def where(self) -> Below | At | Named | InPackage:
         """Return where the files are."""
         raise NotImplementedError
 
     def choose(self, there: Files) -> Files:
-        """Return those of the existing files (`there`) that the result depends on, by their names in the stage.
+        """Return the existing files (`there`) that the result depends on, by their names in the stage.
 
         Raises:
             RecipeError: files are missing, or a field contradicts another.

@@ -1,4 +1,4 @@
-"""The optimizer of a training: its settings, and presets of them from the papers."""
+"""The optimizer of a training: its settings, and presets from papers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vit_model.fields import Frozen, execution, later
 
 Preset = Literal["paper", "paper_finetuning", "augreg", "deit", "mae", "moco_v3"]
 
-# What each source says of the optimizer; its rates, batches and augmentation are in docs/training.md.
+# Each source's optimizer settings; its rates, batches and augmentation are in docs/training.md.
 PRESETS: dict[Preset, dict[str, Any]] = {
     # Dosovitskiy et al. 2021, Table 3, the rows of JFT; ImageNet-21k's have weight_decay 0.03, and ImageNet's 0.3,
     # cosine and clip_norm 1.
@@ -39,7 +39,7 @@ class Optimizer(Frozen):
     """AdamW, SGD or Muon, with a linear warm-up and a schedule. How to copy another recipe: docs/training.md."""
 
     preset: Preset | None = execution(
-        None, description="a paper's settings of the optimizer, for the fields that are not given"
+        None, description="a paper's settings of the optimizer, for missing fields"
     )
     name: Literal["adamw", "sgd", "muon"] = later(
         "adamw",
@@ -49,7 +49,7 @@ class Optimizer(Frozen):
         default_factory=lambda given: 0.95 if given.get("name") == "muon" else 0.9,
         ge=0,
         lt=1,
-        description="of sgd, without dampening or Nesterov, by default 0.9; of muon, with Nesterov, 0.95",
+        description="for sgd, without dampening or Nesterov, default 0.9; for muon, with Nesterov, default 0.95",
     )
     weight_decay: float = Field(
         default_factory=lambda given: 0.0 if given.get("name") == "sgd" else 0.05,
@@ -64,24 +64,24 @@ class Optimizer(Frozen):
         " learning_rate: big_vision's wd as it is",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    warmup_fraction: float = Field(0.1, ge=0, lt=1, description="of the steps")
+    warmup_fraction: float = Field(0.1, ge=0, lt=1, description="fraction of the steps")
     warmup_steps: int | None = later(None, ge=0, description="instead of warmup_fraction")
     schedule: Literal["cosine", "linear", "constant", "rsqrt"] = Field(
         "cosine",
         description="after the warm-up: down to 0 along a cosine or a line; constant; or rsqrt, 1 / sqrt(1 + s /"
         " timescale) after s more steps",
     )
-    timescale: int = later(10_000, ge=1, description="of rsqrt, in steps")
+    timescale: int = later(10_000, ge=1, description="the timescale of rsqrt, in steps")
     cooldown_fraction: float = later(
         0.0,
         ge=0,
         le=1,
-        description="of the steps: the last ones, in which constant and rsqrt fall to 0 along a line",
+        description="fraction of the steps, at the end, in which constant and rsqrt fall linearly to 0",
     )
     clip_norm: float | None = Field(
         1.0,
         gt=0,
-        description="gradients with a larger global norm are scaled down to this norm; null: none are",
+        description="gradients with a larger global norm are scaled down to this norm; null: no clipping",
     )
     layer_decay: float = later(
         1.0,
@@ -100,16 +100,16 @@ class Optimizer(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, given: Any) -> Any:
-        """Take the preset's settings where none are given."""
-        if not isinstance(given, dict) or given.get("preset") not in PRESETS:
-            return given
-        settings = dict(PRESETS[given["preset"]])
-        if "warmup_fraction" in given:
+    def _fill(cls, fields: Any) -> Any:
+        """Fill missing fields with the preset's settings."""
+        if not isinstance(fields, dict) or fields.get("preset") not in PRESETS:
+            return fields
+        settings = dict(PRESETS[fields["preset"]])
+        if "warmup_fraction" in fields:
             settings.pop("warmup_steps", None)
-        if given.get("warmup_steps") is not None:
+        if fields.get("warmup_steps") is not None:
             settings.pop("warmup_fraction", None)
-        return settings | given
+        return settings | fields
 
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
@@ -138,7 +138,7 @@ def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> Non
     """Raise ValueError for settings that do not fit the length of a training, or its model if that is known.
 
     Args:
-        family: vit or resnet; None: the model is that of another stage.
+        family: vit or resnet; None: another stage has the model.
     """
     if optimizer.warmup_steps is not None and optimizer.warmup_steps > steps:
         raise ValueError(

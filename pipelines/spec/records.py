@@ -46,7 +46,7 @@ class TfdsSource(FileSource):
     kind: Literal["tfds"]
     name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
-        description="the folder, or s3://bucket/prefix, of one version: that with dataset_info.json",
+        description="the folder, or s3://bucket/prefix, of one version, with dataset_info.json",
     )
     image: str | None = Field(None, description="the image feature; null: the only Image")
     label: str | None = Field(
@@ -125,7 +125,7 @@ class CifarSource(FileSource):
         )
 
 
-SHAPES = ("arrow", "drop", "flag", "heart", "hook", "moon", "sail", "tee")  # none looks the same turned
+SHAPES = ("arrow", "drop", "flag", "heart", "hook", "moon", "sail", "tee")  # all without rotational symmetry
 COLOURS = ("red", "yellow", "green", "cyan", "blue", "magenta")
 FACTORS: dict[str, tuple[str, ...]] = {
     "shape": SHAPES,
@@ -159,7 +159,7 @@ class ShapesSource(FileSource):
     )
 
     @model_validator(mode="after")
-    def _label_can_be_told(self) -> Self:
+    def _label_is_unique(self) -> Self:
         if self.label == "position" and self.max_count > 1:
             raise ValueError(
                 f"max_count: {self.max_count} figures have several positions; label position needs max_count 1"
@@ -169,5 +169,5 @@ class ShapesSource(FileSource):
         return self
 
     def where(self) -> InPackage:
-        """Return the module that draws, and with masks that of the masks: the result depends on nothing else."""
+        """Return the module that draws the images, and with masks the one that draws these: no other file matters."""
         return InPackage("ray_jobs", "sources/readers", "shape*.py" if self.masks else "shapes.py")

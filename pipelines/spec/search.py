@@ -14,7 +14,7 @@ from vit_model.fields import Frozen
 Point = dict[str, Any]
 """The values of the searched fields in one trial, by the field's path: {"optimizer.weight_decay": 0.1}."""
 
-# Fields that say which question the sweep answers, so that its trials must share them.
+# Fields that define the sweep's task, so all trials must share them.
 FIXED = (
     "job",
     "data",
@@ -31,7 +31,7 @@ FIXED = (
 
 
 class Range(Frozen):
-    """All numbers from `low` to `high`; whole ones if both are written without a point."""
+    """All numbers from `low` to `high`; integers if both are written without a point."""
 
     low: int | float
     high: int | float
@@ -50,7 +50,7 @@ class Range(Frozen):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def samples(self) -> tuple[int | float, ...]:
-        """Return values for a check of the range: its ends and, unless it is whole, one that is not whole."""
+        """Return values for a check of the range: its ends and, unless it is of integers, one fraction."""
         inside = () if self.is_whole else (self.low + (self.high - self.low) / math.pi,)
         return self.low, *inside, self.high
 
@@ -72,10 +72,10 @@ def _is_number(text: str) -> bool:
 
 
 def _scalars(value: JsonValue) -> Iterator[JsonValue]:
-    """Yield what is in a value that is not a list or a mapping."""
+    """Yield the scalars in a value, at any depth of lists and mappings."""
     if isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _scalars(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(item)
     else:
         yield value
 
@@ -83,7 +83,7 @@ def _scalars(value: JsonValue) -> Iterator[JsonValue]:
 Choices = Annotated[tuple[JsonValue, ...], Field(min_length=1), AfterValidator(_no_text_for_numbers)]
 Values = Annotated[
     Annotated[Range, Tag("range")] | Annotated[Choices, Tag("values")],
-    Discriminator(lambda given: "range" if isinstance(given, dict | Range) else "values"),
+    Discriminator(lambda value: "range" if isinstance(value, dict | Range) else "values"),
 ]
 Space = Annotated[dict[str, Values], Field(min_length=1)]
 
@@ -119,10 +119,10 @@ class RandomSearch(Frozen):
 
 
 class ASHA(Frozen):
-    """Random points, of which most are ended early (Li et al., arXiv 1810.05934).
+    """Random points, most of which end early (Li et al., arXiv 1810.05934).
 
-    Each trial is evaluated at equal distances. After 1, r, r^2, ... times `grace` evaluations it goes on only if it is
-    among the best 1/r that came so far, so with several trials at once the result depends on their order.
+    Each trial is evaluated at equal distances. After 1, r, r^2, ... times `grace` evaluations it continues only if it
+    is among the best 1/r so far, so with several trials at once the result depends on their order.
     """
 
     kind: Literal["asha"]
@@ -130,7 +130,7 @@ class ASHA(Frozen):
     trials: int = _trials()
     seed: Seed = 0
     evaluations: int = Field(
-        9, ge=2, description="of a trial that is not ended; the last is after its last step"
+        9, ge=2, description="evaluations of a trial that does not end early; the last is after its last step"
     )
     grace: int = Field(1, ge=1, description="evaluations before which no trial is ended")
     reduction_factor: int = Field(3, ge=2)
@@ -146,9 +146,9 @@ class ASHA(Frozen):
 
 
 class Optuna(Frozen):
-    """Points that Optuna's TPE proposes after those that were good (Bergstra et al. 2011).
+    """Points that Optuna's TPE proposes from the results of earlier ones (Bergstra et al. 2011).
 
-    With several trials at once, what is proposed depends on which has ended before.
+    With several trials at once, the proposals depend on the order in which trials end.
     """
 
     kind: Literal["optuna"]
@@ -159,7 +159,7 @@ class Optuna(Frozen):
 
 
 class PBT(Frozen):
-    """A finished population-based training, which the store may have: it can be read, but no longer run."""
+    """Population-based training, which can no longer be run, but results in the store remain readable."""
 
     kind: Literal["pbt"]
     over: Space
@@ -176,7 +176,7 @@ Search = Annotated[Grid | RandomSearch | ASHA | Optuna | PBT, Field(discriminato
 
 
 def require_runnable(search: Search | None, workers: int) -> None:
-    """Raise ValueError for a search whose results are used, but which is not run any more."""
+    """Raise ValueError for a search that can no longer be run; its finished results remain usable."""
     if isinstance(search, PBT):
         raise ValueError("kind: pbt can no longer be run; expected one of: grid, random, asha, optuna")
     if isinstance(search, ASHA) and workers > 1:
@@ -186,10 +186,10 @@ def require_runnable(search: Search | None, workers: int) -> None:
 
 
 def placed(fields: dict[str, Any], point: Point) -> dict[str, Any]:
-    """Return a stage's fields with the values of a point in their places.
+    """Return a stage's fields with the values of a point.
 
     Raises:
-        ValueError: a path leads through a field that has no fields.
+        ValueError: a path goes through a field without fields.
     """
     fields = dict(fields)
     for path, value in point.items():

@@ -1,6 +1,6 @@
 """The 19 tasks of VTAB-1k, their archives, and the source for a recipe.
 
-The tables list the files that a task needs, as its authors ship them, accepted alternatives, and where they come from.
+The tables list the files that a task needs, as its authors ship them, accepted alternatives, and their origin.
 `ray_jobs.sources.vtab` reads them and assigns the splits.
 """
 
@@ -46,9 +46,9 @@ class Need(NamedTuple):
     origin: str
     """The place to get it from, for a message."""
     accepted: tuple[str, ...] = ()
-    """Other names, or patterns, of files that hold the same; their magic bytes say how it is packed."""
+    """Other names, or patterns, of files with the same content; their magic bytes tell the compression."""
     parts: int = 0
-    """The number of pieces in which it is shipped, name.001, name.002, ..., which are accepted instead of it."""
+    """The number of pieces, name.001, name.002, ..., that are accepted instead of the whole file."""
 
 
 class TaskFiles(NamedTuple):
@@ -127,7 +127,7 @@ TASKS: dict[Task, TaskFiles] = {
     "smallnorb_azi": TaskFiles("sNORB-Azimuth", "structured", "smallnorb", _SMALLNORB),
     "smallnorb_ele": TaskFiles("sNORB-Elevation", "structured", "smallnorb", _SMALLNORB),
 }  # fmt: skip
-WHOLE = ", whole"  # after a title: all of the data set's images
+WHOLE = ", whole"  # added to a title for all images of the data set
 GROUPS: dict[Task, Group] = {task: files.group for task, files in TASKS.items()}
 
 
@@ -148,7 +148,7 @@ class VtabSource(FileSource):
         description="whole: all records of TFDS's train and VTAB's test; dev is the last `dev_fraction` of train in"
         " TFDS's order, and TFDS's own validation split is left out",
     )
-    dev_fraction: float = later(0.1, gt=0, lt=1, description="of train, with subset whole")
+    dev_fraction: float = later(0.1, gt=0, lt=1, description="fraction of train, with subset whole")
     pixels: Literal["published", "raw"] = Field(
         "published",
         description="raw: the authors' files, for tasks whose images VTAB shrank or re-encoded",
@@ -180,7 +180,7 @@ class VtabSource(FileSource):
     def choose(self, there: Files) -> Files:
         """Return every file that the task needs, by its name in the table.
 
-        The folder of the task comes first, then that of its data set, then the root.
+        The task's folder comes first, then its data set's, then the root.
 
         Raises:
             RecipeError: files are missing; the message names them all, and where to get them.
@@ -196,7 +196,7 @@ class VtabSource(FileSource):
         return {name: place for files in (*found.values(), beside) for name, place in files.items()}
 
     def _found(self, need: Need, there: Files) -> Files:
-        """Return the file, its pieces, or nothing."""
+        """Return the file or its pieces; empty if they are missing."""
         for folder in (f"{self.task}/", f"{TASKS[self.task].folder}/", ""):
             for pattern in (need.name, *need.accepted):
                 if names := sorted(fnmatch.filter(there, folder + pattern)):

@@ -1,6 +1,6 @@
 """Where results live: a folder or s3://bucket/prefix with create-only commits. Layout in `Layout`.
 
-To read the code, start with `records`, then `protocol`, then one of the two stores. Other rooms import from here.
+To read the code, start with `records`, then `protocol`, then one of the two stores. Other packages import from here.
 """
 
 from pipelines.errors import StoreAbsent as StoreAbsent

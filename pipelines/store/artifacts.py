@@ -50,7 +50,7 @@ def is_committed(store: Store, job: str, key: str) -> bool:
 
 
 def all_manifests(store: Store, only: str | None = None) -> Iterator[Manifest]:
-    """Yield the manifest of every committed artifact, or only one job's, oldest first; warn of damaged ones."""
+    """Yield the manifests of all committed artifacts, or of one job's, oldest first; warn of damaged ones."""
     names = [Layout.manifest(job, key) for job, key in all_keys(store, only)]
     manifests = []
     for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
@@ -59,18 +59,18 @@ def all_manifests(store: Store, only: str | None = None) -> Iterator[Manifest]:
         try:
             manifests.append(_parse_manifest(store, name, data))
         except StoreDamaged as error:
-            warn(f"{error}; ignoring it, `vitflow verify` says what to do")
+            warn(f"{error}; ignoring it. Run `vitflow verify`")
     yield from sorted(manifests, key=lambda manifest: manifest.finished)
 
 
 def all_keys(store: Store, only: str | None = None) -> list[tuple[str, str]]:
-    """Return (job, key) of every artifact, or only one job's, committed or not."""
+    """Return (job, key) of all artifacts, or of one job's, committed or not."""
     jobs = store.names("artifacts") if only is None else [only]
     return [(job, key) for job in jobs for key in store.names(f"artifacts/{job}")]
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:
-    """Commit an artifact in one atomic step; return its manifest, which is another's if that was first."""
+    """Commit an artifact atomically; return its manifest, which is another process's if that was first."""
     name = Layout.manifest(manifest.job, manifest.key)
     own = hashlib.sha256(encode(manifest.model_copy(update={"own_sha256": ""}))).hexdigest()
     manifest = manifest.model_copy(update={"own_sha256": own})
@@ -78,7 +78,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
         return manifest
     first = read_manifest(store, manifest.job, manifest.key)
     assert first is not None
-    return first  # its nonce tells whether it is ours, if the answer to our own write was lost
+    return first  # its nonce tells whether it is ours, if the response to our own write was lost
 
 
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
@@ -89,7 +89,7 @@ def input_ref(store: Store, manifest: Manifest) -> InputRef:
 
 
 def _parse_manifest(store: Store, name: str, data: bytes | StoreDamaged) -> Manifest:
-    """Parse the manifest in an object; check that it is as it was written, and the artifact's in the object's name."""
+    """Parse the manifest in an object; check that it is unchanged and belongs to the artifact in the object's name."""
     manifest = parse_record(store, name, data, Manifest)
     check_name(store, name, Layout.manifest(manifest.job, manifest.key))
     if (own := manifest.own_sha256) is not None:
@@ -246,9 +246,9 @@ def create_attempt(store: Store, attempt: Attempt) -> Attempt:
 def check_newest(store: Store, attempt: Attempt) -> None:
     """Raise Superseded if there is a later attempt; call it just before each commit.
 
-    The driver gave up this attempt when it wrote the next one, but the attempt's process may live: its machine was
-    suspended, or its cluster had lost sight of it. Numbers are consecutive, so one request finds a successor; a damaged
-    record is one, too.
+    The driver gave up this attempt when it wrote the next one, but the attempt's process may still run: its machine was
+    suspended, or its cluster lost contact. Numbers are consecutive, so one request finds a successor; a damaged record
+    also counts.
     """
     following = attempt.number + 1
     if store.read(f"{Layout.attempt(attempt.job, attempt.key, following)}/attempt.json") is not None:

@@ -1,7 +1,7 @@
-"""Checkpoints of a training that has not ended: ask for, commit, list, remove them, choose the one to start from.
+"""Checkpoints of a training that has not ended: request, commit, list and remove them, choose the one to start from.
 
-They are below the attempt that wrote them; an attempt reads those of earlier ones. Only the newest attempt removes any,
-and never those of a later one.
+They are below the attempt that wrote them; an attempt also reads earlier attempts' checkpoints. Only the newest attempt
+removes checkpoints, and never those of a later attempt.
 A pretraining has one series of checkpoints, a fine-tuning one for each running fit (`fit`).
 """
 
@@ -18,7 +18,7 @@ from pipelines.store.records import Attempt, Checkpoint, Layout, Start, now
 
 
 def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) -> None:
-    """Make a checkpoint valid, whose files are in the store.
+    """Commit a checkpoint whose files are in the store.
 
     Raises:
         Superseded: there is a newer attempt.
@@ -27,7 +27,7 @@ def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) ->
     name, data = _name(checkpoint), encode(checkpoint)
     if not store.create(
         name, data
-    ):  # of an earlier group of this attempt, and passed over because it is damaged
+    ):  # an earlier group of this attempt wrote it, and it was skipped because it is damaged
         store.remove([name])
         store.create(name, data)
 
@@ -35,9 +35,9 @@ def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) ->
 def checkpoints(
     store: Store, job: str, key: str, fit: str | None = None, attempts: Iterable[int] | None = None
 ) -> list[Checkpoint]:
-    """Return the valid checkpoints of these attempts: the furthest first, of one step the newest attempt's first.
+    """Return the valid checkpoints of these attempts (None: all), by step and then attempt, the highest first.
 
-    None for all attempts. Damaged checkpoints are skipped with a warning.
+    Damaged checkpoints are skipped with a warning.
     """
     found = []
     for number in _attempts(store, job, key) if attempts is None else attempts:
@@ -56,8 +56,8 @@ def checkpoints(
 def choose_start(store: Store, attempt: Attempt, kept_steps: Sequence[int] = ()) -> Checkpoint | None:
     """Return the checkpoint that an attempt starts from: `furthest` of all attempts; None for the beginning.
 
-    The choice is made once: an attempt that starts again, with other workers, gets the same one, whatever an earlier
-    attempt that still lives has written since.
+    The choice is made once: an attempt that restarts with other workers gets the same checkpoint, even if an earlier
+    attempt that still runs has written others since.
 
     Raises:
         StoreDamaged: the chosen checkpoint is no longer there; or as `furthest`.
@@ -82,17 +82,17 @@ def choose_start(store: Store, attempt: Attempt, kept_steps: Sequence[int] = ())
 def furthest(
     store: Store, candidates: Iterable[Checkpoint], kept_steps: Sequence[int], there: Sequence[Checkpoint]
 ) -> Checkpoint | None:
-    """Return the first of the candidates that training can continue from to its whole result; None if all are damaged.
+    """Return the first candidate from which training can reach its complete result; None if all are damaged.
 
-    It is intact, and so are those of the steps before it that the result needs, too: `kept_steps`, and the best on dev,
-    unless training was further and found a better one. Warnings name those that are passed over.
+    It is intact, and so are the checkpoints of earlier steps that the result needs: `kept_steps`, and the best on dev,
+    unless training was further and found a better one. Warnings name skipped checkpoints.
 
     Args:
         there: all valid checkpoints of the training, the furthest first.
 
     Raises:
-        StoreDamaged: some are intact, but what the result needs is missing before each of them. The user decides
-            whether to train from the beginning.
+        StoreDamaged: some are intact, but each of them lacks an earlier checkpoint that the result needs. The user
+            decides whether to train from the beginning.
     """
     is_intact, lost = cache(partial(_is_intact, store)), set[int]()
     results = {*kept_steps, *(each.best for each in there[:1] if each.best is not None)}
@@ -118,7 +118,7 @@ def furthest(
 
 
 def intact(store: Store, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """Return the first checkpoint whose files are as its manifest says; warn of those before it."""
+    """Return the first checkpoint whose files match its manifest; warn of damaged ones before it."""
     return next((checkpoint for checkpoint in checkpoints if _is_intact(store, checkpoint)), None)
 
 
@@ -138,13 +138,11 @@ def remove_checkpoints(
     step: int | None = None,
     fit: str | None = None,
 ) -> None:
-    """Remove the checkpoints of an attempt and of earlier ones, except those that are kept.
-
-    What is left of unfinished ones is removed, too.
+    """Remove the checkpoints of an attempt and of earlier ones, except `kept`, and remains of unfinished ones.
 
     Args:
-        attempt: the newest, which alone removes any. If it is suspended here, it may wake up after a later attempt has
-            begun, whose checkpoints it does not touch.
+        attempt: the newest attempt. If it is suspended here, it may wake up after a later attempt has begun, whose
+            checkpoints it does not touch.
         step: this attempt's last checkpoint; it may already be writing the next one. None: it has ended.
 
     Raises:
@@ -161,10 +159,10 @@ def remove_checkpoints(
 
 
 def remove_progress(store: Store, job: str, key: str) -> None:
-    """Remove what only later attempts at the same key would read, whose result is committed.
+    """Remove the objects of a committed artifact that only later attempts at the same key would read.
 
-    That is, of all attempts, the checkpoints, the segments of the log and, of a fine-tuning, the ledger. The stage's
-    process does this, and the driver does it again, because that process may have died in between.
+    These are all attempts' checkpoints, segments of the log and, for a fine-tuning, ledgers. The stage's process does
+    this, and the driver does it again, because that process may have died in between.
     """
     assert is_committed(store, job, key), f"{job}/{key} is not committed"
     for number in _attempts(store, job, key):
@@ -176,7 +174,7 @@ def remove_progress(store: Store, job: str, key: str) -> None:
 
 
 def _remove_checkpoint(store: Store, folder: str) -> None:
-    # first the manifest, so that half a checkpoint is none
+    # the manifest first, so that a partly removed checkpoint is not valid
     others = [name for name in store.names(folder) if name != "manifest.json"]
     store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
 

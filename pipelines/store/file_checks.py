@@ -1,9 +1,8 @@
 """Compare local files of an artifact with its manifest: the size always, the sha256 once per version of a file.
 
-A file that passed is remembered in the user's cache folder as an empty file, named by a hash of the version (device,
+A file that passed is recorded in the user's cache folder as an empty file, named by a hash of the version (device,
 inode, size, mtime and ctime) and the sha256. So any number of processes may write there at once, on any file system,
-and the folder may be deleted at any time. A disk that loses bits does not change the version: `vitflow verify` reads
-everything again.
+and the folder may be deleted at any time. Bit rot does not change the version; `vitflow verify` reads everything again.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pipelines.files.hashing import cache_folder, file_version
 from pipelines.identity import sha256
 from pipelines.store.records import CHECKSUMMED, FileEntry
 
-# These errors are the file's: there is none, or the disk cannot read it. Others, such as no permission or too many open
-# files, say nothing about it.
+# These errors mean that the file is missing or the disk cannot read it. Others, such as no permission or too many open
+# files, do not mean that it is damaged.
 OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
 
 
 def fault(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file, in words; None if it matches its entry.
+    """Return a description of the fault of a file; None if it matches its entry.
 
     Raises:
         OSError: the file may be there, but this process cannot read it.
@@ -60,7 +59,7 @@ def size_fault(path: Path, entry: FileEntry) -> str | None:
 
 
 def digest_fault(digest: str, entry: FileEntry) -> str:
-    """Return the words for a file that has this sha256, not its entry's."""
+    """Return the description of a file with this sha256 instead of its entry's."""
     return f"has sha256 {digest[:12]}, its manifest says {entry.sha256[:12]}"
 
 

@@ -1,4 +1,4 @@
-"""The name of a fine-tuning's fit: in its log, of its checkpoints and, of a trial, of its entry in the ledger.
+"""The name of a fine-tuning's fit, in its log, its checkpoints and, for a trial, the ledger.
 
     trial-<number>[-p<digest>]-<fold>
     refit-<number>[-p<digest>][-<last step>]-<draw>
@@ -17,11 +17,11 @@ _NAME = re.compile(
 
 
 class FitName(NamedTuple):
-    """What tells a fit from the others of its stage."""
+    """The parts of a fit's name, unique in its stage."""
 
     kind: Literal["trial", "refit"]
     number: int
-    """The number of its point, in the order in which points are tried, from 0; without a search, of its rate."""
+    """The number of its point in the order of trials, from 0; without a search, the number of its rate."""
     part: int
     """The fold of a trial, the draw of a refit."""
     digest: str | None = None
@@ -36,7 +36,7 @@ class FitName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str | None) -> Self | None:
-        """Return the fit with this name; None if no fit has it: anybody may write into a log."""
+        """Return the fit with this name; None if it is not a fit's name: any program may write into a log."""
         found = _NAME.fullmatch(name or "")
         if found is None or (found["kind"] == "trial" and found["last"] is not None):
             return None

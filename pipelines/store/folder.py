@@ -19,7 +19,7 @@ from pipelines.store.file_checks import OF_THE_FILE, fault, size_fault
 from pipelines.store.records import FileEntry, Layout
 
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
-_TRIES = 100  # while other processes remove folders that have become empty
+_TRIES = 100  # because other processes may remove empty folders meanwhile
 _NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # a file server may answer later
 
 
@@ -60,18 +60,18 @@ class FolderStore:
         return [protocol.read_or_damage(self, name, limit) for name in names]
 
     def _require(self) -> None:
-        """Raise StoreAbsent if the store was deleted: a folder made there now would look like a store."""
+        """Raise StoreAbsent if the store was deleted: a folder created there now would look like a store."""
         if not (self.root / Layout.STORE).exists():
             raise StoreAbsent(f"{self.root} is no longer a store: its {Layout.STORE} was deleted")
 
     def _refused(self, verb: str, name: str, error: OSError, kind: type[StoreError]) -> StoreError:
-        """Return the error for an operation that the file system refused: of this kind, unless it may answer later."""
+        """Return the error for an operation that the file system refused: StoreUnreachable if a retry may help."""
         hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
         kind = StoreUnreachable if error.errno in _NO_ANSWER else kind
         return kind(f"{self.root}: cannot {verb} {name}: {error.strerror}{hint}")
 
     def _unreadable(self, name: str, error: OSError) -> StoreError:
-        """Return the error for an object that cannot be read: it is damaged only if that is the file's fault."""
+        """Return the error for an object that cannot be read: StoreDamaged only if the file itself is at fault."""
         return self._refused("read", name, error, StoreDamaged if error.errno in OF_THE_FILE else StoreError)
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
@@ -132,7 +132,7 @@ class FolderStore:
             self._remove_emptied(folder)
 
     def _remove_emptied(self, folder: Path) -> None:
-        """Remove a folder without objects, with what killed writers left in it, and the empty ones above it."""
+        """Remove a folder without objects, including killed writers' temporary files, and empty folders above it."""
         with suppress(OSError):
             entries = list(folder.iterdir())
             if all(entry.name.startswith(".") for entry in entries):
@@ -210,7 +210,7 @@ def store_folder(path: str) -> Path:
     """Return the absolute path of a store's folder, which need not exist.
 
     Raises:
-        StoreError: it cannot be the path of a folder; or it is not UTF-8, as the records that name it are.
+        StoreError: it is not a valid path of a folder, or not UTF-8.
     """
     try:
         root = Path(path).expanduser().resolve()
@@ -219,7 +219,7 @@ def store_folder(path: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return root
     except UnicodeEncodeError:
-        raise StoreError(f"{str(root)!a}: not UTF-8, which a store's path must be") from None
+        raise StoreError(f"{str(root)!a}: not UTF-8; use another path for the store") from None
     except RuntimeError as error:  # an unknown user's home; before Python 3.13 also a loop of links
         raise StoreError(f"{path}: {error}") from None
     except OSError as error:
@@ -267,7 +267,7 @@ def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
         os.fsync(file.fileno())
     relative = path.relative_to(staging)
     size = path.stat().st_size
-    # Safetensors writes files that only their owner can read. A new folder has the mode that files should have.
+    # Safetensors writes files that only their owner can read. The mode for files is derived from a new folder's.
     if hidden := stat.S_IMODE(staging.stat().st_mode) & 0o666 & ~path.stat().st_mode:
         path.chmod(stat.S_IMODE(path.stat().st_mode) | hidden)
     final = target / relative

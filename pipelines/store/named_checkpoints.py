@@ -2,8 +2,8 @@
 
 In: an artifact's manifest, and last, best or step:N. Out: a folder with that checkpoint's weights and contract.
 
-A finished pretraining has its last weights in model.safetensors, those of earlier steps that it keeps in
-checkpoints/<step>/model.safetensors, and the list of them in checkpoints.json (`Kept`).
+A finished pretraining has its last weights in model.safetensors, the weights of earlier kept steps in
+checkpoints/<step>/model.safetensors, and their list in checkpoints.json (`Kept`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def weights_file(store: Store, manifest: Manifest, checkpoint: str, where: str =
 
 
 def kept_checkpoints(store: Store, manifest: Manifest) -> Kept:
-    """Return the checkpoints of a finished pretraining; one from before there were others has only its last."""
+    """Return the checkpoints of a finished pretraining; one from an early version has only the last."""
     if (path := local_file(store, manifest, CHECKPOINTS)) is None:
         return Kept(best=None, steps=(manifest.config["steps"],))
     return parse_record(store, f"{manifest.folder}/{CHECKPOINTS}", path.read_bytes(), Kept)

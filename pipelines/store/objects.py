@@ -35,16 +35,16 @@ def parse_record(store: Store, name: str, data: bytes | StoreDamaged, model: typ
         ) from None
 
 
-def check_name(store: Store, name: str, own: str) -> None:
+def check_name(store: Store, name: str, implied: str) -> None:
     """Check that an object has the name that its record implies; otherwise it is a copy of another object."""
-    if name != own:
-        raise StoreDamaged(f"{store.uri}/{name} is damaged: it is a copy of {own}")
+    if name != implied:
+        raise StoreDamaged(f"{store.uri}/{name} is damaged: it is a copy of {implied}")
 
 
 def numbers(store: Store, folder: str, suffix: str = ".json") -> list[int]:
-    """Return the numbers n, from 1, of a folder's <n>.json, ascending; of records, the highest is the current one."""
+    """Return the numbers n, from 1, of a folder's <n>.json, ascending; the highest record is the current one."""
     name_of = re.compile("([1-9][0-9]{0,8})" + re.escape(suffix))
-    return sorted(int(found[1]) for found in map(name_of.fullmatch, store.names(folder)) if found)
+    return sorted(int(match[1]) for match in map(name_of.fullmatch, store.names(folder)) if match)
 
 
 @cache

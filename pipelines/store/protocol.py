@@ -1,8 +1,8 @@
 """The interface of a store, and functions that both stores use.
 
-Nothing is written in place, and nothing is overwritten except one kind of object: an attempt's `alive.json`, which
-only shows that the attempt lives. So any number of drivers and stages may use one store and be killed at any moment: an
-object is either complete or absent, and the first of two writers of one name wins.
+Nothing is written in place, and nothing is overwritten except an attempt's heartbeat, `alive.json`. So any number of
+drivers and stages may use one store and be killed at any moment: an object is either complete or absent, and the first
+of two writers of one name wins.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Store(Protocol):
     def create(self, name: str, data: bytes) -> bool:
         """Write an object durably unless it exists; return False, with nothing changed, if it does.
 
-        If the existing object has the same bytes, the result is True, because the answer to our own write may have been
-        lost. Two writers that must be told apart each include a nonce.
+        If the existing object has the same bytes, the result is True, because the response to our own write may have
+        been lost. Writers that must be distinguished include a nonce.
         """
 
     def replace(self, name: str, data: bytes) -> None:
@@ -75,7 +75,7 @@ class Store(Protocol):
         """Remove objects one after the other, in this order, and skip those that do not exist.
 
         Give the record that makes the others valid first, so that an interruption leaves no record without its files.
-        In a folder, folders that become empty are removed, too, with what killed writers left in them.
+        In a folder, folders that become empty are removed, too, including killed writers' temporary files.
         """
 
     def names(self, folder: str) -> list[str]:
@@ -108,7 +108,7 @@ class Store(Protocol):
 
 
 def is_at(store: Store, uri: str) -> bool:
-    """Whether an address leads to this store. A copy of a store has the same id and records, and is another store."""
+    """Whether an address names this store. A copy of a store has the same id and records, but is another store."""
     if uri == store.uri or "://" in f"{uri} {store.uri}":
         return uri == store.uri
     with suppress(OSError):
@@ -119,7 +119,7 @@ def is_at(store: Store, uri: str) -> bool:
 def wait_for_store(
     ask: Callable[[], Answer], say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
 ) -> Answer:
-    """Return what `ask` returns; while the store does not answer, say so once and retry."""
+    """Return the result of `ask`; while the store does not answer, print one message and retry."""
     waiting = False
     while True:
         try:

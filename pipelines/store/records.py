@@ -17,7 +17,7 @@ from vit_model.fields import Frozen
 
 LAYOUT_VERSION = 1
 CHECKSUMMED = "shards/"  # each image in these files has its own checksum, compared at every read
-KEPT_WEIGHTS = "checkpoints/"  # weights of a pretraining before its last step, which few readers want
+KEPT_WEIGHTS = "checkpoints/"  # weights of a pretraining before its last step, which few readers need
 
 
 class Layout:
@@ -34,9 +34,9 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     artifacts/<job>/<key>/attempts/<n>/start.json       the checkpoint that it starts from, chosen once
     artifacts/<job>/<key>/attempts/<n>/checkpoints/<step>/...   a training's state, and manifest.json, its commit
-    artifacts/<job>/<key>/attempts/<n>/checkpoints/<fit>/<step>/...     that of a running fit of a fine-tuning
+    artifacts/<job>/<key>/attempts/<n>/checkpoints/<fit>/<step>/...     the same for a running fit of a fine-tuning
     artifacts/<job>/<key>/attempts/<n>/log/...          what a training measures while it runs (`training_log`)
-    artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        somebody asks for a checkpoint now
+    artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        a request for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
     schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
@@ -107,7 +107,7 @@ class Layout:
 
 def _iso_time(text: str) -> str:
     if datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("a time has an offset from UTC")  # without one, it cannot be compared with ours
+        raise ValueError("a time needs an offset from UTC")  # without it, times cannot be compared
     return text
 
 
@@ -156,7 +156,7 @@ class Attempt(Frozen):
 
 
 class Heartbeat(Frozen):
-    """An attempt's sign of life, in which each `beat` is new; `step` is the training's, if the stage has steps."""
+    """An attempt's sign of life; `beat` increases each time, and `step` is the training's, if the stage has steps."""
 
     nonce: str
     beat: int = 0
@@ -205,9 +205,9 @@ class Checkpoint(Frozen):
     files: tuple[FileEntry, ...]
     created: Time
     fit: Name | None = None
-    """The fit of a fine-tuning whose state it is; None: the pretraining's."""
+    """The fit of a fine-tuning; None for a pretraining."""
     best: int | None = None
-    """The best step on dev so far of a pretraining, whose checkpoint the result needs; None if none was measured."""
+    """A pretraining's best step on dev so far, whose checkpoint the result needs; None if dev was not measured."""
 
     @property
     def folder(self) -> str:
@@ -216,7 +216,7 @@ class Checkpoint(Frozen):
 
 
 class Start(Frozen):
-    """The checkpoint that an attempt starts from; nothing if there was none."""
+    """The checkpoint that an attempt starts from; without fields if there was none."""
 
     attempt: int | None = None
     step: int | None = None
@@ -232,9 +232,9 @@ class Replaced(Frozen):
     time: str
 
 
-def _named(pipeline: dict[str, Any]) -> dict[str, Any]:
+def _with_name(pipeline: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(pipeline.get("name"), str):
-        raise ValueError("a pipeline has a name")
+        raise ValueError("a pipeline needs a name")
     return pipeline
 
 
@@ -244,7 +244,7 @@ class RunPlan(Frozen):
     model_config = ConfigDict(extra="ignore")
 
     run: str
-    pipeline: Annotated[dict[str, Any], AfterValidator(_named)]
+    pipeline: Annotated[dict[str, Any], AfterValidator(_with_name)]
     targets: list[str]
     stages: list[str]
     digest: str
@@ -252,7 +252,7 @@ class RunPlan(Frozen):
     created: Time
     strict_code: bool = False
     latest: dict[str, InputRef | None] = Field(default_factory=dict)
-    """The newest model at that time for each stage with `init_from: latest`; None if there was none."""
+    """Stage with `init_from: latest` -> its newest model at that time; None if there was none."""
 
 
 class Event(Frozen):
@@ -273,7 +273,7 @@ class Event(Frozen):
     process_created: float | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _is_complete(self) -> Self:
         if missing := _NEEDED.get(self.event, set()) - self.model_fields_set:
             raise ValueError(f"event {self.event!r}: missing {', '.join(sorted(missing))}")
         return self

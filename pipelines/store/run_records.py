@@ -45,7 +45,7 @@ def read_events(store: Store, run: str) -> list[dict[str, Any]]:
         try:
             events.append(parse_record(store, name, data, Event).model_dump(exclude_unset=True))
         except StoreDamaged as error:
-            warn(f"{error}; ignoring it, `vitflow verify` says what to do")
+            warn(f"{error}; ignoring it. Run `vitflow verify`")
     return sorted(events, key=lambda event: event["time"])  # ULIDs within a millisecond are not ordered
 
 

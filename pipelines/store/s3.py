@@ -1,4 +1,4 @@
-"""A store at s3://bucket/prefix: create-only by `If-None-Match: *`, the one condition that all servers support."""
+"""A store at s3://bucket/prefix: create-only by `If-None-Match: *`, the only condition that all servers support."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class S3Store:
 
 
 def _is_cached(path: Path, entry: FileEntry) -> bool:
-    with suppress(OSError):  # what cannot be read is fetched again
+    with suppress(OSError):  # unreadable files are fetched again
         return fault(path, entry) is None
     return False
 

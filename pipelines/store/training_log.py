@@ -8,8 +8,8 @@ A *writer* is one process that trains one fit (a pretraining is one fit); it beg
 checkpoint if that is not 0. A writer may join segments: then it creates one with all their lines and removes them. The
 finished artifact has all lines in one file, log.jsonl, and the segments are removed.
 
-A writer that continues after step s repeats the steps that an earlier one did after s. So the log has, of each fit, the
-earlier writer's lines up to s and the later writer's from there on.
+A writer that continues after step s repeats the steps that an earlier writer did after s. So for each fit, the log has
+the earlier writer's lines up to s and the later writer's lines after s.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vit_model.fields import Frozen
 LOG = "log.jsonl"
 PROGRESS = "progress "  # begins a stage's lines of progress
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
-_LONGEST = timedelta.max.total_seconds() - 1  # that can be shown; a log may say anything
-_TRIES = 3  # while a writer joins segments or the artifact is committed, what was listed may be gone
+_LONGEST = timedelta.max.total_seconds() - 1  # that can be shown; a log may contain any number
+_TRIES = 3  # while a writer joins segments or the artifact is committed, listed objects may disappear
 
 
 class LogLine(Frozen):
-    """The state of a training after a step. Rates and shares are those since the line before.
+    """The state of a training after a step. Speeds and shares are measured since the line before.
 
-    None stands for what was not measured, or is not finite.
+    A value is None if it was not measured, or is not finite.
     """
 
     model_config = ConfigDict(extra="ignore")  # of a later version
@@ -52,8 +52,8 @@ class LogLine(Frozen):
     epoch: float
     """The images so far, divided by the number of training images."""
     loss: float | None
-    """At a point of the curve as it is there: the mean over all images since the point before. Else the mean over the
-    first worker's images since the line before."""
+    """At a point of the curve, the mean over all images since the point before; otherwise the mean over the first
+    worker's images since the line before."""
     learning_rate: float
     gradient_norm: float | None = None
     """The norm of this step's gradients, before clipping."""
@@ -64,23 +64,23 @@ class LogLine(Frozen):
     mfu: float | None = None
     """Model FLOPs utilisation: the model's operations per second, divided by the devices' peak."""
     seconds_left: float | None = None
-    """Until the last step, estimated."""
+    """The estimated time until the last step."""
     dev_loss: float | None = None
     dev_accuracy: float | None = None
-    """On dev, or on the part of the labels that a trial does not train on."""
+    """Measured on dev, or on a trial's held-out images."""
     few_shot: dict[str, float] | None = None
     """Few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy}, means over draws of labels."""
 
 
 def describe_line(line: LogLine, steps: int, unit: str = "step", may_end_before: bool = False) -> str:
-    """Say a line in words.
+    """Return a line as text.
 
     step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
     images 3% · 0:00:58 left.
 
     Args:
         steps: the fit's last step.
-        unit: what a step is called, such as "draw 0, step".
+        unit: the name of a step, such as "draw 0, step".
         may_end_before: whether the fit may end before its last step.
     """
     values: list[tuple[str, float | None]] = [
@@ -104,17 +104,17 @@ def _duration(seconds: float) -> timedelta:
 
 
 class ProgressLine(Frozen):
-    """How far a stage is. The stage prints PROGRESS and this as JSON; others show it as words or as a bar."""
+    """The progress of a stage. The stage prints PROGRESS and this as JSON; displays show it as text or as a bar."""
 
     model_config = ConfigDict(extra="ignore")  # of a later version
 
     done: int
     total: int
     unit: str
-    """What is counted: shard, step, or `draw 0, step`."""
+    """The counted unit: shard, step, or `draw 0, step`."""
     seconds_left: float | None = None
     line: LogLine | None = None
-    """The state of a training after this step, as its log has it at the points of the curve and at evaluations."""
+    """The line of a training's log after this step, at points of the curve and at evaluations."""
     may_end_before: bool = False
 
     def encode(self) -> str:
@@ -122,7 +122,7 @@ class ProgressLine(Frozen):
         return PROGRESS + self.model_dump_json(exclude_defaults=True)
 
     def words(self) -> str:
-        """Say it in words: `shard 3/12 · 0:00:58 left`, or as `describe_line`."""
+        """Return it as text: `shard 3/12 · 0:00:58 left`, or as `describe_line`."""
         if self.line is not None:
             return describe_line(self.line, self.total, self.unit, self.may_end_before)
         left = "" if self.seconds_left is None else f" · {_duration(self.seconds_left)} left"
@@ -130,10 +130,10 @@ class ProgressLine(Frozen):
 
 
 def read_progress(text: str) -> ProgressLine | None:
-    """Return the progress that a line of a stage's output says; None for any other line."""
+    """Return the progress in a line of a stage's output; None for any other line."""
     if not text.startswith(f"{PROGRESS}{{"):
         return None
-    with suppress(ValidationError):  # anybody may print a line that begins so
+    with suppress(ValidationError):  # any program may print such a line
         return ProgressLine.model_validate_json(text.removeprefix(PROGRESS))
     return None
 
@@ -160,7 +160,7 @@ def read_log(store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | 
     """Return the log of a training, finished or not: fit after fit, each by step. Empty if it has none.
 
     Args:
-        seen: the segments that were read before, by name, which are not read again; new ones are added.
+        seen: a cache of segments by name; new ones are added.
 
     Raises:
         StoreDamaged: the finished artifact's log cannot be read.
@@ -170,7 +170,7 @@ def read_log(store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | 
 
 
 def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
-    """Return the log of an artifact; empty if it has none, as before there were logs. Raises StoreDamaged."""
+    """Return the log of an artifact; empty if it has none, as in earlier versions. Raises StoreDamaged."""
     if (path := local_file(store, manifest, LOG)) is None:
         return []
     return decode_lines(path.read_bytes(), f"{store.uri}/{manifest.folder}/{LOG}")
@@ -179,7 +179,7 @@ def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
 def running_log(
     store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | None = None
 ) -> list[LogLine]:
-    """Return what the segments of all attempts say; damaged ones are skipped with a warning."""
+    """Return the log in the segments of all attempts; damaged ones are skipped with a warning."""
     seen = {} if seen is None else seen
     for _ in range(_TRIES):
         segments = list(_segments(store, job, key))
@@ -205,7 +205,7 @@ def write_log(
     folder: Path,
     has_fit: Callable[[str | None], bool] = lambda fit: True,
 ) -> None:
-    """Write log.jsonl with the lines of the fits of the result (`has_fit`), once the store answers."""
+    """Write log.jsonl with the lines of the result's fits (`has_fit`), once the store answers."""
     lines = wait_for_store(lambda: running_log(store, attempt.job, attempt.key), warn)
     (folder / LOG).write_bytes(encode_lines(line for line in lines if has_fit(line.fit)))
 
@@ -226,8 +226,8 @@ def _segments(store: Store, job: str, key: str) -> Iterator[_Segment]:
     for attempt in numbers(store, Layout.attempts(job, key), suffix=""):
         folder = Layout.log(job, key, attempt)
         for name in store.names(folder):
-            if found := _SEGMENT.fullmatch(name):
-                yield _Segment(attempt, int(found[1]), found[2], f"{folder}/{name}")
+            if match := _SEGMENT.fullmatch(name):
+                yield _Segment(attempt, int(match[1]), match[2], f"{folder}/{name}")
 
 
 def _joined(segments: Iterable[tuple[_Segment, list[LogLine]]]) -> list[LogLine]:
@@ -236,8 +236,8 @@ def _joined(segments: Iterable[tuple[_Segment, list[LogLine]]]) -> list[LogLine]
         for line in lines:
             writers.setdefault((*segment[:3], line.fit), []).append(line)
     fits: dict[str | None, dict[int, LogLine]] = {}
-    for attempt, start, writer, fit in sorted(writers, key=lambda each: each[:3]):
+    for attempt, start, writer, fit in sorted(writers, key=lambda writer: writer[:3]):
         earlier = {step: line for step, line in fits.get(fit, {}).items() if step <= start}
-        own = sorted(writers[attempt, start, writer, fit], key=lambda line: line.time)
-        fits[fit] = earlier | {line.step: line for line in own}
+        later = sorted(writers[attempt, start, writer, fit], key=lambda line: line.time)
+        fits[fit] = earlier | {line.step: line for line in later}
     return [line for lines in fits.values() for _, line in sorted(lines.items())]

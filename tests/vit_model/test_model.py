@@ -478,15 +478,15 @@ def test_positions_where_they_belong() -> None:
         ({"pooling": "cls", "class_token": False}, "pooling 'cls' needs class_token"),
         ({"pooling": "gap", "class_position": True}, "class_position true needs class_token"),
         ({"distillation": True, "pooling": "map"}, "distillation needs pooling 'cls'"),
-        ({"norm_after_pooling": True}, "norm_after_pooling is about pooling 'gap'; pooling is 'cls'"),
+        ({"norm_after_pooling": True}, "norm_after_pooling needs pooling 'gap'"),
         (
             {"position": "sincos2d", "position_at": "shared"},
-            "is about learned tables; position is 'sincos2d'",
+            "needs learned tables; position is 'sincos2d'",
         ),
-        ({"axial": True}, "tokens beside it"),
+        ({"axial": True}, "cannot be combined with class_token"),
         (
             {"axial": True, "pooling": "gap", "stochastic_depth": 0.1},
-            "0.1 leaves whole images out, axial blocks see",
+            "stochastic_depth 0.1 cannot be combined with axial",
         ),
         (
             {"stem": (1, 1, 1), "patch_size": 4},

@@ -1,7 +1,7 @@
 """Foreign weights: `read` detects the format of a file or folder from its content and converts it to ours.
 
 In: a path; each module of this package reads and writes one format. Out: an `Imported`.
-Nothing in a file is executed, and memory is only allocated for what the file really holds.
+Nothing in a file is executed, and memory is allocated only for data that the file really holds.
 Use: `imported = read(Path("vit-base-patch16-224"))`; `hugging_face.write(folder, model, contract)`.
 """
 
@@ -21,7 +21,7 @@ EXPECTED = "expected a folder with a config.json of Hugging Face, timm or vitflo
 def read(path: Path, averages: bool = True) -> Imported:
     """Read the checkpoint in a file or folder, independent of its name.
 
-    Of a checkpoint that has its training's weights and their moving averages, `averages` chooses.
+    If a checkpoint has both weights and their moving averages, `averages` chooses.
 
     Raises UserError, naming the file and what was expected, for anything that is not a complete, valid checkpoint
     of an architecture that our configurations can express exactly.
@@ -31,7 +31,7 @@ def read(path: Path, averages: bool = True) -> Imported:
         if "model_type" in config:
             return hugging_face.read(path)
         if isinstance(config.get("architecture"), dict):
-            return _read_own(path)
+            return _read_vitflow(path)
         if "architecture" in config:
             return timm.read(path, averages)
         raise UserError(f"{path}: config.json has neither model_type nor architecture; {EXPECTED}")
@@ -44,7 +44,7 @@ def read(path: Path, averages: bool = True) -> Imported:
     raise UserError(f"{path} has an unknown format; {EXPECTED}")
 
 
-def _read_own(folder: Path) -> Imported:
+def _read_vitflow(folder: Path) -> Imported:
     model, contract = load_model(folder)
     return Imported(
         architecture=contract.architecture,

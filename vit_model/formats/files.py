@@ -27,10 +27,10 @@ TENSOR_NAMES = re.compile(
 )
 # Where training codes keep the weights, and their moving averages (timm, DeiT, ...).
 RAW, AVERAGED = ("model", "state_dict"), ("state_dict_ema", "model_ema")
-# What torch.compile, DataParallel and Lightning put before every name.
+# The prefixes that torch.compile, DataParallel and Lightning add to every name.
 WRAPPERS = re.compile(r"^((module|model)\.)+")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What pickletools, zipfile and torch raise for a damaged or hostile pickle or archive.
+# Exceptions of pickletools, zipfile and torch for a damaged or hostile pickle or archive.
 PICKLE_ERRORS = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -100,13 +100,13 @@ def read_tensors(path: Path, averages: bool = True) -> tuple[dict[str, Tensor], 
     """Read the tensors of a safetensors or torch.save file, on the CPU, in the file's dtypes.
 
     Args:
-        averages: of a training's checkpoint that has both, take the moving averages of the weights, as timm does.
+        averages: if a checkpoint has both, take the moving averages of the weights, as timm does.
 
     Returns:
-        The tensors, without the prefixes of torch.compile, DataParallel and Lightning; lines about what was taken.
+        The tensors, without the prefixes of torch.compile, DataParallel and Lightning; lines about the choice.
 
-    Raises UserError if the file is neither, is cut short, claims more than it holds, would execute code, or has two
-    tensors of one name.
+    Raises UserError if the file has another format, is truncated, claims more than it holds, would execute code, or
+    has two tensors of one name.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing")
@@ -122,12 +122,12 @@ def read_tensors(path: Path, averages: bool = True) -> tuple[dict[str, Tensor], 
             raise UserError(f"{path} is not a complete safetensors file: {error}") from error
     bare = {WRAPPERS.sub("", name.replace("_orig_mod.", "")): tensor for name, tensor in tensors.items()}
     if len(bare) < len(tensors):
-        raise UserError(f"{path} has several tensors of one name, such as with and without a prefix `model.`")
+        raise UserError(f"{path}: duplicate tensor names after removing prefixes such as `model.`")
     return bare, lines
 
 
 def _read_pickle(path: Path, averages: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Read a state dict that torch.save wrote, also if it is an entry of a training's checkpoint."""
+    """Read a state dict that torch.save wrote, also as an entry of a training's checkpoint."""
     zipped = bool(zip_names(path))
     try:
         if zipped:
@@ -150,9 +150,9 @@ def _read_pickle(path: Path, averages: bool) -> tuple[dict[str, Tensor], list[st
         if taken is None:
             break
         if averaged is not None:
-            what = "the moving averages" if taken == averaged else "the weights themselves"
-            rest = f"; the file also has {raw if taken == averaged else averaged}" if raw else ""
-            lines.append(f"weights: {taken}, {what}{rest}.")
+            kind = "the moving averages" if taken == averaged else "the weights themselves"
+            other = f"; the file also has {raw if taken == averaged else averaged}" if raw else ""
+            lines.append(f"weights: {taken}, {kind}{other}.")
         content = entries[taken]
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise UserError(f"{path} holds a {type(content).__name__}; expected a dict of tensors by name")
@@ -174,7 +174,7 @@ def _require_stored(path: Path) -> None:
 
 
 def _require_tensors_alone(path: Path, zipped: bool) -> None:
-    """Refuse what torch.load(weights_only=True) refuses, and the bytearrays of any size that it allows."""
+    """Refuse everything that torch.load(weights_only=True) refuses, and bytearrays, which it allows in any size."""
     if zipped:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
@@ -198,12 +198,12 @@ def _require_known_names(file: IO[bytes]) -> None:
 
 
 def require_plausible(path: Path, config: ViTConfig, tensors: dict[str, Tensor]) -> None:
-    """Refuse an architecture that is too large for a file, before anything of its size is built."""
-    held = sum(tensor.numel() for tensor in tensors.values())
+    """Refuse an architecture that is too large for a file before a model of that size is built."""
+    count = sum(tensor.numel() for tensor in tensors.values())
     # A block has at least eight tensors. Zero biases, which may be missing in the file, are far less than half.
-    if config.num_blocks > len(tensors) or config.num_parameters > 2 * held:
+    if config.num_blocks > len(tensors) or config.num_parameters > 2 * count:
         raise UserError(
-            f"{path} has {held} numbers in {len(tensors)} tensors; the architecture has {config.depth} blocks of width"
+            f"{path} has {count} numbers in {len(tensors)} tensors; the architecture has {config.depth} blocks of width"
             f" {config.width} and many more numbers"
         )
 
@@ -276,9 +276,9 @@ def read_license(folder: Path) -> str | None:
 
 
 def write_readme(folder: Path, contract: ModelContract, library: str | None = None) -> None:
-    """Write README.md: the licence, and what a caller does to an image. `library`: the name of it on the hub.
+    """Write README.md: the licence, and the steps from an image file to the input. `library`: its name on the hub.
 
-    A library's own preprocessing resizes, crops and normalises, but leaves the steps before to its caller.
+    A library's own preprocessing resizes, crops and normalises; its caller does the steps before.
     """
     pixels = contract.preprocessing
     front = {"license": contract.license, "library_name": library if contract.license else None}

@@ -4,8 +4,8 @@ In: a folder with a ViT, DeiT, ViTMAE, DINOv2 (with or without registers), CLIP 
 a classifier. Out: an `Imported`, or such a folder of our model. transformers is not needed.
 Use: `imported = read(folder)`; `write(folder, model, contract)`.
 
-Tensors have the names of transformers 4, which the files on the hub have and every version reads; those of version 5
-are renamed first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_with_registers,clip,siglip}.
+Tensors have the names of transformers 4, which the files on the hub have and every version reads; names of version 5
+are converted first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_with_registers,clip,siglip}.
 """
 
 import re
@@ -76,7 +76,7 @@ def read(folder: Path) -> Imported:
     sources = sources_of(family.names, architecture, bool(sizes.get("qkv_bias", True)))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} - {"float32"})
     weights = to_ours(weights_file, sources, architecture, tensors)
-    image_size = _both(sizes["image_size"])
+    image_size = _height_and_width(sizes["image_size"])
     if architecture.image_shape != image_size:
         lines.append(
             f"image_size: {architecture.image_size} instead of {sizes['image_size']}, which is not a multiple of"
@@ -190,7 +190,7 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[st
         fields["pooling"] = "map" if "head.probe" in tensors else "gap"
     try:
         patch = int(sizes["patch_size"])
-        shape = tuple(side // patch * patch for side in _both(sizes["image_size"]))
+        shape = tuple(side // patch * patch for side in _height_and_width(sizes["image_size"]))
         return ViTConfig(
             image_size=shape[0] if shape[0] == shape[1] else shape,
             patch_size=patch,
@@ -208,7 +208,7 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[st
         raise UserError(f"{path} does not describe a ViT: {error}") from error
 
 
-def _both(size: Any) -> tuple[int, int]:
+def _height_and_width(size: Any) -> tuple[int, int]:
     """Return (height, width) of an image_size, which may be the side of a square."""
     height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
     return int(height), int(width)
@@ -274,7 +274,7 @@ def _problem_type(
 def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
     """Write a folder that transformers loads with `from_pretrained` as a model with the same outputs.
 
-    Returns a line for everything that the files do not keep.
+    Returns a line for each property that the files do not keep.
 
     Raises UserError for an architecture that no class of transformers has, and for NaN or infinite weights.
     """

@@ -1,6 +1,6 @@
 """Hugging Face's supported image encoders, and their tensors by the names of transformers 4.
 
-In: tensors by the names of any version. Out: tensors that `Source` can place; and for a class, all that it needs.
+In: tensors by the names of any version. Out: tensors that `Source` can locate; for a class, all tensors that it needs.
 """
 
 import re
@@ -65,7 +65,7 @@ SIGLIP_NAMES = CLIP_NAMES | {
     "attn_pool.mlp.fc2": "head.mlp.fc2",
     "head": "classifier",
 }
-# From the names of transformers 5 to those of 4; CLIP and SigLIP have kept theirs.
+# Names in transformers 5 -> names in transformers 4; the names of CLIP and SigLIP did not change.
 RENAMED = (
     (r"^layers\.", "encoder.layer."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -152,7 +152,7 @@ def old_name(names: dict[str, str], name: str) -> str:
 
 
 def adapt(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """Replace, in `tensors`, what transformers stores or computes differently; return lines about the changes."""
+    """Convert tensors, in place, that transformers stores or uses differently; return lines about the changes."""
     lines = []
     width = int(sizes["hidden_size"])
     if kind == "vit" and "classifier.weight" in tensors:

@@ -93,7 +93,7 @@ def preprocessing_of(
         ),
         *([] if config["resample"] in list(RESAMPLE) else [f"resample {config['resample']!r}"]),
         *([f"{' and '.join(never)} false"] if never else []),
-        *([] if config.get("rescale_factor", 1 / 255) == 1 / 255 else ["another rescale_factor than 1/255"]),
+        *([] if config.get("rescale_factor", 1 / 255) == 1 / 255 else ["a rescale_factor other than 1/255"]),
         *([f"no {' and '.join(missing)} of {channels} numbers"] if missing else []),
     ]
     if unlike:
@@ -115,14 +115,14 @@ def preprocessing_of(
 
 
 def processor_config(preprocessing: Preprocessing) -> dict[str, Any]:
-    """Return the content of a preprocessor_config.json, which cannot say crop_offset: transformers rounds it down.
+    """Return the content of a preprocessor_config.json, which has no crop_offset: transformers rounds it down.
 
     Raises:
         UserError: transformers has no such interpolation.
     """
     if preprocessing.interpolation not in RESAMPLE.values():
         raise UserError(
-            f"interpolation {preprocessing.interpolation} cannot be written: transformers has none such"
+            f"interpolation {preprocessing.interpolation} cannot be written: transformers does not support it"
         )
     side = preprocessing.resolution
     square = {"height": side, "width": side}

@@ -13,16 +13,16 @@ class Imported(NamedTuple):
 
     architecture: Architecture
     weights: dict[str, Tensor]
-    """By our names, float32, exactly those of the architecture."""
+    """The architecture's tensors by our names, float32, none missing and none extra."""
     preprocessing: Preprocessing | None
-    """None if the file does not say."""
+    """None if the file does not state it."""
     class_names: tuple[str, ...]
     """Empty without a classifier; "0", "1", ... if the file has no names."""
     license: str | None
     lines: tuple[str, ...]
     """What was imported, resized, dropped or newly initialised; one sentence each."""
     training_data: str = "unknown"
-    """As in a `ModelContract`, and so is `problem_type`."""
+    """As in a `ModelContract`, like `problem_type`."""
     problem_type: Literal["single_label_classification", "multi_label_classification"] = (
         "single_label_classification"
     )

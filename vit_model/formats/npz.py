@@ -34,15 +34,15 @@ BIT_HEAD = "resnet/head/conv2d/kernel"
 def read(path: Path) -> Imported:
     """Read the ViT, hybrid or ResNet in `path`: of the paper, AugReg, big_vision, BiT or a training checkpoint.
 
-    Raises UserError, naming the file, if it is missing, cut short or not an .npz, claims more than it holds, does not
-    have the arrays of one of these models, holds NaN, or has other dtypes than float32, float16 or bfloat16.
+    Raises UserError, naming the file, if it is missing, truncated or not an .npz, claims more than it holds, does not
+    have the arrays of one of these models, holds NaN, or has dtypes other than float32, float16 or bfloat16.
     """
     with opened(path) as archive:
         return _read(archive, path.stat().st_size)
 
 
 def write(path: Path, model: Network, contract: ModelContract) -> list[str]:
-    """Write the model's weights as in Google's files; return lines about what such a file cannot store.
+    """Write the model's weights as in Google's files; return lines about properties that such a file cannot store.
 
     Raises UserError if the contract describes another model, if a weight is NaN or infinite, and for a model that
     readers of such a file would misinterpret: with exact GELU, registers, another mean ...
@@ -129,7 +129,7 @@ def _architecture(shapes: dict[str, tuple[int, ...]]) -> Architecture:
             }
         )
     if "cls" in shapes and "MAPHead_0/probe" in shapes:
-        raise UserError("it has a class token and a MAP head; Google's models have one of the two")
+        raise UserError("the file has a class token and a MAP head; Google's models have one of the two")
     kernel = shape("embedding/kernel", "height width channels width")
     if kernel[0] != kernel[1]:
         raise UserError(f"patches are {kernel[0]} x {kernel[1]}; they must be square")

@@ -28,7 +28,7 @@ PREFIXES = ("", "params/", "opt/target/", "params/img/", "img/", "opt/target/img
 BFLOAT16 = np.dtype("V2")  # numpy has no bfloat16 and stores raw bytes
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
-# What numpy and zipfile raise for a damaged file; the last two for an array header that is not a Python literal.
+# Exceptions of numpy and zipfile for a damaged file; the last two for an array header that is not a Python literal.
 DAMAGED = (
     *(ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error),
     *(SyntaxError, tokenize.TokenError),
@@ -37,7 +37,7 @@ DAMAGED = (
 MAX_LAYERS = 1000
 MAX_NPY_HEADER = 512  # numpy itself pads one to 128 bytes
 MAX_DIRECTORY = 4 * 2**20  # a giant's training checkpoint has 0.3 MiB
-# How much the arrays may claim beyond the file's size. Floats hardly compress, but a new head of zeros does.
+# How many bytes the arrays may claim beyond the file's size. Floats hardly compress, but a new head of zeros does.
 MAX_INFLATION = 2**30
 
 
@@ -57,7 +57,7 @@ def opened(path: Path) -> "Iterator[np.lib.npyio.NpzFile]":
     try:
         with _File(path) as file:
             if file.read(2) != b"PK":  # numpy would read a single array of any size
-                raise UserError("it is not a zip archive")
+                raise UserError("not a zip archive")
             file.seek(0)
             archive: np.lib.npyio.NpzFile = np.load(file, allow_pickle=False, max_header_size=MAX_NPY_HEADER)
             yield archive
@@ -96,14 +96,14 @@ def headers(archive: "np.lib.npyio.NpzFile", file_size: int) -> tuple[str, dict[
             claimed += info.file_size
             if claimed > file_size + MAX_INFLATION:
                 raise UserError(f"its arrays claim {claimed} bytes, but the file has {file_size}")
-            for name, array in _named(member, member[len(prefix) :], _shape(archive.zip, info)):
+            for name, array in _by_paper_name(member, member[len(prefix) :], _shape(archive.zip, info)):
                 if name in stored:
                     raise UserError(f"arrays {stored[name].member!r} and {member!r} are the same layer")
                 stored[name] = array
     return prefix, stored
 
 
-def _named(member: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, Stored]]:
+def _by_paper_name(member: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, Stored]]:
     """Return an array by the paper's name, or one entry per layer if all layers are stacked in it."""
     layers: list[tuple[str, int | None]] = [(name, None)]
     stacked = "Transformer/encoderblock/"

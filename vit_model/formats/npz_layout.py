@@ -1,8 +1,7 @@
 """The mapping between the arrays of Google's checkpoints and our tensors: one table for reading and writing.
 
-The names are those of the paper's files (google-research/vision_transformer), or of BiT's for the ResNets. An array
-is a flax parameter: kernels are [inputs..., outputs...], those of convolutions [height, width, in, out], and heads
-have an axis of their own.
+The names come from the paper's files (google-research/vision_transformer), for ResNets from BiT's. An array is a flax
+parameter: kernels are [inputs..., outputs...] or, in convolutions, [height, width, in, out], and heads have an axis.
 Use: `for part in layout(config): put(part, arrays[part.theirs], weights[part.ours])`.
 """
 

@@ -60,9 +60,9 @@ FOREIGN = {
 def read(path: Path, averages: bool = True) -> Imported:
     """Read the ViT in a folder or a file; `averages` as in `read_tensors`.
 
-    A single file does not say the number of heads or the preprocessing. Heads of 64 channels, the exact GELU and eps
-    1e-6 are then assumed, and reported. Raises UserError, naming the file, for what `ViTConfig` cannot express exactly,
-    for damaged files, and for missing, unexpected, misshapen, quantised, NaN or infinite tensors.
+    A single file does not state the number of heads or the preprocessing. Heads of 64 channels, the exact GELU and eps
+    1e-6 are then assumed, and reported. Raises UserError, naming the file, for models that `ViTConfig` cannot express
+    exactly, for damaged files, and for missing, unexpected, misshapen, quantised, NaN or infinite tensors.
     """
     config = read_json(path / "config.json") if path.is_dir() else {}
     file = (
@@ -71,7 +71,7 @@ def read(path: Path, averages: bool = True) -> Imported:
     if file is None:
         raise UserError(f"{path} does not contain weights (expected {' or '.join(WEIGHTS)})")
     foreign, which = read_tensors(file, averages)
-    tensors = {_own_name(name): tensor for name, tensor in foreign.items()}
+    tensors = {_our_name(name): tensor for name, tensor in foreign.items()}
     unused = sorted(name for name in tensors if DROPPED.fullmatch(name))
     for name in unused:
         del tensors[name]
@@ -119,14 +119,14 @@ def read(path: Path, averages: bool = True) -> Imported:
     )
 
 
-def _own_name(name: str) -> str:
+def _our_name(name: str) -> str:
     for pattern, own in RENAMED:
         name = re.sub(pattern, own, name)
     return name
 
 
 def _require_ours(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Refuse by name what timm supports and `ViTConfig` does not, before missing tensors are listed."""
+    """Refuse, by name, architectures that timm supports and `ViTConfig` does not, before missing tensors are listed."""
     for pattern, meaning in FOREIGN.items():
         if names := [name for name in tensors if re.fullmatch(pattern, name)]:
             raise UserError(f"{file}: unsupported architecture: {names[0]} belongs to {meaning}")
@@ -221,7 +221,7 @@ def _read_preprocessing(
 def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
     """Write a folder that timm loads as a model with the same outputs.
 
-    Returns a line for everything that the files do not keep.
+    Returns a line for each property that the files do not keep.
 
     Raises UserError for an architecture that timm's VisionTransformer does not support, and for NaN or infinite
     weights.
@@ -236,7 +236,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
         zeros = torch.zeros(1, config.registers, config.width)
         tensors["pos_embed"] = torch.cat([table[:, :classes], zeros, table[:, classes:]], dim=1)
     if contract.preprocessing.interpolation == "bilinear_aliased":
-        raise UserError("interpolation bilinear_aliased cannot be written: timm has none such")
+        raise UserError("interpolation bilinear_aliased cannot be written: timm does not support it")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
     write_json(folder / "config.json", _config(config, contract))
@@ -308,7 +308,7 @@ def _lost(contract: ModelContract) -> list[str]:
 
 
 def _require_timms(config: ViTConfig) -> None:
-    """Refuse, by name, what timm's VisionTransformer has no arguments for."""
+    """Refuse, by name, settings that timm's VisionTransformer has no arguments for."""
     wrong = {
         f"position {config.position!r}": config.position not in ("none", "learned1d"),
         f"position_at {config.position_at!r}": config.position_at != "stem",

@@ -15,7 +15,7 @@ from vit_model.errors import UserError
 
 GELUS = {"gelu": "exact", "gelu_tanh": "tanh", "quick_gelu": "quick"}
 POOLING = {"token": "cls", "avg": "gap", "map": "map"}
-# Supported arguments of timm's VisionTransformer; those from dynamic_img_size on do not change its outputs.
+# Supported arguments of timm's VisionTransformer; dynamic_img_size and the following do not change its outputs.
 ARGUMENTS = {
     *("img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"),
     *(
@@ -50,7 +50,7 @@ class Conventions(NamedTuple):
 
 
 def conventions(architecture: str, width: int) -> Conventions:
-    """Return what an architecture's name implies for a model of this width. Raises UserError if it is not supported."""
+    """Return the conventions of an architecture's name at this width. Raises UserError if it is not supported."""
     name = architecture.partition(".")[0]  # the rest names the training
     if not PLAIN.fullmatch(name):
         raise UserError(
@@ -71,7 +71,7 @@ def architecture_of(
     arguments: dict[str, Any],
     tensors: dict[str, Tensor],
 ) -> tuple[ViTConfig, list[str]]:
-    """Return the architecture of the tensors, and lines about what is only assumed.
+    """Return the architecture of the tensors, and lines about assumptions.
 
     Args:
         config: the content of config.json, empty for a single file.
@@ -79,7 +79,7 @@ def architecture_of(
         arguments: its model_args.
         tensors: by our names.
 
-    Raises UserError for what is not supported; TypeError or ArithmeticError for values of wrong types.
+    Raises UserError for unsupported values, and TypeError or ArithmeticError for values of wrong types.
     """
     if unknown := sorted(arguments.keys() - ARGUMENTS):
         raise UserError(f"model_args {', '.join(unknown)} are not supported")

@@ -1,1 +1,1 @@
-"""What pretraining objectives compute: a module around the model that returns a loss, and the losses of classifiers."""
+"""Pretraining objectives, each a module around the model that returns a loss, and the losses of classifiers."""

@@ -5,7 +5,7 @@ Use: `task = MoCo(model)`; `momentum_encoder = MomentumEncoder(task)`; at each s
 `loss = task(one, other, *momentum_encoder.keys(one, other))`, a step of the optimizer over `task`, and
 `momentum_encoder.update(task, momentum(step, steps))`; the pretrained model is `task.model`.
 
-The defaults are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands
+The defaults follow the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands
 for ViTs in CONFIG.md); docs/training.md has the rest of their recipe and the differences. The module works in one
 process and in the workers of torch.distributed's default group, which share the batch equally: the mean of their losses
 is the loss of the whole batch in one process.
@@ -28,7 +28,7 @@ from vit_model.parts import AroundModel
 
 
 def momentum(step: int, steps: int, base: float = 0.99) -> float:
-    """Return the share of the momentum encoder kept at update `step` of `steps`: from `base` to 1 on half a cosine."""
+    """Return the momentum at update `step` of `steps`: from `base` to 1 on half a cosine."""
     return 1 - (1 - base) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
@@ -124,8 +124,8 @@ class MomentumEncoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the keys [B, d] of all workers' views [b, c, height, width]. All workers call this together.
 
-        The draws can be those of `MoCo.forward`: a query is compared with keys of the other view only, so no two
-        outputs that are compared share theirs.
+        The draws may be the same as in `MoCo.forward`: a query is compared with keys of the other view only, so two
+        compared outputs never share draws.
         """
         model, projector = self.encoder
         return gather(projector(model(one, draws_of_one))), gather(projector(model(other, draws_of_other)))

@@ -53,7 +53,7 @@ def imitation(kind: Kind, answers: Tensor, taught: Tensor, temperature: float = 
 class Student(AroundModel):
     """The trained module: a classifier, and with `teacher_width` a linear map of its representation to the teacher's.
 
-    The map (FitNets' regressor) is drawn from a LeCun normal distribution with `seed`, and thrown away after training.
+    The map (FitNets' regressor) is drawn from a LeCun normal distribution with `seed`, and discarded after training.
     """
 
     def __init__(self, model: Network, teacher_width: int | None = None, seed: int = 0) -> None:
@@ -78,10 +78,10 @@ class Student(AroundModel):
     def forward(
         self, images: Tensor, drop_path_draws: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """[b, c, height, width] -> in training (what learns the labels [b, classes], what learns from the teacher).
+        """[b, c, height, width] -> in training (logits [b, classes] for the labels, outputs for the teacher).
 
-        The second is the logits of the distillation token, those of the classifier, or the projected representation
-        [b, t]. In evaluation the model's own logits are returned. `drop_path_draws`: see `ViT.drop_path_factors`.
+        The outputs for the teacher are logits (the distillation token's or the classifier's) or the projected
+        representation [b, t]. Evaluation returns the model's logits. `drop_path_draws`: see `ViT.drop_path_factors`.
         """
         if not self.training:
             logits: Tensor = self.model(images)
@@ -96,7 +96,7 @@ class Student(AroundModel):
 
 
 class Teacher:
-    """A frozen model in evaluation mode, on its device and in its dtype; it is not a part of the trained module.
+    """A frozen model in evaluation mode, on its device and in its dtype, outside the trained module.
 
     Args:
         kind: "features" for its representations, the others for its logits.

@@ -3,9 +3,9 @@
 In: a ViT without a classifier, images as it takes them, their pixels and random numbers. Out: a loss.
 Use: `task = MaskedAutoencoder(model)`; `loss = task(images, pixels, draws)`; the pretrained model is `task.model`.
 
-The encoder sees the visible patches only, a quarter by default; the narrow decoder sees all tokens. Details are those
-of the authors' code (facebookresearch/mae: models_mae.py). Like it, the module embeds all patches and keeps the visible
-ones. Unlike it, the decoder gets its tokens in another order, which changes nothing because they carry their positions.
+The encoder sees the visible patches only, a quarter by default; the narrow decoder sees all tokens. Details follow the
+authors' code (facebookresearch/mae: models_mae.py). Like it, the module embeds all patches and keeps the visible ones.
+Unlike it, the decoder gets its tokens in another order, which changes nothing because they carry their positions.
 
 Letters in shapes: b batch, n patches, v visible patches, k masked patches (n - v), t prefix tokens (class token and
 registers), d width of the encoder, w width of the decoder, c channels, p patch size.

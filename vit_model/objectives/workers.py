@@ -1,4 +1,4 @@
-"""What objectives compute over the batches of all workers of torch.distributed's default group, or in one process.
+"""Computations over the batches of all workers of torch.distributed's default group, or in one process.
 
 Letters in shapes: b a worker's share of the batch, B the whole batch, d width.
 """

@@ -17,7 +17,7 @@ from vit_model.sizes import Model
 
 
 class CrossValidation(Fit):
-    """The training that an audit repeats on all folds but one, to judge the labels of that one."""
+    """The training that an audit repeats on all folds but one, to judge the labels of the remaining fold."""
 
     folds: int = Field(5, ge=2, description="parts of train and dev; copies and groups stay together")
     model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
@@ -25,7 +25,7 @@ class CrossValidation(Fit):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     learning_rate: Rate
-    steps: int = Field(ge=1, description="of each fold")
+    steps: int = Field(ge=1, description="training steps per fold")
     batch_size: int = Field(ge=1)
     augment: Augmentation = "none"
     randaugment: RandAugment | None = None

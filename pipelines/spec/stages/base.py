@@ -1,4 +1,4 @@
-"""The base of the stages, and the fields that several of them have."""
+"""The base of the stages, and fields that several stages have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rate = Annotated[float, Field(gt=0)]
 Kind = Literal["dataset", "model", "evaluation", "audit", "report"]
 """The kinds of artifact that stages make."""
 SeenInTraining = Literal["fail", "report"]
-BACKBONE = "a stage's name; or, of a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
+BACKBONE = "a stage's name; or, for a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
 
 
 def seen_in_training() -> Any:
@@ -41,7 +41,7 @@ def cache_gib() -> Any:
 class BaseStage(Frozen):
     """The base of all stages. `VERSION` increases when the same configuration gives another result.
 
-    `CONCERNS` has the versions that changed only some configurations' results, with a function that says whose.
+    `CONCERNS` maps a version that changed only some configurations' results to a function that tells which.
     """
 
     VERSION: ClassVar[int] = 1
@@ -77,7 +77,7 @@ class BaseStage(Frozen):
 
 
 class Fit(Frozen):
-    """The settings of gradient descent that pretraining, fine-tuning and an audit's cross-validation have."""
+    """The settings of gradient descent that pretraining, fine-tuning and an audit's cross-validation share."""
 
     steps: Steps
     optimizer: Optimizer = Optimizer()

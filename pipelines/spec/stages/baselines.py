@@ -1,4 +1,4 @@
-"""The stage `baselines`: how good classifiers of pixels are."""
+"""The stage `baselines`: the accuracy of classifiers on pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage `evaluate`: how good the features of a frozen model are."""
+"""The stage `evaluate`: the quality of a frozen model's features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vit_model.fields import execution, later, takes
 
 Probe = Literal["least squares", "k-NN", "DINO k-NN", "nearest class mean", "logistic regression"]
 ProbeProtocol = Literal["leave_one_out", "dev", "big_vision", "scenic"]
-# as their authors evaluate, for a model of 224 pixels: squashed to 256, of which the middle
+# as their authors evaluate a model of 224 pixels: squash to 256, then crop the middle
 _SQUASHED = {"crop": "squash", "crop_fraction": 0.875, "interpolation": "bilinear_aliased"}
 PROBE_DEFAULTS: dict[str, dict[str, Any]] = {
     "dev": {"shots": (), "support": "train+dev", "linear_probe": True},
@@ -35,12 +35,12 @@ class Evaluate(BaseStage):
     draws: int = Field(20, ge=1, description="20; with protocol big_vision 3, with scenic 1")
     protocol: ProbeProtocol = later(
         "leave_one_out",
-        description="how labels are drawn and L2 is chosen: by leave-one-out on them; with all labels, on dev, and then"
-        " a fit to train and dev; always 1,024, as big_vision; or by the accuracy on test, as scenic, to compare with"
-        " its numbers only",
+        description="how labels are drawn and L2 is chosen: by leave-one-out on them; with all labels, on dev, with a"
+        " final fit to train and dev; always 1,024, as big_vision; or by the accuracy on test, as scenic, to compare"
+        " with its numbers only",
     )
     classifiers: Annotated[tuple[Probe, ...], Field(min_length=1), AfterValidator(distinct)] = later(
-        ("least squares",), description="of the frozen features; logistic regression takes all labels"
+        ("least squares",), description="on the frozen features; logistic regression takes all labels"
     )
     support: Literal["train", "train+dev"] = later(
         "train", description="the splits that labels are drawn from; test is scored"

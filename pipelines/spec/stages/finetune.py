@@ -1,4 +1,4 @@
-"""The stage `finetune`: a model becomes one for another data set, with the best of the settings that are tried."""
+"""The stage `finetune`: adapt a model to another data set, with the best of the tried settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vit_model.sizes import Model, ModelSize
 
 
 class Labels(Frozen):
-    """Which labels a learner may see: all of train (dev chooses), or `per_class` of each class, drawn `draws` times."""
+    """The labels for training: all of train (dev selects), or `per_class` of each class, drawn `draws` times."""
 
     per_class: int | None = Field(None, ge=2, description="null: all labels, and dev selects the settings")
     draws: int = Field(
@@ -41,8 +41,8 @@ class Labels(Frozen):
     seed: Seed = 0
     use_dev: bool = later(
         True,
-        description="with all labels; false: dev is left out, as if there were none: settings are selected on folds of"
-        " train, which alone is fitted",
+        description="with all labels; false: ignore dev: settings are selected on folds of train, and the final model"
+        " is trained on train alone",
     )
 
     @model_validator(mode="after")
@@ -57,13 +57,13 @@ class Labels(Frozen):
 
 
 class EarlyStopping(Frozen):
-    """When a trial of a sweep ends before its last step, and which of its steps counts: the best on held-out images.
+    """When a trial of a sweep ends before its last step; its best step on held-out images counts.
 
-    They are dev, or with few labels the fold's; test is never looked at.
+    Held-out images are dev, or with few labels the fold's; never test.
     """
 
     evaluations: int = Field(
-        20, ge=2, description="of a trial, at equal distances; the last is after its last step"
+        20, ge=2, description="evaluations of a trial, at equal distances; the last is after its last step"
     )
     patience: int = Field(
         5, ge=1, description="end a trial after this many evaluations in a row without a new best"
@@ -114,7 +114,7 @@ class Finetune(TrainingStage):
     )
     select_by: Literal["accuracy", "macro-F1", "balanced accuracy"] = later(
         "accuracy",
-        description="what ranks the trials, and with early_stopping a trial's evaluations, on the held-out images",
+        description="the metric on the held-out images that ranks trials and, with early_stopping, their evaluations",
     )
     early_stopping: EarlyStopping | None = later(
         None,
@@ -132,32 +132,32 @@ class Finetune(TrainingStage):
     )
     freeze: Literal["backbone", "all_but_biases"] | Annotated[int, Field(ge=0)] | None = later(
         None,
-        description="what of the backbone is not trained: backbone, so that only the head is; all_but_biases, so that"
-        " the head and every bias are, norms' included (BitFit, Ben Zaken et al. 2022); or N, the embeddings and the"
-        " first N blocks",
+        description="the frozen part: backbone: only the head is trained; all_but_biases: the head and every bias are"
+        " trained, norms' included (BitFit, Ben Zaken et al. 2022); N: the embeddings and the first N blocks are"
+        " frozen",
     )
     lora: LoRAOptions | None = later(
         None,
-        description="train low-rank changes of the matrices of attention, and the head, and nothing else (LoRA, Hu et"
-        " al. 2022); afterwards they are added to the matrices, so that the result is an ordinary ViT",
+        description="train only the head and low-rank changes of the attention matrices (LoRA, Hu et al. 2022); they"
+        " are merged afterwards, so that the result is an ordinary ViT",
     )
     stochastic_depth: float | None = later(
         None,
         ge=0,
         lt=1,
-        description="of a backbone that is a ViT, in place of its own: how often the last block's branches are left out"
-        " in training; the first's never, linear between",
+        description="for a ViT backbone, instead of its own value: the probability of dropping the last block's"
+        " branches in training; the first block's is 0, linear between",
     )
     head_first: int = later(
         0,
         ge=0,
-        description="the first steps, in which only the head changes (Kumar et al. 2022); the schedule is that of all"
+        description="the number of first steps that train only the head (Kumar et al. 2022); the schedule covers all"
         " steps",
     )
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0)]] | None = later(
         None,
-        description="of the classes in the loss: balanced, n / (classes * images of the class); or {class: weight},"
-        " with 1 for the others. Selection and scores are not weighted",
+        description="weights of the classes in the loss: balanced, n / (classes * images of the class); or {class:"
+        " weight}, with 1 for the others. Selection and scores are not weighted",
     )
     sampling: Literal["uniform", "balanced"] = later(
         "uniform",
@@ -205,7 +205,7 @@ class Finetune(TrainingStage):
 
     @property
     def space(self) -> dict[str, Range | Choices]:
-        """The values that a trial's fields may have, by path, the learning rate's first."""
+        """The possible values of a trial's fields, by path, the learning rate's first."""
         over = {} if self.search is None else self.search.over
         rates: dict[str, Range | Choices] = (
             {} if "learning_rate" in over else {"learning_rate": self.learning_rates}
@@ -216,7 +216,7 @@ class Finetune(TrainingStage):
         """Return the fine-tuning of one trial: with the values of a point, one learning rate, and no search.
 
         Raises:
-            ValueError: the values do not fit this stage; as a ValidationError if it is a single field.
+            ValueError: the values do not fit this stage; a ValidationError if a single field is wrong.
         """
         fields = self.model_dump(exclude={"search", "learning_rates"})
         values = {path: value for path, value in point.items() if path != "learning_rate"}
@@ -246,7 +246,7 @@ class Finetune(TrainingStage):
         return self
 
     def _check_space(self) -> None:
-        """Raise ValueError for fields that cannot be searched, and for values that a trial cannot have or has twice."""
+        """Raise ValueError for fields that cannot be searched, and for invalid or duplicate values."""
         shared = {*FIXED, "learning_rates"} | {
             name for name, info in type(self).model_fields.items() if marks(info).get("execution")
         }

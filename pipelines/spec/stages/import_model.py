@@ -1,4 +1,4 @@
-"""The stage `import`: weights from elsewhere become a model."""
+"""The stage `import`: convert pretrained weights to a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelines.spec.fields import checkpoint
 from pipelines.spec.stages.base import BaseStage
 from vit_model.fields import Frozen, execution, later
 
-# What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
+# "half" for the authors' ViTs (BiT, AugReg, most of timm's), "imagenet" for torchvision, DeiT and DINO.
 MEAN_AND_STD = {
     "half": {"mean": (0.5,), "std": (0.5,)},
     "imagenet": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
@@ -20,11 +20,11 @@ MEAN_AND_STD = {
 class GivenPreprocessing(Frozen):
     """The preprocessing of an imported model whose file does not state it: mean and std, or half, or imagenet.
 
-    `null` means what the file states; if it states nothing, bilinear and squash.
+    `null` means the file's value, or bilinear and squash if the file has none.
     """
 
     mean: tuple[float, ...] = Field(
-        min_length=1, description="of x / 255, one value per channel or one for all channels"
+        min_length=1, description="mean of x / 255, one value per channel or one for all channels"
     )
     std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, description="like mean")
     interpolation: Literal["bilinear", "bicubic"] | None = None
@@ -49,9 +49,9 @@ class GivenPreprocessing(Frozen):
 
 
 UNSTATED = (
-    "does not give the mean and std of its images, and wrong values do harm silently: give --preprocessing half (0.5"
-    " and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, DINO, torchvision) or a file with them; in"
-    " a recipe, preprocessing: half"
+    "does not give the mean and std of its images, and wrong values lower the accuracy without an error. Give"
+    " --preprocessing half (0.5 and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, DINO,"
+    " torchvision) or a file with them; in a recipe, preprocessing: half"
 )
 """The message about the path of an import without mean and std."""
 ONE_FILE = "weights"  # used instead of the name of a single imported file, so that renaming it changes no key
@@ -73,6 +73,6 @@ class Import(BaseStage):
     )
     averages: bool = later(
         True,
-        description="of a training's checkpoint that has its weights and their moving averages (timm, DeiT), take the"
-        " averages, as timm does; false: the weights",
+        description="if a checkpoint has weights and their moving averages (timm, DeiT), take the averages, as timm"
+        " does; false: the weights",
     )

@@ -1,4 +1,4 @@
-"""The stage `ingest`: a source becomes a data set."""
+"""The stage `ingest`: convert a source to a data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vit_model.fields import execution, later, takes
 
 
 class Ingest(BaseStage):
-    """Ingest: convert a source to validated Parquet shards with fixed splits."""
+    """Convert a source to validated Parquet shards with fixed splits."""
 
     VERSION = 6
     KIND = "dataset"
@@ -29,8 +29,8 @@ class Ingest(BaseStage):
         4,
         ge=0,
         le=8,
-        description="most differing bits, of 64, between perceptual hashes of near-duplicates and of mirrored,"
-        " rotated and cropped copies; null: only identical bytes are copies",
+        description="largest number of differing bits, of 64, between perceptual hashes of near-duplicates and of"
+        " mirrored, rotated and cropped copies; null: only identical bytes are copies",
     )
     against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
         "dataset",
@@ -48,8 +48,8 @@ class Ingest(BaseStage):
     short_side: int | None = later(
         None,
         ge=32,
-        description="in pixels; images with a longer shorter side are resized and stored as JPEG of quality 95 (lossy):"
-        " reading is 1.7 times as fast at 256; null: store the original bytes",
+        description="in pixels; images with a longer shorter side are resized and stored as JPEG of quality 95 (lossy),"
+        " which makes reading 1.7 times as fast at 256; null: store the original bytes",
     )
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="the stage fails if a larger fraction of images is damaged"

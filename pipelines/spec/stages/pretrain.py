@@ -1,4 +1,4 @@
-"""The stage `pretrain`: a data set becomes a model."""
+"""The stage `pretrain`: train a model on a data set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 
 
 class ObjectiveProperties(NamedTuple):
-    """What an objective means outside of training, which has the rest (`ray_jobs.training.methods`)."""
+    """The properties of an objective outside of training; `ray_jobs.training.methods` has the rest."""
 
     classifier: Literal["softmax", "sigmoid"] | None
     """the cross-entropy that trains the classifier; None: the objective uses no labels, the model has no classifier"""
@@ -63,10 +63,10 @@ WITHOUT_LABELS = tuple(name for name in get_args(Objective) if objective_propert
 
 
 class Contrastive(Frozen):
-    """MoCo v3's settings; the defaults are the authors' for ViTs. The networks behind the ViT are thrown away after
+    """MoCo v3's settings; the defaults are the authors' for ViTs. The networks behind the ViT are discarded after
     pretraining. The rest of the authors' recipe, from `position: sincos2d_moco` to the rates: docs/training.md."""
 
-    hidden_width: int = Field(4096, ge=1, description="of the projector and the predictor")
+    hidden_width: int = Field(4096, ge=1, description="hidden width of the projector and the predictor")
     output_width: int = Field(256, ge=1)
     temperature: float = Field(0.2, gt=0)
     momentum: float = Field(
@@ -78,18 +78,18 @@ class Contrastive(Frozen):
 
 
 class Distillation(Frozen):
-    """How a teacher is imitated; the defaults are those of DeiT's code. A model with a distillation token
+    """How a teacher is imitated; the defaults follow DeiT's code. A model with a distillation token
     (`model.distillation: true`) answers the teacher with it, and the labels with the class token; with kind features,
     the class token does both."""
 
     kind: Literal["soft", "hard", "features"] = Field(
         "hard",
         description="soft: the teacher's probabilities; hard: its most likely class; features: the direction of its"
-        " representation, after a linear map that is thrown away, for which it needs no classifier",
+        " representation, through a linear map that is discarded; the teacher then needs no classifier",
     )
-    temperature: float = Field(1.0, gt=0, description="with soft: what both divide their logits by")
+    temperature: float = Field(1.0, gt=0, description="with soft: the divisor of both models' logits")
     weight: float = Field(
-        0.5, gt=0, le=1, description="of the teacher's part in the loss; the labels have the rest"
+        0.5, gt=0, le=1, description="weight of the teacher's part in the loss; the labels have the rest"
     )
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class Distillation(Frozen):
 
 
 class Auxiliary(Frozen):
-    """Tasks without labels whose losses are added to the labels'; each image is computed once more for it."""
+    """Tasks without labels; their losses are added to the labels' loss, at the cost of another forward pass."""
 
     masked_patches: float = Field(
         gt=0, description="the weight of masked patch prediction, whose target is patch_target"
@@ -141,8 +141,8 @@ class Pretrain(TrainingStage):
         "model",
         default=None,
         later=True,
-        description="the model whose weights training starts from, imported ones too: a stage's name; of a pretraining,"
-        " {stage: NAME, checkpoint: last | best | step:N}; or latest, the newest model that this stage has made in"
+        description="the model whose weights training starts from, also an imported one: a stage's name; for a"
+        " pretraining, {stage: NAME, checkpoint: last | best | step:N}; or latest, the newest model of this stage in"
         " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
     )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
@@ -171,15 +171,15 @@ class Pretrain(TrainingStage):
         "model",
         default=None,
         later=True,
-        description="with objective distillation: the model that is imitated, imported ones too: a stage's name; or, of"
-        " a pretraining, {stage: NAME, checkpoint: last | best | step:N}. It takes images of the same resolution and"
-        " knows all classes of the data, by name",
+        description="with objective distillation: the model to imitate, also an imported one: a stage's name; or, for a"
+        " pretraining, {stage: NAME, checkpoint: last | best | step:N}. It takes images of the same resolution and has"
+        " all classes of the data, by name",
     )
     distillation: Distillation = later(Distillation())
     patch_target: PatchTarget = later(
         "mean_colour",
         description="the target of masked_patches, as objective or auxiliary: a patch's mean colour at 3 bits per"
-        " channel (the paper), that of each of its 4x4 parts, or, by regression, all its pixels",
+        " channel (the paper), the mean colours of its 4x4 parts, or, by regression, all its pixels",
     )
     contrastive: Contrastive = later(Contrastive())
     mae: MaeOptions = later(MaeOptions())
@@ -198,7 +198,7 @@ class Pretrain(TrainingStage):
     min_workers: int = execution(
         1,
         ge=1,
-        description="if machines are lost, training continues with fewer workers, but with no fewer than these",
+        description="if machines are lost, training continues with fewer workers, down to this number",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
     checkpoint_every: CheckpointEvery = execution(
@@ -212,17 +212,17 @@ class Pretrain(TrainingStage):
     keep_steps: Annotated[tuple[Steps, ...], AfterValidator(distinct), AfterValidator(ascending)] = execution(
         (),
         description="steps whose weights are kept with the result, for backbone: {stage: ..., checkpoint: step:N};"
-        " its last and its best weights always are",
+        " the last and the best weights are always kept",
     )
     fewshot: FewShot | None = execution(
         None,
-        description="log few-shot accuracy on dev 5 times during the training, with any objective: to watch, never to"
-        " select; null: do not",
+        description="log few-shot accuracy on dev 5 times during the training, with any objective, only for monitoring;"
+        " null: do not",
     )
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
         inputs = super().inputs()
-        if self.init_from == LATEST:  # no stage: the store has it, perhaps
+        if self.init_from == LATEST:  # not a stage: the store may have it
             del inputs["init_from"]
         return inputs
 
@@ -305,8 +305,8 @@ class Pretrain(TrainingStage):
         smoothing = self.label_smoothing
         if self.objective == "sigmoid" and smoothing >= 0.5:
             raise ValueError(
-                f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
-                " wrong, so it must be below 0.5, such as 0.0001"
+                f"label_smoothing {smoothing}: with objective sigmoid it is the assumed error rate of each label, so it"
+                " must be below 0.5, such as 0.0001"
             )
         if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
@@ -401,8 +401,8 @@ class Pretrain(TrainingStage):
         properties = objective_properties(self.objective)
         if properties.views > 1 and self.augment == "none":
             raise ValueError(
-                f"augment none: the views of objective {self.objective} would show the same part of an image;"
-                " resized_crop_flip is the authors'"
+                f"augment none: both views of objective {self.objective} would show the same part of an image; use"
+                " resized_crop_flip, as the authors do"
             )
         if properties.views > 1 and self.randaugment is not None:
             raise ValueError(

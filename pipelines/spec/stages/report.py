@@ -1,4 +1,4 @@
-"""The stage `report`: one page of the results of others."""
+"""The stage `report`: one page with other stages' results."""
 
 from __future__ import annotations
 

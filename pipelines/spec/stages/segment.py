@@ -1,4 +1,4 @@
-"""The stage `segment`: how well the features of a frozen model tell the classes of pixels."""
+"""The stage `segment`: how well a frozen model's features classify pixels."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class Segment(BaseStage):
     data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
     backbone: Backbone = takes("model", description=BACKBONE)
     seen_in_training: SeenInTraining = seen_in_training()
-    seed: Seed = Field(0, description="of the untrained weights")
+    seed: Seed = Field(0, description="seed of the untrained weights")
     threads: int = execution(1, ge=1)

@@ -12,7 +12,7 @@ from pipelines.engine import runs
 from pipelines.recipe.load import parse_pipeline
 from pipelines.store import Layout, add_event, create_attempt
 from pipelines.store.folder import FolderStore
-from pipelines.terminal import escape_what_is_no_text, write
+from pipelines.terminal import escape_invalid_text, write
 from tests.support.records import make_attempt
 
 HOSTILE = "a\x1b]0;renamed\x07\x1b[2Jb\x9b31mc\u202ed"
@@ -76,7 +76,7 @@ def test_control_characters_stay_out_of_a_terminal(store: FolderStore, arguments
 
 
 def test_a_name_that_is_not_utf_8_is_printed_with_escapes(capsys: pytest.CaptureFixture[str]) -> None:
-    escape_what_is_no_text()
+    escape_invalid_text()
     write("a\udcffb")
     assert capsys.readouterr().out == "a\\udcffb\n"
 

@@ -102,7 +102,7 @@ def test_a_copy_of_a_store_leaves_the_jobs_of_the_first_alone() -> None:
     copy._begin("images")
     assert (observed := copy._observe("images")).attempt == world.attempts()[0]
     assert observed.job is None
-    assert observed.lost == "it was made in memory"
+    assert observed.lost == "its store is memory"
     assert decisions.decide(decisions.InFlight(), observed, 0.0)[1][-1] is decisions.Do.WRITE
     copy.stop()
     assert not world.cluster.stopped

@@ -220,7 +220,7 @@ def test_the_plan_says_what_it_would_start_from(store: Store) -> None:
 
     digits = planned_in(store, runs.start_run(store, recipe(), TARGETS), "digits")
     commit_planned(store, digits, "r")
-    assert said(recipe()) == ["pretrain: init_from latest: there is none yet, so new weights"]
+    assert said(recipe()) == ["pretrain: init_from latest: no model yet, so new weights"]
     first = train(store, recipe())
     assert said(recipe(steps=21)) == [f"pretrain: init_from latest: pretrain {first.key[:12]}"]
     changed = plan.plan_pipeline(store, recipe(steps=21), TARGETS)

@@ -45,7 +45,7 @@ def stage(**fields: Any) -> Pretrain:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"init_from": "digits"}, "stages.more.init_from: digits is a dataset, but this takes a model (vit, first,"),
+        ({"init_from": "digits"}, "stages.more.init_from: digits is a dataset; expected a model (vit, first,"),
         ({"init_from": "frist"}, "stages.more.init_from: no stage is called 'frist'; did you mean 'first'?"),
         ({"init_from": "more"}, "a stage cannot start from its own result; latest is the newest model that it has"),
         ({"init_from": {"stage": "first", "checkpoint": "step:6"}}, "step:6, which first does not keep"),

@@ -89,7 +89,7 @@ RESNET = {"family": "resnet", "units": [1]}
         (
             "stages.probe.backbone",
             "digits",
-            "digits is a dataset, but this takes a model (pretrain, finetune)",
+            "digits is a dataset; expected a model (pretrain, finetune)",
         ),
         ("stages.finetune.model", "Ti/8", "give either backbone"),
         ("stages.finetune.labels.folds", 9, "folds 9 is more than per_class 4"),

@@ -176,7 +176,7 @@ def test_a_folder_on_s3_is_as_the_folder_here(
             Bucket=bucket, Key="pets.zip", Body=zipped({f"x/{n}": d for n, d in few.items()})
         )
         assert seen(listed(f"s3://{bucket}/pets.zip")) == seen(listed(plain))
-        with pytest.raises(RecipeError, match="there is nothing at"):
+        with pytest.raises(RecipeError, match="no such object or prefix"):
             listed(f"s3://{bucket}/nowhere")
         moto.client.put_object(Bucket=bucket, Key="bad/../x.png", Body=b"")
         with pytest.raises(RecipeError, match="which is not a valid path"):

@@ -458,7 +458,7 @@ def twice(path: Path) -> None:
 KERNEL = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel.npy"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda path: path.unlink(), "is missing"),
-    "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "it is not a zip archive"),
+    "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "not a zip archive"),
     "another model": (lambda path: save(path, {"w": np.ones(3)}), "no array 'embedding/kernel'.*it has 'w'"),
     "objects": (with_objects, "array 'evil.npy' holds object"),
     "doubles": (

@@ -272,7 +272,7 @@ def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> 
     assert found.notes == (
         "3 files left out, not regular files but FIFOs, sockets or devices, such as a/pipe.png",
     )
-    with pytest.raises(RecipeError, match=r"pipe\.png is not a regular file"):
+    with pytest.raises(RecipeError, match=r"pipe\.png: not a regular file"):
         file_digests([("pipe", root / "a" / "pipe.png")])
 
 
