@@ -86,9 +86,12 @@ def vitflow(
     from pipelines.commands import common, queries
 
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as changed, redirect_stdout(out), redirect_stderr(err):
-        for name, value in environment.items():
-            changed.setenv(name, value)
+    with (
+        patch.dict(os.environ, environment),  # what a command sets ends with it
+        pytest.MonkeyPatch.context() as changed,
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         if jobs is not None:
             changed.setattr(LocalConnection, "cluster", lambda _: jobs)
         for console in (common.console, common.errors):
