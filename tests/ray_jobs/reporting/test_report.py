@@ -39,6 +39,7 @@ from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
+from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.rows import (
     MEAN_IOU,
     PREDICTIONS,
@@ -593,7 +594,7 @@ def test_metrics_of_predictions_have_columns_on_the_page(files: dict[str, bytes]
     page = files["report.html"].decode()
     for line in json.loads(files["report.json"])["accuracies"]:
         values = {each["metric"]: each["value"] for each in line["metrics"]}
-        assert values.keys() == {"macro-F1", "balanced accuracy"}
+        assert values.keys() == {metric.name for metric in COMPUTED}
         assert all(0 <= each["low"] < each["value"] < each["high"] <= 1 for each in line["metrics"])
         assert f"{values['macro-F1']:.1%}<small>" in page
 

@@ -13,6 +13,7 @@ from torch import nn
 from pipelines.spec import Optimizer
 from ray_jobs.training import optim
 from ray_jobs.training.engine import EMA, Plain
+from ray_jobs.training.task import DivergenceError
 from tests.support import timm_models
 from tests.support.pretraining import pretraining
 from tests.support.zero_matrix import muon_step
@@ -360,3 +361,12 @@ def test_deepspeed_shares_the_batch_among_workers_and_micro_batches():
         ValueError, match=r"6 / gradient_accumulation_steps 3 = 2 is not a multiple of the 3 work"
     ):
         optim.deepspeed_config(pretraining(batch_size=6, gradient_accumulation_steps=3), 3)
+
+
+def test_a_loss_may_be_negative_but_a_norm_may_not() -> None:
+    """Objectives that maximise a similarity have a negative loss; DeepSpeed gives -1 for a norm that is not finite."""
+    optim.check_finite("loss", -0.5, 0)
+    assert optim.is_finite_norm(0.5) and not any(map(optim.is_finite_norm, (-1.0, math.inf, math.nan)))
+    for loss in (math.nan, math.inf, -math.inf):
+        with pytest.raises(DivergenceError, match="at step 3"):
+            optim.check_finite("loss", loss, 3)
