@@ -259,7 +259,7 @@ PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     (MAE | {"mae": {"decoder_heads": 5}}, "decoder_width 512 is not a multiple of decoder"),
     (MAE | {"model": VIT | {"position": "relative"}}, "position is 'relative'"),
     (MAE | R50, "it uses patches; model is a resnet"),
-    ({"objective": "contrastive"}, "augment none: the views of objective contrastive would show"),
+    ({"objective": "contrastive"}, "augment none: both views of objective contrastive would show"),
     (MOCO | {"randaugment": {"magnitude": 10}}, "randaugment cannot be combined with objective contra"),
     (MOCO | {"zero_stage": 3}, "use 1 or 2"),
     (MOCO | {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2: objective contrastive"),

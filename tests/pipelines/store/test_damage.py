@@ -433,7 +433,7 @@ def test_verify_reads_again_what_was_found_right_before(store: FolderStore) -> N
     ("changes", "what"),
     [
         ({"metrics": {"test_accuracy": 0.91}}, r"it had sha256 \w+ when \w+ .* read it"),
-        ({"source": "e" * 64}, "its configuration, inputs and version are those of another key"),
+        ({"source": "e" * 64}, "its configuration, inputs and version belong to another key"),
     ],
 )
 def test_a_manifest_is_not_edited_in_silence(store: FolderStore, changes, what, is_old) -> None:
