@@ -280,9 +280,9 @@ def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> 
 def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
     root = touch(tmp_path, "a/0.png", "b/2.png")
     (root / "a" / "1.png").symlink_to(target)  # the second leads to itself
-    with pytest.raises(RecipeError, match=r"a/1\.png is a broken link .*: remove it"):
+    with pytest.raises(RecipeError, match=r"a/1\.png is a broken link .*remove it"):
         source_files(FolderSource(kind="folder", root=str(root)))
-    with pytest.raises(ValueError, match=r"a/1\.png is a broken link: remove it"):
+    with pytest.raises(ValueError, match=r"a/1\.png is a broken link.*remove it"):
         scan(root)
 
 
