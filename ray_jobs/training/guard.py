@@ -45,7 +45,7 @@ class Guard:
         norms = [torch.as_tensor(norm) for norm in self._norms.values()]
         values = torch.stack(norms).tolist() if norms else []
         for step, value in zip(self._norms, values, strict=True):
-            if not optim.is_finite(value):
+            if not optim.is_finite_norm(value):
                 if self._manager is not None:
                     try:
                         self._manager.wait()

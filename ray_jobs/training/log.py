@@ -7,6 +7,7 @@ device only for a line, because reading waits for the device.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -222,6 +223,7 @@ class Log:
             self._progress.reach(done)
         own, waited = self._sum.item() / max(1, self._summed), self._loader.seconds_waited
         speed = (done - self._step) * self._batch / seconds if seconds > 0 else None
+        norm = None if step.norm is None else float(step.norm)
         line = LogLine(
             time=now(),
             fit=None if self._writer is None else self._writer.fit,
@@ -229,7 +231,7 @@ class Log:
             epoch=done * self._batch / self._images,
             loss=finite(own if loss is None else loss),
             learning_rate=step.rate,
-            gradient_norm=None if step.norm is None else finite(float(step.norm)),
+            gradient_norm=norm if norm is not None and optim.is_finite_norm(norm) else None,
             images_per_second=speed,
             data_wait=min(1.0, (waited - self._waited) / seconds) if seconds > 0 else None,
             mfu=None if speed is None or self._peak is None else speed / self._peak,
@@ -256,4 +258,4 @@ class Log:
 
 def finite(value: float) -> float | None:
     """Return the value; None if it is not finite, which JSON cannot express."""
-    return value if optim.is_finite(value) else None
+    return value if math.isfinite(value) else None

@@ -216,14 +216,14 @@ def set_learning_rate(optimizer: Any, rate: float, step: int = 0) -> None:
         group["lr"] = rate * group.get("scale", 1.0) if step >= group.get("first_step", 0) else 0.0
 
 
-def is_finite(value: float) -> bool:
-    """Return whether a loss or a norm is finite. DeepSpeed gives -1 for a norm that is not."""
+def is_finite_norm(value: float) -> bool:
+    """Return whether a norm is finite. DeepSpeed gives -1 for a norm that is not."""
     return 0.0 <= value < math.inf
 
 
 def check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
-    """Raise DivergenceError unless a loss is finite."""
-    if not is_finite(float(value)):
+    """Raise DivergenceError unless a loss is finite. Some are negative, such as those of similarities."""
+    if not math.isfinite(value):
         raise DivergenceError(
             f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up"
         )

@@ -360,3 +360,10 @@ def test_deepspeed_shares_the_batch_among_workers_and_micro_batches():
         ValueError, match=r"6 / gradient_accumulation_steps 3 = 2 is not a multiple of the 3 work"
     ):
         optim.deepspeed_config(pretraining(batch_size=6, gradient_accumulation_steps=3), 3)
+
+
+def test_a_loss_may_be_negative_but_must_be_finite():
+    optim.check_finite("loss", -0.5, 3)
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match=f"loss is {value} at step 3"):
+            optim.check_finite("loss", value, 3)
