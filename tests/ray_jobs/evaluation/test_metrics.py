@@ -55,7 +55,9 @@ def test_an_images_part_is_what_its_weight_changes(metric: metrics.Metric) -> No
     for image in range(5):
         more = [np.append(column, column[image * copies]) for column in many]
         change = (metrics.value(metric, *more) - before) * len(more[0])
-        assert change == pytest.approx(parts[image] - before, abs=1e-3)
+        assert change == pytest.approx(parts[image] - before, abs=1e-3), (
+            "a class's part must be a smooth function of the counts of that class alone"
+        )
 
 
 @pytest.mark.parametrize("metric", metrics.COMPUTED, ids=lambda metric: metric.name)

@@ -42,6 +42,8 @@ def test_what_is_written_is_read(example: Example, tmp_path: Path) -> None:
     entries, images = read(example.put(tmp_path))
     usable = [image for image in images if not isinstance(image, UserError)]
     assert all(isinstance(image, bytes) or (image.dtype == np.uint8 and image.ndim == 3) for image in usable)
+    if example.splits is not None:
+        assert {entry["key"]: entry["split"] for entry in entries} == example.splits
     if isinstance(example.images, int):
         assert example.images < 0 or len(entries) == example.images + example.quarantined
         return

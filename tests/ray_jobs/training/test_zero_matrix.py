@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.support.zero_matrix import Case, measure
+from tests.support.zero_matrix import CASES, OBJECTIVES, Case, measure
 
-# Every stage, and each value of every other dimension at each of them or its neighbour.
+# Every stage, every objective, and each value of every other dimension at each stage or its neighbour.
 FEW = [
     Case(1, "bfloat16", 4, False, "SGD", 1),
     Case(0, "float32", 4, True, "AdamW", 2),
@@ -17,6 +17,11 @@ FEW = [
     Case(3, "float32", 4, True, "SGD", 2, "distillation"),
     Case(1, "float32", 1, True, "SGD", 2, "contrastive"),
     Case(0, "bfloat16", 4, False, "Muon", 2),
+]
+FEW += [
+    next(case for case in CASES if case.objective == objective)
+    for objective in OBJECTIVES
+    if objective not in {case.objective for case in FEW}
 ]
 MORE = [
     Case(0, "bfloat16", 1, False, "SGD", 2),

@@ -34,6 +34,8 @@ class Example(NamedTuple):
     """The file that is the root, if it is not the folder."""
     images: Mapping[str, tuple[int, bytes | np.ndarray]] | int = 0
     """Key -> (label, the image: a file's bytes or pixels), or how many there are that can be used."""
+    splits: Mapping[str, str] | None = None
+    """Key -> the split that the files give the image; None: not checked here."""
     quarantined: int = 0
     refused: Mapping[str, Mapping[str, bytes]] = {}
     """A pattern of the message -> the damaged files that it is about."""

@@ -75,6 +75,7 @@ EXAMPLES = [
         {"kind": "webdataset"},
         lambda: {"train-000000.tar": tar(shard(LABELS))},
         images=len(LABELS),
+        splits={f"train-000000.tar/{row:06d}.jpg": "train" for row in range(len(LABELS))},
     ),
     Example(
         "webdataset_json",
