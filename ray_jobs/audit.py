@@ -1,11 +1,11 @@
 """The audit stage: likely wrong labels in train and dev, by confident learning (`ray_jobs.evaluation.label_issues`).
 
 In: a dataset, and a backbone or a model size. Out: label_issues.parquet, the images with a likely wrong label, the most
-likely wrong first; probabilities/*.parquet, the out-of-sample probabilities of all images.
+likely first; probabilities/*.parquet, the out-of-sample probabilities of all images.
 
 The probabilities come from leave-one-out least squares on the backbone's frozen features, or from cross-validated fits.
-A backbone that was trained on these labels is refused (`ray_jobs.evaluation.leakage`), because it repeats wrong ones.
-Test is not audited: an image never leaves it, so a list of its wrong labels could only mislead what is selected.
+A backbone that was trained on these labels is refused (`ray_jobs.evaluation.leakage`), because it would repeat the
+wrong ones. Test is not audited: images never leave it, so a list of its wrong labels could only bias choices.
 
     python -m ray_jobs.audit --spec ATTEMPT.json
 """
@@ -26,12 +26,12 @@ from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
 
-NAMED = 10  # classes in a line of the log
+NAMED = 10  # classes named in a log line
 AUDITED: tuple[Split, ...] = ("train", "dev")
 
 
 def main(context: Context[Audit]) -> Result:
-    """Audit in one Ray task, which embeds images or fits folds in others."""
+    """Audit in one Ray task, which embeds images or fits folds in other tasks."""
     result: Result = on_cluster(audit, context)
     return result
 
@@ -81,7 +81,7 @@ def audit(context: Context[Audit], run: Run = here) -> Result:
 def leave_one_out(
     context: Context[Audit], pool: Images, run: Run
 ) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
-    """Write the probabilities of each image under a linear classifier of all others; return the file and settings."""
+    """Write each image's probabilities by a linear classifier fitted on all others; return the file and settings."""
     from ray_jobs.evaluation import features
     from vit_model.weights import read_contract
 
@@ -106,28 +106,30 @@ def leave_one_out(
 def cross_validate(
     context: Context[Audit], pool: Images, run: Run
 ) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
-    """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
+    """Fit a model per fold on the other folds; return each image's fold, and the files of probabilities."""
     from ray_jobs.training.task import make_task
     from ray_jobs.tuning import folds, ledger
 
     config = context.config
     assert config.cross_validation is not None
     number = config.cross_validation.folds
-    own = Context(context.attempt, config.fine_tuning(), context.inputs)
-    task = make_task(own.config, pool.dataset, own.input("backbone") if config.backbone else None)
-    task = task._replace(attempts=ledger.open_ledger(own).attempts)
+    fits_context = Context(context.attempt, config.fine_tuning(), context.inputs)
+    task = make_task(
+        fits_context.config, pool.dataset, fits_context.input("backbone") if config.backbone else None
+    )
+    task = task._replace(attempts=ledger.open_ledger(fits_context).attempts)
     parts = folds.assign_folds(pool.rows, number, config.seed)
-    tasks = [(own, task, pool, parts, fold) for fold in range(number)]
+    tasks = [(fits_context, task, pool, parts, fold) for fold in range(number)]
     return parts, tuple(file for files in run(folds.fit_fold, tasks) for file in files)
 
 
 def judgeable(dataset: Dataset, labels: NDArray[np.integer], parts: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return whether each label can be judged [n]: its class also has images in another part, which a model learned.
+    """Return whether each label can be judged [n]: its class also has images in another part, so a model learned it.
 
-    The log names the classes without such images, and those without any image.
+    Print the classes that have images in one part only, and the classes without images.
 
     Args:
-        parts: [n], which images were left out together.
+        parts: [n], the number of the part in which an image was left out.
     """
     names = dataset.info.class_names
     pairs = np.unique(np.stack([labels, parts], axis=1), axis=0)

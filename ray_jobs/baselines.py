@@ -43,7 +43,7 @@ def main(context: Context[Baselines]) -> Result:
 
 
 def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], list[Any]]:
-    """Return one method's rows and tables of predictions. Its settings are selected on draw 0's labels, or on dev."""
+    """Return a method's rows and tables of predictions. Its settings are selected on draw 0's labels or on dev."""
     from ray_jobs.evaluation.pixel_baselines import choose, fit_predict
 
     config = context.config
@@ -82,7 +82,7 @@ def _supports(dataset: Dataset, config: Baselines) -> Supports:
 
 
 def _pixels(dataset: Dataset, rows: pa.Table, config: Baselines) -> NDArray[Any]:
-    """Return flattened pixels [n, d] in [0, 1]; larger images are reduced to a thumbnail."""
+    """Return flattened pixels [n, d] in [0, 1]; larger images are downsized to a thumbnail."""
     size, channels = config.thumbnail, 3
     if dataset.info.image is not None:
         size, channels = min(size, dataset.info.image.height), dataset.info.image.channels

@@ -1,11 +1,11 @@
-"""The evaluate stage: few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside pixels, untrained
-models and the most frequent class.
+"""The evaluate stage: few-shot linear evaluation (paper, section 4.1) of a frozen backbone, and the same on pixels,
+untrained models and the most frequent class.
 
-In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`; and the
-features that no earlier evaluation has, see `ray_jobs.evaluation.features`; cost.json, see `ray_jobs.evaluation.cost`.
+In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet` (`ray_jobs.evaluation.rows`), the features that
+no earlier evaluation has (`ray_jobs.evaluation.features`), and cost.json (`ray_jobs.evaluation.cost`).
 
-Supports are drawn from train (or from train and dev), and every test image is scored. How labels are drawn and L2 is
-chosen is the stage's `protocol`, the same for every row. A linear probe does the same with all labels. With
+Supports are drawn from train (or from train and dev), and every test image is scored. The stage's `protocol` says how
+labels are drawn and L2 is chosen, the same for every row. A linear probe does the same with all labels. With
 `retrieval`, each test image is also a query among the others (`ray_jobs.evaluation.average_precision`). A model that
 was trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
@@ -37,7 +37,7 @@ RETRIEVAL = "retrieval"
 
 
 def main(context: Context[Evaluate]) -> Result:
-    """Evaluate in one Ray task, which computes features in others."""
+    """Evaluate in one Ray task, which computes features in other tasks."""
     result: Result = on_cluster(evaluate, context)
     return result
 
@@ -73,10 +73,10 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     rows: list[tables.Row] = []
     predictions: list[Any] = []
 
-    def add(method: str, own_truth: tables.Truth, result: frozen.Result, settings: dict[str, Any]) -> None:
+    def add(method: str, method_truth: tables.Truth, result: frozen.Result, settings: dict[str, Any]) -> None:
         if result.shots is None:
             settings = settings | {"labelled_images": len(support.labels)}
-        for row, images in _scored(method, own_truth, result, settings):
+        for row, images in _scored(method, method_truth, result, settings):
             rows.append(row)
             predictions.append(images)
 
@@ -85,15 +85,15 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
             context, dataset, support, backbone, run, staging.path
         ):
             first_row = len(rows)
-            own_truth = backbone_truth if method.endswith(f", {backbone}") else truth
+            method_truth = backbone_truth if method.endswith(f", {backbone}") else truth
             settings = fixed | {"standardised": standardise, "width": int(pairs[0][0].shape[1])}
             for result in frozen.results(config, pairs, support.labels, truth.labels, standardise, dev):
                 seed = {"initialisation": config.seed + result.draw % len(pairs)} if len(pairs) > 1 else {}
-                add(method, own_truth, result, settings | seed)
-            # a cosine similarity takes features as they are
+                add(method, method_truth, result, settings | seed)
+            # cosine similarities are computed on features that are not standardised
             if config.retrieval and method != features.PIXELS_STANDARDISED:
                 for draw, (_, test) in enumerate(pairs):
-                    rows += _retrieval(method, draw, test, own_truth, truth.labels, image_settings)
+                    rows += _retrieval(method, draw, test, method_truth, truth.labels, image_settings)
             for name, mean in mean_values(rows[first_row:]).items():
                 print(f"{name}: {mean:.3f}", flush=True)
         for result in frozen.most_frequent(config, support.labels, truth.labels):
@@ -135,7 +135,7 @@ def _retrieval(
 
 
 def _image_settings(config: Evaluate) -> dict[str, Any]:
-    """Return the settings that all features share."""
+    """Return the settings of all kinds of features."""
     settings: dict[str, Any] = {}
     if checkpoint := config.checkpoints().get("backbone"):
         settings["checkpoint"] = checkpoint
@@ -147,7 +147,7 @@ def _image_settings(config: Evaluate) -> dict[str, Any]:
 
 
 def _label_settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:
-    """Return the settings that all classifiers share."""
+    """Return the settings of all classifiers."""
     settings: dict[str, Any] = {} if config.support == "train" else {"support": config.support}
     if unlabelled:
         settings["classes_without_labels"] = unlabelled

@@ -1,4 +1,4 @@
-"""The finetune stage: sweep over learning rates or a search, refit with the best, score on test once (paper, table 4).
+"""The finetune stage: sweep over learning rates or search, refit with the best, score on test once (paper, table 4).
 
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on}, and
@@ -10,11 +10,11 @@ over folds of draw 0's labels (few labels) or by accuracy on dev (all labels); t
 then fitted with that point on all its labels (all labels: train and dev) and scored on test once. With a single rate
 there is no sweep. The trials of a sweep only see images of train and dev; only `refit` opens test.
 
-With `early_stopping` a trial counts with its best evaluation. No image is left to stop a refit by, so it repeats that
-trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds.
+With `early_stopping` a trial's result is its best evaluation. A refit has no images left to stop by, so it takes the
+same steps, with the schedule of all `steps`, and ends at the step where the trial was best (the median over folds).
 
-A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.tuning.ledger`).
-One that was running continues from its checkpoint.
+A finished trial or refit is never rerun: later attempts reuse it from the ledger (`ray_jobs.tuning.ledger`). One that
+was running continues from its checkpoint.
 
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
 """
@@ -90,7 +90,7 @@ def main(context: Context[Finetune]) -> Result:
 
 
 class Choice(NamedTuple):
-    """The points that were tried, and which was chosen on what; it has no trials if there was nothing to choose."""
+    """The points that were tried, the chosen one, and what it was selected on; without a sweep, it has no trials."""
 
     sweep: list[TriedPoint]
     chosen: TriedPoint
@@ -117,7 +117,7 @@ def select(
 
 
 def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
-    """Return the task of the refits, and say which point it has."""
+    """Return the task of the refits, and print its point."""
     number, point, trials = choice.chosen
     task = at_point(task, number, point, dataset)._replace(temperature=held_out_temperature(trials))
     message = f"chosen on {choice.selected_on}" if trials else "nothing to choose"
@@ -132,7 +132,7 @@ def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
 def refit_draws(
     context: Context[Finetune], task: Task, pools: list[Images], ledger: Ledger
 ) -> list[Refitted]:
-    """Refit every draw that is not in the ledger with the task's point and last step."""
+    """Refit every draw that is not in the ledger, and return all refits."""
     refits = {
         draw: finished for draw in range(len(pools)) if (finished := ledger.refit(task, draw)) is not None
     }
@@ -144,7 +144,7 @@ def refit_draws(
 def run_refits(
     context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]
 ) -> list[Refitted]:
-    """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
+    """Refit these draws in Ray tasks; with several workers, as many in parallel as the cluster has room for."""
     arguments = [(context, task, pools[draw], draw) for draw in draws]
     if task.config.workers > 1:
         _, concurrent = cluster.fit_resources(task.config.threads, task.config.workers)
@@ -154,7 +154,7 @@ def run_refits(
 
 
 def measure_cost(context: Context[Finetune], task: Task) -> Cost:
-    """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
+    """Measure the model's cost in a Ray task with the resources of a fit by one worker."""
     (cost,) = cluster.in_tasks(_cost, [(context, task)], task.config.threads)
     return cost
 
@@ -175,7 +175,7 @@ def write(
     overlap: Overlap,
     cost: Cost,
 ) -> Result:
-    """Write the files beside the model's, and return the stage's result."""
+    """Write all files except the model's, and return the stage's result."""
     accuracy_rows, predictions = tables(task, dataset, refits, choice.selected_on, overlap)
     sweep_json = json.dumps(_sweep(context.config, task, choice), indent=1) + "\n"
     curves = [
@@ -185,7 +185,7 @@ def write(
     names = {str(task.refit(draw)) for draw in range(len(refits))}
 
     def has_fit(fit: str | None) -> bool:
-        """Return whether it is a trial or one of the refits: an earlier attempt may have chosen another point."""
+        """Return whether a fit is a trial or one of `refits`; an earlier attempt may have refitted another point."""
         name = FitName.parse(fit)
         return name is not None and (name.kind == "trial" or fit in names)
 
@@ -221,25 +221,25 @@ def write(
 
 
 def _sweep(config: Finetune, task: Task, choice: Choice) -> dict[str, Any]:
-    """Return what sweep.json says."""
-    found: dict[str, Any] = {
+    """Return the content of sweep.json."""
+    content: dict[str, Any] = {
         "trials": [point.in_sweep(config) for point in choice.sweep],
         "chosen": task.learning_rate,
         "selected_on": choice.selected_on,
     }
     if config.search is not None:
         number, point, _ = choice.chosen
-        found |= {"kind": config.search.kind, "chosen_trial": number, "chosen_point": point}
+        content |= {"kind": config.search.kind, "chosen_trial": number, "chosen_point": point}
     if task.last_step is not None:
-        found["stopped_at"] = task.last_step
-    return found
+        content["stopped_at"] = task.last_step
+    return content
 
 
 def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports]:
-    """Return each refit's images, and the supports that they belong to. Reads train and dev only.
+    """Return each refit's images, and their supports. Reads train and dev only.
 
     Raises:
-        UserError: there are no training images, or none of a class that `class_weights` names.
+        UserError: there are no training images, or a class in `class_weights` has none.
     """
     dataset.require("train")
     supports = Supports(dataset.index("train"), dataset.index("dev"), config.labels)
@@ -247,7 +247,7 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports
     present = {dataset.info.class_names[label] for label in draws[0].labels}
     for name in config.class_weights if isinstance(config.class_weights, dict) else ():
         if name not in present:
-            raise UserError(f"class_weights: no image of class {name!r} has a label to train on")
+            raise UserError(f"class_weights: class {name!r} has no labelled image to train on; remove it")
     return draws, supports
 
 
@@ -274,7 +274,7 @@ def tables(
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED
     if config.labels.per_class is not None and overlap.labels_seen:
-        start = SEEN  # it has learned from more of these labels than labels_per_class says
+        start = SEEN  # it was trained on more of these labels than labels_per_class says
     start += ", LoRA" * (config.lora is not None) + ", biases only" * is_biases_only
     accuracy_rows, predictions = [], []
     for draw, done in enumerate(refits):
@@ -293,13 +293,13 @@ def tables(
 
 
 def predicted(refit: Refitted) -> NDArray[np.int64]:
-    """Return the label [n] that a refit's model gave each test image."""
+    """Return a refit's predicted labels [n] for the test images."""
     labels: NDArray[np.int64] = refit.images["prediction"].to_numpy().astype(np.int64)
     return labels
 
 
 def _trained_parameters(task: Task) -> dict[str, int]:
-    """Return how many weights each refit trained, LoRA's matrices included; nothing if it trained all."""
+    """Return how many weights each refit trained, including LoRA's matrices; empty if it trained all weights."""
     if task.config.freeze is None and task.config.lora is None:
         return {}
     from ray_jobs.training.fit import trained_parameters
@@ -308,9 +308,9 @@ def _trained_parameters(task: Task) -> dict[str, int]:
 
 
 def _test_accuracy(dataset: Dataset, refits: list[Refitted], overlap: Overlap) -> dict[str, float]:
-    """Return the mean over refits on the test images that were not seen in training; empty if all were.
+    """Return the mean accuracy over refits on the test images that were not seen in training; empty if all were.
 
-    Of several refits also the standard deviation (ddof 1).
+    With several refits, also return the standard deviation (ddof 1).
     """
     unseen = ~overlap.seen
     if not unseen.any():

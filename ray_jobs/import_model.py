@@ -1,9 +1,9 @@
-"""The import stage: turn weights that others trained into a model artifact.
+"""The import stage: turn pretrained weights into a model artifact.
 
 In: a file or a folder in one of the formats of `vit_model.formats`. Out: model.safetensors and config.json. The stage
 prints which weights it took, resized, dropped or newly initialised. Only vitflow records the images on which weights
 were trained; for other weights the contract's training data is "unknown". A wrong mean or std is the most common
-silent mistake with such weights, so the stage never guesses them: they come from the file or the configuration.
+silent mistake with pretrained weights, so the stage never guesses them: the file or the configuration states them.
 
     python -m ray_jobs.import_model --spec STORE/artifacts/import/<key>/attempts/<n>/attempt.json
 
@@ -69,7 +69,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
     """Return the contract of the model.
 
     Raises:
-        UserError: mean and std are unknown, or the parts of the contract do not fit together.
+        UserError: mean and std are unknown, or the parts of the contract contradict each other.
     """
 
     architecture = imported.architecture
@@ -90,10 +90,10 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
 
 
 def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
-    """Return the file's preprocessing, with the configuration's values in place of the file's.
+    """Return the file's preprocessing, overridden by the configuration's values.
 
     Raises:
-        UserError: neither gives mean and std.
+        UserError: neither states mean and std.
         ValidationError: they do not fit the model.
     """
 
@@ -107,13 +107,13 @@ def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
     fields = {} if from_file is None else from_file.model_dump()
     fields |= {"resolution": architecture.image_shape[0], "channels": architecture.in_channels}
     if from_config.crop is not None:
-        for name in ("crop_fraction", "crop_offset"):  # these belong to the file's own way of cropping
+        for name in ("crop_fraction", "crop_offset"):  # these belong to the file's crop
             fields.pop(name, None)
     return Preprocessing.model_validate(fields | _for_channels(from_config, architecture.in_channels))
 
 
 def _for_channels(preprocessing: GivenPreprocessing, channels: int) -> dict[str, object]:
-    """Return the fields that are given; a single mean or std applies to every channel."""
+    """Return the configured fields; a single mean or std applies to every channel."""
     fields = preprocessing.model_dump(exclude_none=True)
     for name in ("mean", "std"):
         if len(fields[name]) == 1:
@@ -122,7 +122,7 @@ def _for_channels(preprocessing: GivenPreprocessing, channels: int) -> dict[str,
 
 
 def describe(contract: ModelContract, from_file: Preprocessing | None) -> Iterator[str]:
-    """Yield the lines that a user should check: shape, classes, preprocessing (also the file's own), licence."""
+    """Yield lines for the user to check: shape, classes, preprocessing (also the file's, if it differs), licence."""
     model, names = contract.architecture, contract.class_names
     if model.family == "vit":
         shape = f"width {model.width}, depth {model.depth}, {model.num_heads} heads, patches of {model.patch_size}"
@@ -146,7 +146,7 @@ def describe(contract: ModelContract, from_file: Preprocessing | None) -> Iterat
 
 
 def _plain(text: str) -> str:
-    """Return untrusted text, shortened and without control characters of a terminal."""
+    """Return untrusted text, shortened and with a terminal's control characters escaped."""
     return repr(text[:_LETTERS_SHOWN])[1:-1]
 
 

@@ -4,20 +4,20 @@ In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.d
 
     quarantine.parquet    the images that cannot be used, and why
     duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.copies`)
-    excluded.parquet      with `exclude`, the images that it lists (`ray_jobs.ingesting.exclude`)
+    excluded.parquet      with `exclude`, the listed images (`ray_jobs.ingesting.exclude`)
     set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
     card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
-    masks/...             with `masks: true` of the source, the masks of each shard's images (`ray_jobs.data.masks`)
+    masks/...             if the source has `masks: true`, the masks of each shard's images (`ray_jobs.data.masks`)
     facts/...             the facts of every image and its source file, for reuse (`ray_jobs.ingesting.reuse`)
 
 The stage first lists the source, down to the byte range of every image in every archive. Then tasks read these ranges,
 one shard per task, ordered by a hash of the images' names. Each image is read and decoded once, so a failure in a later
-stage means that storage is damaged. The output depends on the source alone: neither on the number of tasks, nor on what
-was reused from an earlier attempt. The memory of a task holds one row group of its shard (16 MB), the facts of the
-shard, and what its source reads at once: an image, a row group of Parquet, a block of an array.
+stage means that storage is damaged. The output depends on the source alone, not on the number of tasks or on what was
+reused from an earlier attempt. A task holds in memory one row group of its shard (16 MB), the facts of the shard, and
+what its source reads at once: an image, a row group of Parquet, a block of an array.
 
-Plain Ray tasks are used and not Ray Data, because a part is the unit of work, of naming and of restarting. Ray Data
-splits and merges its blocks as it likes, and its write_parquet chooses random file names.
+The stage uses plain Ray tasks, because a part is the unit of work, of naming and of restarting. Ray Data splits and
+merges its blocks as it likes, and its write_parquet chooses random file names.
 
     python -m ray_jobs.ingest --spec ATTEMPT.json
 """
@@ -60,7 +60,9 @@ from ray_jobs.sources.archives.entries import Listing, Unusable
 from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
-NAMED = 10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all
+NAMED = (
+    10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
+)
 
 
 def main(context: Context[Ingest]) -> Result:
@@ -68,7 +70,7 @@ def main(context: Context[Ingest]) -> Result:
 
     Raises:
         UserError: the source, or the list of excluded images, cannot be used.
-        SourceChangedError: a file changed or went after the stage was planned.
+        SourceChangedError: a file changed or vanished after the stage was planned.
     """
     context.check_source("before it was read")
     try:
@@ -102,15 +104,15 @@ def _dataset(context: Context[Ingest]) -> Result:
     facts, reused = numbered(written), sum(part.reused for part in written)
     print(f"read {quantity(len(facts) - reused, 'new image')}, reused {reused:,}", flush=True)
     unusable = [*listing.unusable, *_unusable(facts)]
-    # first, so that users can read it if too many bad images fail the stage
+    # write it first, so that users can read it if the stage fails because of too many bad images
     with context.staging() as staging:
         _write_quarantine(staging.path / "quarantine.parquet", unusable)
     quarantine = staging.files
     _check_unusable(context, unusable, len(facts) + len(listing.unusable))
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
-    good = facts.filter(pc.is_null(facts["reason"]))
-    index, copies, excluded = _decided(context, name, good, listing.class_names, official, listed)
+    usable = facts.filter(pc.is_null(facts["reason"]))
+    index, copies, excluded = _decided(context, name, usable, listing.class_names, official, listed)
     trainable = _trainable(index, listing)
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
@@ -171,7 +173,7 @@ def _decided(
 ) -> tuple[pa.Table, pa.Table, pa.Table]:
     """Return (FACTS of the images that are not left out, with their splits; DUPLICATES; EXCLUDED).
 
-    Excluded images leave before copies are looked for, so that they take no twin along.
+    Excluded images leave before the search for copies, so that no twin of theirs is left out.
     """
     config = context.config
     splits = assign_splits(images, getattr(config.source, "salt", None), official)
@@ -207,8 +209,8 @@ def _read_excluded(config: Ingest) -> list[str] | None:
 
 
 def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> None:
-    """Print a line for every audit of this store that lists these images and is no evidence about labels."""
-    from ray_jobs.evaluation.label_issues import FILE, doubts, read_issues  # which import scipy
+    """Print a warning for every audit in this store that lists these images but is not evidence of wrong labels."""
+    from ray_jobs.evaluation.label_issues import FILE, doubts, read_issues  # imports scipy
 
     store = context.open_store()
     for manifest in all_manifests(store) if listed else ():
@@ -219,7 +221,7 @@ def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> N
         try:
             issues = read_issues(store.local(manifest.folder, entry) / FILE)
         except (StoreError, UserError) as error:
-            print(f"exclude was not compared with audit {name}: {error}", flush=True)
+            print(f"cannot compare exclude with audit {name}: {error}", flush=True)
             continue
         if count := len(set(listed or ()) & set(issues["sample_id"].to_pylist())):
             print(f"warning: audit {name} lists {count:,} of the images of exclude: {why}", flush=True)
@@ -232,8 +234,8 @@ def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:
     if config.short_side is not None and listing.image is not None:
         raise UserError(
-            f"short_side is for image files; {config.source.kind} has arrays of pixels, which are stored unchanged. "
-            "Remove short_side"
+            f"short_side applies to image files, but {config.source.kind} has arrays of pixels, which are stored "
+            "unchanged. Remove short_side"
         )
 
 
@@ -247,7 +249,7 @@ def _shrunk_note(config: Ingest) -> tuple[str, ...]:
 
 
 def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
-    """Describe the images with the same bytes as an image of another class; from DUPLICATES."""
+    """Describe the images in DUPLICATES with the same bytes as an image of another class."""
     rows = copies.filter(pc.equal(copies["kind"], CONFLICT)).to_pylist()
     if not rows:
         return ()
@@ -281,13 +283,13 @@ def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], tota
     attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(unusable) > allowed * total:
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
-        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(unusable)[:20])
+        first = "".join(f"\n  {image.key}: {image.reason}" for image in sorted(unusable)[:20])
         more = (
             f"\n  and {len(unusable) - 20} more, in {folder}/quarantine.parquet" if len(unusable) > 20 else ""
         )
         raise UserError(
-            f"{len(unusable)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
-            f"remove them or allow more{first}{more}"
+            f"{len(unusable)} of {total} images cannot be used, more than max_bad_fraction {allowed}. "
+            f"Remove them or raise max_bad_fraction{first}{more}"
         )
 
 
@@ -304,18 +306,18 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
     if trainable.set_aside_classes and len(trainable.class_names) < 2:
         raise UserError(
             f"only {len(trainable.class_names)} of {len(listing.class_names)} classes have a usable training image; "
-            "a classifier needs two or more. Add images, or give the splits yourself (split folders, or a "
-            "column `split` in the metadata)"
+            "a classifier needs two or more. Add images, or define the splits (split folders, or a column `split` in "
+            "the metadata)"
         )
     return trainable
 
 
 def _composition(trainable: Trainable, official: list[str | None]) -> tuple[str, str]:
-    """Return lines for the log: the number of images of each split and of each class."""
+    """Return lines for the log: the number of images per split and per class."""
     splits = Counter(trainable.index["split"].to_pylist())
     classes = Counter(trainable.index["label"].to_pylist())
-    given = sorted(filter(None, official))
-    named = f"given by the source: {', '.join(given)}" if given else "drawn"
+    stated = sorted(filter(None, official))
+    named = f"given by the source: {', '.join(stated)}" if stated else "drawn"
     return (
         f"splits ({named}): {counted({split: splits[split] for split in SPLITS})}",
         f"classes: {counted({name: classes[label] for label, name in enumerate(trainable.class_names)})}",
@@ -348,12 +350,12 @@ def _write_quarantine(path: Path, unusable: Sequence[Unusable]) -> None:
     schema = pa.schema(
         [("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())]
     )
-    pq.write_table(pa.Table.from_pylist([one._asdict() for one in rows], schema=schema), path)
+    pq.write_table(pa.Table.from_pylist([image._asdict() for image in rows], schema=schema), path)
     keys: dict[str, list[str]] = {}
-    for one in rows:
-        keys.setdefault(one.reason, []).append(one.key)
-    for reason, of_reason in sorted(keys.items(), key=lambda item: -len(item[1])):
-        print(f"quarantined {len(of_reason):,}: {reason}: {listed(of_reason)}", flush=True)
+    for image in rows:
+        keys.setdefault(image.reason, []).append(image.key)
+    for reason, unusable_keys in sorted(keys.items(), key=lambda item: -len(item[1])):
+        print(f"quarantined {len(unusable_keys):,}: {reason}: {listed(unusable_keys)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The pretrain stage: train a new model on a dataset, from new weights or from another model's.
+"""The pretrain stage: train a model on a dataset, from new weights or from another model's weights.
 
-In: a dataset artifact, a model size, and perhaps a model to start from and one to imitate. Out: model.safetensors,
+In: a dataset artifact, a model size, and optionally a model to start from and a teacher. Out: model.safetensors,
 config.json, curve.json [{step, learning_rate, loss, dev_accuracy}], checkpoints.json {best, steps} and
 checkpoints/<step>/model.safetensors, written by `ray_jobs.training.loop`, which every worker of Ray Train runs;
 log.jsonl (`pipelines.store.training_log`).
@@ -32,18 +32,18 @@ from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
 _START_TIMEOUT_SECONDS = 900
-# The same after a death, because Ray may count a lost machine's resources for some seconds. Then they are counted anew.
+# The same after a death: Ray may still count a lost machine's resources for some seconds, so they are counted again.
 _RESTART_TIMEOUT_SECONDS = 20
-_DEATHS = 3  # of groups that saved nothing new, after which the attempt fails
-_DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartup", "ActorDied", "ActorUnavailable")  # of Ray's errors
+_DEATHS = 3  # the attempt fails when so many groups in a row died without a new checkpoint
+_DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartup", "ActorDied", "ActorUnavailable")  # Ray's errors
 _CONNECTION = re.compile("gloo|NCCL|DistBackendError|Connection (closed|reset)")
 
 
 def main(context: Context[Pretrain]) -> Result:
     """Run groups of workers under Ray Train until one has trained to the end.
 
-    When workers die, the next group continues from the last checkpoint: with as many workers, or, if their machines
-    are gone, with as many as the rest has room for.
+    When workers die, the next group continues from the last checkpoint with as many workers, or, if machines are gone,
+    with as many as the remaining machines have room for.
     """
     from ray_jobs.training.workers.preemption import save_on_notice
 
@@ -56,12 +56,14 @@ def main(context: Context[Pretrain]) -> Result:
 def _train(context: Context[Pretrain]) -> dict[str, Any]:
     start = choose_start(context.open_store(), context.attempt, context.config.keep_steps)
     if context.config.init_from == LATEST and "init_from" not in context.inputs:
-        print("init_from latest: this stage has made no model yet; new weights from the seed", flush=True)
+        print("init_from latest: this stage has no model yet; starting with new weights", flush=True)
     if start is not None:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
-            print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
+            print(
+                "note: the code has changed since then; --strict-code makes it a part of the key", flush=True
+            )
     wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
     cluster.room_for(workers, context.config.threads)
     units, group, deaths = cluster.units_in_cluster(), 0, 0
@@ -84,7 +86,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
 def run_workers(
     context: Context[Pretrain], workers: int, group: int, start: Checkpoint | None
 ) -> dict[str, Any]:
-    """Train under Ray Train and return {files, metrics} of rank 0. `group` counts the groups of this attempt."""
+    """Train under Ray Train and return {files, metrics} of rank 0. `group` is the group's number in the attempt."""
     outcome: dict[str, Any] = run_group(
         _ray_worker,
         {"context": context, "group": group, "start": start},
@@ -98,20 +100,20 @@ def run_workers(
 
 
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    from ray_jobs.training.loop import work  # with torch, which the entry process does without
+    from ray_jobs.training.loop import work  # imports torch, which the entry process does not need
 
     return work(**settings)
 
 
 def _is_death(error: Exception) -> bool:
-    """Whether workers have died, or could not be started on the machines that are left.
+    """Return whether workers have died or could not be started on the remaining machines, so that a new group can help.
 
-    That is not the training's fault. Nobody's mistake may be among the failures.
+    It cannot help if a user error is among the failures.
     """
     if any(isinstance(cause, UserError | StoreError | Superseded) for cause in causes(error)):
         return False
     failures = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", None)]
-    # A worker that dies breaks the connections of the others, which may be noticed first.
+    # A worker that dies breaks the connections of the others, and these errors may arrive first.
     return any(
         type(failure).__name__.startswith(_DEATH_NAMES) or _CONNECTION.search(str(failure))
         for failure in failures
@@ -121,15 +123,15 @@ def _is_death(error: Exception) -> bool:
 def _latest(context: Context[Pretrain], start: Checkpoint | None) -> Checkpoint | None:
     """Return the furthest checkpoint to continue from: this attempt's, or the one that it started from."""
     store, attempt = context.open_store(), context.attempt
-    there = checkpoints(store, attempt.job, attempt.key)
-    own = [each for each in there if each.attempt == attempt.number or each == start]
-    return furthest(store, own, context.config.keep_steps, there)
+    existing = checkpoints(store, attempt.job, attempt.key)
+    usable = [entry for entry in existing if entry.attempt == attempt.number or entry == start]
+    return furthest(store, usable, context.config.keep_steps, existing)
 
 
 def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
-    """Return the most workers that divide the batch and that the machines left have room for, from `min_workers` on.
+    """Return the most workers, at least `min_workers`, that divide the batch and fit on the remaining machines.
 
-    `units_before` are the GPUs, or CPUs, that the cluster had when it had room for `wanted` workers.
+    `units_before` are the GPUs (or CPUs) that the cluster had when it had room for `wanted` workers.
     """
     units = cluster.units_in_cluster()
     if units >= units_before:

@@ -1,6 +1,6 @@
-"""What keeps random numbers apart: one list of purposes, and one hash.
+"""Independent random numbers from one seed: a list of purposes, and a hash.
 
-Two uses of the same seed draw different numbers because each puts its purpose beside the seed. Needs numpy only.
+Two uses of the same seed draw different numbers because each adds its purpose to the seed. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Purpose(IntEnum):
     """What a seed is used for. The numbers are part of every result, so they never change.
 
-    Some share a number, which a test forbids for new ones.
+    Some purposes share a number; a test forbids this for new ones.
     """
 
     DRAW_LABELS = 1
@@ -34,7 +34,7 @@ class Purpose(IntEnum):
 
 
 def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the outputs of SplitMix64 in these states: 64-bit hashes of them."""
+    """Return the outputs of SplitMix64 for these states, which are 64-bit hashes of the states."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(state ^ (state >> np.uint64(31)), np.uint64)

@@ -1,4 +1,4 @@
-"""The report stage: one page about datasets, models and evaluations, with the numbers and rows behind it.
+"""The report stage: a page about datasets, models and evaluations, with the numbers and rows behind it.
 
 In: artifacts of any kind except reports. Out: report.html (self-contained), report.json (the same numbers),
 rows.parquet and predictions.parquet (the rows of all inputs, each with its artifact and stage). The same inputs give

@@ -1,12 +1,12 @@
-"""The segment stage: linear segmentation of the patch tokens of a frozen backbone, beside pixels and untrained models.
+"""The segment stage: linear segmentation of patch tokens of a frozen backbone, of pixels and of untrained models.
 
 In: a dataset with masks and a model. Out: `rows.parquet`, with the metric mIoU, an empty `predictions.parquet`, and
 `confusion.parquet`: per test image, how many pixels of each class have each prediction (CONFUSION).
 
-The classifier is fitted to train, L2 and the classes' weights are chosen by mIoU on dev, then train and dev are fitted,
-and every pixel of test that has a class is scored at the size of its mask (`ray_jobs.evaluation.segmentation`). Images
-are squashed to the model's square, so that patches cover the whole image. A model that was trained on test images is
-refused.
+The classifier is fitted on train, L2 and the class weights are chosen by mIoU on dev, then it is refitted on train and
+dev. Every test pixel that has a class is scored at the resolution of its mask (`ray_jobs.evaluation.segmentation`).
+Images are squashed to the model's square, so that patches cover the whole image. A model that was trained on test
+images is refused.
 
     python -m ray_jobs.segment --spec ATTEMPT.json
 """
@@ -54,13 +54,13 @@ CONFUSION = pa.schema(
 
 
 def main(context: Context[Segment]) -> Result:
-    """Segment in one Ray task, which computes tokens in others."""
+    """Segment in one Ray task, which computes tokens in other tasks."""
     result: Result = on_cluster(segment, context)
     return result
 
 
 def segment(context: Context[Segment], run: Run = here) -> Result:
-    """Fit, choose L2 and the classes' weights on dev, fit again, score test.
+    """Fit, choose L2 and the class weights on dev, refit, score test.
 
     Raises:
         UserError: the dataset has no masks or no dev split, or the backbone was trained on test images.
@@ -81,19 +81,19 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
 
     def moments(split: Split) -> list[Moments]:
         done = run(moments_of_rows, parts(split))
-        return [sum(own[1:], start=own[0]) for own in zip(*done, strict=True)]
+        return [sum(shares[1:], start=shares[0]) for shares in zip(*done, strict=True)]
 
     def confusions(split: Split, weights: list[NDArray[np.float64]]) -> list[NDArray[np.int64]]:
         done = run(confusions_of_rows, [(*part, weights) for part in parts(split)])
-        return [np.concatenate(own) for own in zip(*done, strict=True)]
+        return [np.concatenate(shares) for shares in zip(*done, strict=True)]
 
     train, dev = moments("train"), moments("dev")
-    if not all(own[0].areas.any() for own in (train, dev)):
+    if not all(sums[0].areas.any() for sums in (train, dev)):
         raise UserError(f"dataset {dataset.info.name}: no pixel of train or dev has a class")
     # [images, variants, classes, classes] for each kind of tokens; the last of equally good variants wins
-    counted = confusions("dev", [own.fit(VARIANTS) for own in train])
-    values = [[mean_iou(counts) for counts in own.sum(axis=0)] for own in counted]
-    chosen = [max(zip(own, VARIANTS, strict=True))[1] for own in values]
+    counted = confusions("dev", [sums.fit(VARIANTS) for sums in train])
+    values = [[mean_iou(counts) for counts in by_image.sum(axis=0)] for by_image in counted]
+    chosen = [max(zip(by_variant, VARIANTS, strict=True))[1] for by_variant in values]
     weights = [(a + b).fit([variant]) for a, b, variant in zip(train, dev, chosen, strict=True)]
     tested = [counts[:, 0] for counts in confusions("test", weights)]
 
@@ -105,10 +105,10 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
             kind.draw,
             counts,
             "dev",
-            {"balance": balance, "l2": l2, "width": own.inputs.shape[1], "patches": kind.grid} | shared,
+            {"balance": balance, "l2": l2, "width": sums.inputs.shape[1], "patches": kind.grid} | shared,
             overlap.seen if kind.method == kinds[0].method else None,
         )
-        for kind, counts, own, (balance, l2) in zip(kinds, tested, train, chosen, strict=True)
+        for kind, counts, sums, (balance, l2) in zip(kinds, tested, train, chosen, strict=True)
     ]
     majority = _always(tested[0], int((train[0] + dev[0]).areas.argmax()))
     results.append(_Tested(MAJORITY, 0, majority, "nothing", shared, None))
@@ -122,7 +122,7 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
 
 
 class _Tested(NamedTuple):
-    """The confusions [images, classes, classes] of a method on test, and how it was made."""
+    """The confusions [images, classes, classes] of a method on test, and how the method was fitted."""
 
     method: str
     draw: int
@@ -130,7 +130,7 @@ class _Tested(NamedTuple):
     selected_on: str
     settings: dict[str, Any]
     seen: NDArray[np.bool_] | None
-    """Which test images the backbone was trained on; None: it does not matter for this method."""
+    """Which test images the backbone was trained on; None: the method does not use the backbone."""
 
 
 def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.Table]]:
@@ -154,7 +154,7 @@ def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.T
 
 
 def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:
-    """Return the confusions [images, classes, classes] of one prediction for all pixels, from any other's."""
+    """Return the confusions [images, classes, classes] of predicting one class for all pixels, from any `counts`."""
     always = np.zeros_like(counts)
     always[:, :, prediction] = counts.sum(axis=2)
     return always
@@ -163,7 +163,7 @@ def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:
 def _table(
     common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]
 ) -> pa.Table:
-    """Return a table of CONFUSION with the pairs of classes that pixels of an image have."""
+    """Return a table of CONFUSION: a row for each image and each pair of label and prediction among its pixels."""
     images, labels, predictions = np.nonzero(counts)
     names = pa.array(classes)
     columns = {

@@ -1,6 +1,6 @@
 """Random crops and flips as numbers, so that a decoder knows them before it decodes.
 
-In: a policy, image sizes and random numbers. Out: boxes in whole pixels. No pixels are touched here.
+In: a policy, image sizes and random numbers. Out: boxes in whole pixels. This module does not touch pixels.
 Use, before decoding: `RandomCrop("crop_flip", seed)(positions, heights, widths)`, for one image or a batch; the
 crop is then resized to the model's square, and mirrored if `flipped`.
 """
@@ -17,13 +17,13 @@ from ray_jobs.augment.random import uniform
 from ray_jobs.data.crops import Crops, Pixels
 
 Numbers = NDArray[np.float64]
-Size = int | Pixels  # of all images, or of each
+Size = int | Pixels  # one size for all images, or one per image
 
 CROP_AREA = (0.05, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 RESIZED_CROP_AREA = (0.08, 1.0)
 RESIZED_CROP_TRIES = 10
-SQUASH_CROP = 384 / 448  # of each side: the paper's fine-tuning squashes to 448 and crops 384
+SQUASH_CROP = 384 / 448  # a fraction of each side: the paper's fine-tuning squashes to 448 and crops 384
 
 # How many numbers each policy draws per sample.
 _DRAWS = {"flip": 8, "crop_flip": 8, "squash_crop": 8, "squash_crop_flip": 8, "resized_crop_flip": 24}
@@ -57,7 +57,7 @@ def crops(
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """The random crop of a training, which the loader applies to each original image while decoding it."""
+    """A training's random crop, which the loader applies to each original image while decoding it."""
 
     policy: str
     seed: int
@@ -70,8 +70,7 @@ class RandomCrop:
 def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
     """Return (top, left, height, width) of the Inception crop of ViT's pretraining, from a sample's first four draws.
 
-    Area 5-100%, aspect 3/4-4/3. The height is uniform between its limits, as in TensorFlow's sampler, so the area is
-    not.
+    Area 5-100%, aspect 3/4-4/3. As in TensorFlow's sampler, the height is uniform between its limits, not the area.
     """
     aspect = CROP_ASPECT[0] + draws[:, 0] * (CROP_ASPECT[1] - CROP_ASPECT[0])
     area = np.asarray(height * width)
@@ -128,7 +127,7 @@ def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels
 def _placed(
     draws: Numbers, height: Size, width: Size, crop_height: Pixels, crop_width: Pixels
 ) -> tuple[Pixels, Pixels]:
-    """Return (top, left), with all possible places equally likely."""
+    """Return (top, left); all possible positions are equally likely."""
     top = (draws[:, 0] * (height - crop_height + 1)).astype(np.int64)
     left = (draws[:, 1] * (width - crop_width + 1)).astype(np.int64)
     return top, left

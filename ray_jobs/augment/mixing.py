@@ -1,7 +1,7 @@
 """Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): mix each image and its label with another.
 
-Image i of the *global* batch is mixed with image i - 1, as big_vision rolls a batch, with one weight per step. So a
-worker only needs one image of another worker, and the mixed batch is the same at any world size.
+Image i of the *global* batch is mixed with image i - 1 (big_vision rolls the batch), with one weight per step. So a
+worker needs only one image of another worker, and the mixed batch is the same at any world size.
 In: uint8 [n, h, w, c] and int64 labels [n]. Out: uint8 of the same shape, and probabilities [n, classes] as targets.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ray_jobs.augment.random import uniform
 
-_BITS = 16  # pixels are mixed in integers, for the same result on every device
+_BITS = 16  # pixels are mixed as integers, so results are the same on every device
 _PARTS = 1 << _BITS
 _DRAWS = 8
 
@@ -25,8 +25,8 @@ _DRAWS = 8
 class Mix(NamedTuple):
     """The mixing of a step's images."""
 
-    own: int
-    """The weight of an image's own label, in units of 1 / 65,536; with mixup also of its own pixels."""
+    share: int
+    """The weight of an image's original label, in units of 1 / 65,536; with mixup also of its original pixels."""
     box: tuple[int, int, int, int] | None
     """With CutMix, the part that the other image replaces: (top, left, height, width)."""
 
@@ -56,27 +56,29 @@ def plan(mixup: float, cutmix: float, seed: int, step: int, height: int, width: 
     return Mix(_PARTS - round(_PARTS * tall * wide / (height * width)), (top, left, tall, wide))
 
 
-def mix(images: Tensor, labels: Tensor, classes: int, how: Mix) -> tuple[Tensor, Tensor]:
+def mix(images: Tensor, labels: Tensor, classes: int, mixing: Mix) -> tuple[Tensor, Tensor]:
     """Mix a worker's share of a global batch; return uint8 [n, h, w, c] and float32 targets [n, classes].
 
     All workers of torch.distributed's default group call this together. Without a group the share is the whole batch.
     """
     before, before_label = _last_of_previous(images, labels)
-    others = torch.cat([before[None], images[:-1]])
+    previous_images = torch.cat([before[None], images[:-1]])
     other_labels = torch.cat([before_label[None], labels[:-1]])
-    if how.box is None:
-        mixed = (images.int() * how.own + others.int() * (_PARTS - how.own) + _PARTS // 2) >> _BITS
+    if mixing.box is None:
+        mixed = (
+            images.int() * mixing.share + previous_images.int() * (_PARTS - mixing.share) + _PARTS // 2
+        ) >> _BITS
         mixed = mixed.to(torch.uint8)
     else:
-        top, left, height, width = how.box
+        top, left, height, width = mixing.box
         place = (slice(None), slice(top, top + height), slice(left, left + width))
         mixed = images.clone()
-        mixed[place] = others[place]
-    own = how.own / _PARTS
+        mixed[place] = previous_images[place]
+    share = mixing.share / _PARTS
     targets, other_targets = (
         functional.one_hot(indices, classes).to(torch.float32) for indices in (labels, other_labels)
     )
-    return mixed, own * targets + (1 - own) * other_targets
+    return mixed, share * targets + (1 - share) * other_targets
 
 
 def _last_of_previous(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,8 +87,8 @@ def _last_of_previous(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return last
     previous = []
-    for own in last:
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own)
+    for share in last:
+        gathered = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, share)
         previous.append(gathered[dist.get_rank() - 1])
     return previous[0], previous[1]

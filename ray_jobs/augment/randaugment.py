@@ -2,7 +2,7 @@
 
 In and out: uint8 tensors [n, h, w, c] at the model's resolution, after crop and flip, with the same result on any
 device. It differs from TensorFlow in two ways. Contrast blends with the mean grey, as in Pillow and the paper, and not
-with (number of pixels / 256), which is 196 at 224 x 224. Amounts in pixels, made for 224, are scaled to other sizes.
+with (number of pixels / 256), which is 196 at 224 x 224. Amounts in pixels, meant for 224, are scaled to other sizes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def randaugment(
 ) -> Tensor:
     """Apply `layers` random operations to each image [n, h, w, c], one after the other.
 
-    `magnitude` is on the original scale, whose maximum is 10; `positions` [n] number the samples over the whole
-    training.
+    `magnitude` is on the original scale of 0 to 10; `positions` [n] number the samples over the whole training.
     """
     draws = uniform(seed, positions, _DRAWS * layers, "randaugment").reshape(len(positions), layers, _DRAWS)
     for layer in range(layers):
@@ -93,9 +92,9 @@ def rotate(images: Tensor, radians: Numbers) -> Tensor:
 
 
 def warp(images: Tensor, to_x: list[float | Numbers], to_y: list[float | Numbers]) -> Tensor:
-    """Warp each image: the pixel at (x, y) comes from the pixel nearest to (to_x, to_y) . (x, y, 1).
+    """Warp each image: the pixel at (x, y) is copied from the pixel nearest to (to_x, to_y) . (x, y, 1).
 
-    Each entry is a number, or one per image [n]. Coordinates count pixel centres. Pixels from outside are grey.
+    Each entry is a number, or one per image [n]. Coordinates are pixel centres. Pixels from outside are grey.
     """
     n, height, width, c = images.shape
     device = images.device

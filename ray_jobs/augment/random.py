@@ -1,7 +1,7 @@
 """Random numbers of samples and steps: pure functions of a seed, a purpose and a position in the training stream.
 
-They are drawn on the CPU for images on any device. Those of samples are the same at any rank, worker count and thread
-count and after a restart; those of a step (dropout) depend on the rank.
+They are drawn on the CPU for images on any device. The numbers of samples are the same at any rank, worker count and
+thread count and after a restart; the numbers of a step (dropout) depend on the rank.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def drop_path_draws(
 ) -> tuple[torch.Tensor, ...]:
     """Return the draws of stochastic depth (`ViT.drop_path_factors`), for each view of the samples.
 
-    They are float64 [n, blocks, 2]. The trained module takes them after its other inputs. Returns () for an
-    architecture without stochastic depth.
+    They are float64 [n, blocks, 2], and the last inputs of the trained module. Returns () for an architecture without
+    stochastic depth.
     """
     if not isinstance(architecture, ViTConfig) or not architecture.stochastic_depth:
         return ()
@@ -51,7 +51,7 @@ def drop_path_draws(
 def dropout_seed(seed: int, step: int, rank: int = 0) -> int:
     """Return the seed of a worker's torch generator for a step, which draws dropout.
 
-    It is set before every step, so a training that continues at a step draws what an undisturbed one does.
+    It is set before every step, so a training that resumes at a step draws the same numbers as one that ran through.
     """
     digest = hashlib.sha256(f"dropout/{seed}/{step}/{rank}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1  # torch takes 63 bits

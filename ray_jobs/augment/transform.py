@@ -31,7 +31,7 @@ class TrainTransform:
     """The configured augmentation: random crop and flip, RandAugment, then mixup or CutMix; or MoCo's views.
 
     `from_files` says that the dataset stores image files, not pixels. Files are cropped while they are decoded, at full
-    resolution. Stored pixels are cropped on the device, and so are both of MoCo's views, which need the whole image.
+    resolution. Stored pixels are cropped on the device, and so are MoCo's two views, because they need the whole image.
     """
 
     config: Pretrain | Finetune

@@ -1,7 +1,7 @@
 """The two views of an image that MoCo v3 compares (Chen, Xie and He 2021; the authors' main_moco.py).
 
 In and out: uint8 tensors [n, h, w, c] at the model's resolution, on any device. Each view of each sample has its own
-random numbers. Grey images have no colours to change. The blur, made for 224 pixels, is scaled to other sizes.
+random numbers. Grey images have no colours to change. The blur, meant for 224 pixels, is scaled to other sizes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def two_views(images: Tensor, policy: str, seed: int, positions: NDArray[np.int6
 
     `positions` [n] number the samples over the whole training.
     """
-    one, other = (
+    first, second = (
         coloured(
             augment(images, policy, seed, positions, f"view {number}"),
             view,
@@ -55,11 +55,11 @@ def two_views(images: Tensor, policy: str, seed: int, positions: NDArray[np.int6
         )
         for number, view in enumerate(VIEWS)
     )
-    return one, other
+    return first, second
 
 
 def coloured(images: Tensor, view: View, draws: Draws) -> Tensor:
-    """Apply jitter, grey, blur and solarize to some of the images each, according to their draws [n, 16]."""
+    """Apply jitter, grey, blur and solarize, each to the images whose draws [n, 16] select it."""
     images = jitter(images, draws[:, :9])
     images = _some(images, draws[:, 9] < GREY, lambda some, _: colour.grey(some).expand_as(some))
     scale = min(images.shape[1:3]) / _MADE_FOR

@@ -22,7 +22,7 @@ def augmentation(title: str) -> Augmentation:
     titles = {files.title: task for task, files in TASKS.items()}
     task = titles.get(title.removesuffix(WHOLE))
     if task is None:
-        raise UserError(f"augment vtab is for VTAB-1k's tasks; {title} is not one of them")
+        raise UserError(f"augment vtab needs a task of VTAB-1k, but the data set is {title}")
     if task in _WITHOUT_CROP:
         return "none" if task in _WITHOUT_FLIP else "flip"
     return "squash_crop" if task in _WITHOUT_FLIP else "squash_crop_flip"

@@ -1,4 +1,4 @@
-"""The GPUs and CPUs of the Ray cluster that this process has joined, and the tasks and workers that take them."""
+"""The GPUs and CPUs of the Ray cluster that this process has joined, and the tasks and workers that use them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vit_model.errors import UserError
 
-_WORKERS_PER_CPU = 4  # that may share it: more take memory, and mostly wait for each other
+_WORKERS_PER_CPU = 4  # that may share a CPU: more would use memory and mostly wait for each other
 
 Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
 """Call a function with each of these arguments, here or on the cluster; return the results in order."""
@@ -45,7 +45,7 @@ def scaling(workers: int, threads: int) -> Any:
     Raises:
         UserError: the cluster has GPUs, but fewer than workers.
     """
-    from ray.train import ScalingConfig  # seconds, which only trainings on several workers take
+    from ray.train import ScalingConfig  # takes seconds, so only trainings on several workers import it
 
     gpus = gpus_in_cluster()
     if 0 < gpus < workers:
@@ -62,10 +62,10 @@ def default_workers(batch_size: int) -> int:
 
 
 def room_for(workers: int, threads: int) -> int:
-    """Return how many such workers the cluster's machines can hold together.
+    """Return how many workers with so many threads the cluster's machines have room for.
 
     Raises:
-        UserError: they are fewer than `workers`, or these would have less than a quarter of a CPU each.
+        UserError: there is room for fewer than `workers`, or each would have less than a quarter of a CPU.
     """
     resources = scaling(workers, threads).resources_per_worker
     if "GPU" not in resources and workers > _WORKERS_PER_CPU * (cpus := cpus_in_cluster()):
@@ -83,17 +83,17 @@ def room_for(workers: int, threads: int) -> int:
 
 
 def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int]:
-    """Return (the Ray resources of a fit's own process, how many fits the cluster can run in parallel).
+    """Return (the Ray resources of a fit's controlling process, how many fits the cluster can run in parallel).
 
     With several workers that process holds one byte of memory: the workers' placement group gets all of its resources
-    at once or waits without any, so that no fits can wait for each other.
+    at once or waits without any, so fits cannot deadlock.
 
     Raises:
         UserError: the machines of the cluster do not have room for so many workers with so many threads.
     """
     if workers > 1:
         room = room_for(workers, threads)
-        # Tune cannot place a trial without resources, and part of a core would be missing for the workers.
+        # Tune cannot place a trial without resources, and the workers could not use a core that it holds.
         return {"CPU": 0.0, "memory": 1.0}, room // workers
     cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
     share = float(min(threads, cpus))
@@ -103,7 +103,7 @@ def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int
 
 
 def remote(function: Callable[..., Any], threads: int, workers: int = 1) -> Any:
-    """Return a function as a Ray task with the resources of a fit; of several workers, they hold them themselves."""
+    """Return a function as a Ray task with the resources of a fit (with several workers, of its first process)."""
     import ray
 
     resources, _ = fit_resources(threads, workers)
@@ -117,13 +117,13 @@ def in_tasks(
     import ray
 
     run = remote(function, threads)
-    results: list[Any] = ray.get([run(*each) for each in arguments])
+    results: list[Any] = ray.get([run(*values) for values in arguments])
     return results
 
 
 def here(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Call a function with each of the arguments in this process."""
-    return [function(*each) for each in arguments]
+    return [function(*values) for values in arguments]
 
 
 def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
@@ -135,17 +135,17 @@ def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> 
 
 
 def on_cluster(stage: Callable[..., Any], context: Any) -> Any:
-    """Call `stage(context, run)` in a Ray task, with a `Run` that computes in others."""
+    """Call `stage(context, run)` in a Ray task, with a `Run` that computes in other tasks."""
     threads = context.config.threads
     return in_task(stage, context, partial(in_tasks, threads=threads), threads=threads)
 
 
 def _room(resources: dict[str, float]) -> int:
-    """Return how many workers with these resources the cluster's machines can hold together."""
+    """Return how many workers with these resources the cluster's machines have room for."""
     import ray
 
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(
-        int(min(there.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
-        for there in machines
+        int(min(machine.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
+        for machine in machines
     )

@@ -1,4 +1,4 @@
-"""What a stage is given and what it returns: its attempt, configuration and inputs (`Context`), and its `Result`."""
+"""A stage's arguments and its return value: attempt, configuration and inputs (`Context`), and `Result`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Spec = TypeVar("Spec", bound=AnyStage, covariant=True)
 
 
 class SourceChangedError(UserError):
-    """Files of the source changed or went after the stage was planned, so its key is not theirs."""
+    """Files of the source changed or vanished after the stage was planned, so the key does not describe them."""
 
 
 AT_REST = "rerun when its files are no longer being written"
@@ -49,10 +49,10 @@ class Context(Generic[Spec]):
     inputs: dict[str, tuple[Manifest, ...]]
 
     def open_store(self) -> Store:
-        """Open the store, and check that it is the one that the driver writes to.
+        """Open the store, and check that it is the store that the driver writes to.
 
         Raises:
-            StoreError: on this machine the address leads to a different store.
+            StoreError: on this machine the address belongs to a different store.
         """
         store = open_store(self.attempt.store_uri, create=False)
         if store.id != self.attempt.store_id:
@@ -65,7 +65,7 @@ class Context(Generic[Spec]):
     def input(self, name: str) -> Path:
         """Return the folder of the single artifact in the input field `name`.
 
-        Of a model, it has model.safetensors and config.json: of the checkpoint that the field names, or the last.
+        A model's folder has model.safetensors and config.json of the checkpoint that the field names, or of the last.
 
         Raises:
             RecipeError: the artifact does not have this checkpoint.
@@ -94,7 +94,7 @@ class Context(Generic[Spec]):
         return None if data is None else frozenset(json.loads(data))
 
     def check_source(self, when: str) -> None:
-        """Raise SourceChangedError if a file that the stage reads is no longer the one that it was planned with."""
+        """Raise SourceChangedError if a file that the stage reads has changed since it was planned."""
         try:
             is_same = identity.listed_source(self.config, self.listed())[0] == self.attempt.source
         except RecipeError:  # a file is gone
@@ -136,7 +136,7 @@ def read_context(spec: str) -> Context[AnyStage]:
 
     Raises:
         StoreError: a different store, no such attempt, or an input that is not committed.
-        UserError: this machine's code is not the driver's.
+        UserError: this machine's code differs from the driver's.
     """
     uri, artifacts, name = spec.rpartition("/artifacts/")
     data = open_store(uri, create=False).read(f"{artifacts}{name}".lstrip("/")) if artifacts else None
@@ -146,8 +146,8 @@ def read_context(spec: str) -> Context[AnyStage]:
     code = identity.code_digest(attempt.job)
     if code != attempt.code_digest:
         raise UserError(
-            f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}. If the "
-            "code changed after the attempt was planned, rerun; else install the driver's vitflow on the cluster"
+            f"the code of {attempt.job} has digest {code[:12]} here, but {attempt.code_digest[:12]} on the driver's "
+            "machine. If the code changed after planning, rerun; otherwise install the driver's vitflow on the cluster"
         )
     config: AnyStage = TypeAdapter(Stage).validate_python(attempt.config)
     store = Context(attempt, config, {}).open_store()

@@ -1,4 +1,4 @@
-"""The hardware of a worker, as it is detected at run time: its device and threads."""
+"""The hardware of a worker, detected at run time: its device and threads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def device(local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-# Operations per second of dense matrix products, by words of the GPU's name: (bfloat16, float32 without TF32). From
-# NVIDIA's data sheets, which for bfloat16 list the double, for sparse matrices. The first match counts.
+# FLOPs per second of dense matrix products, by words of the GPU's name: (bfloat16, float32 without TF32). From NVIDIA's
+# data sheets, whose bfloat16 figures are twice as high, for sparse matrices. The first match counts.
 _PEAKS = {
     "B200": (2250e12, 80e12),
     "H200 NVL": (835.5e12, 60e12),
@@ -38,9 +38,9 @@ _PEAKS = {
 
 
 def peak_flops(on: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the operations per second that a device can do at most in a dtype; None if that is not known.
+    """Return a device's peak FLOPs per second in a dtype; None if it is not known.
 
-    It is not known of CPUs, whose peak depends on their clock, nor of parts of a GPU (MIG).
+    It is not known for CPUs, because it depends on their clock, nor for parts of a GPU (MIG).
     """
     if on.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
         return None
@@ -48,7 +48,7 @@ def peak_flops(on: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def known_peak(name: str, is_float32: bool) -> float | None:
-    """Return the operations per second of the GPU with this name; None if they are not known."""
+    """Return the peak FLOPs per second of the GPU with this name; None if it is not known."""
     if re.search(r"\bMIG\b", name):
         return None
     return next(
@@ -62,11 +62,11 @@ def backend() -> str:
 
 
 def let_gloo_yield() -> None:
-    """Keep the gloo threads of this process that serve sockets from preempting its others. Only on Linux.
+    """Keep the gloo threads of this process that serve sockets from preempting its other threads. Only on Linux.
 
-    Such a thread polls its socket in a loop while another thread holds the socket's lock. When it was woken on the
-    other's core, it does so until its time slice ends: 3 ms of waiting for most collectives of processes that use all
-    cores (benchmarks/pretrain.py). A thread for batch work never preempts. Call it when all groups exist.
+    Such a thread polls its socket in a loop while another thread holds the socket's lock. If it was woken on that
+    thread's core, it polls until its time slice ends: most collectives of processes that use all cores wait 3 ms
+    (benchmarks/pretrain.py). A thread for batch work never preempts. Call this when all groups exist.
     """
     if sys.platform != "linux":
         return

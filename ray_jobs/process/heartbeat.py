@@ -1,13 +1,13 @@
-"""The heartbeat of an attempt, and its end once a later attempt has taken over.
+"""The heartbeat of an attempt, which also ends the attempt's process when a later attempt has taken over.
 
 While a stage's process runs, a thread in it replaces the attempt's alive.json every few seconds. The driver watches
-that object: a running attempt whose alive.json has not changed for a minute is lost, and the next attempt follows. The
-same thread looks for that next attempt and ends the process if there is one, because a lost attempt may live: its
-machine was suspended, or its cluster had lost sight of it. When the process ends, Ray ends its workers.
+that object: if it has not changed for a minute, the attempt is lost, and the driver starts the next one. The same
+thread looks for that next attempt and ends the process if there is one, because a lost attempt may still run: its
+machine was suspended, or its cluster lost contact with it. When the process ends, Ray ends its workers.
 
-A stage's process may only wait for its workers, without end if they hang. So a worker that counts steps hands its step
-over through the same object (`count_steps`), and the stage's process ends if that step does not change for very long. A
-stage without steps, such as the ingest of a large archive, shows that its process lives, and no more.
+A stage's process may only wait for its workers, and would wait forever if they hang. So a worker that counts steps
+writes its step to the same object (`count_steps`), and the stage's process ends if that step does not change for very
+long. A stage without steps, such as the ingest of a large archive, only shows that its process runs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pipelines.store import (
 from ray_jobs.process.context import Context
 
 HEARTBEAT_SECONDS = 5.0  # a driver waits for twelve of them
-# The longest time without a step: longer than an evaluation between two steps or a restart of the workers. It is the
+# The longest time without a step: longer than an evaluation between two steps or a restart of the workers. This is the
 # last resort: the process group's limit ends workers that wait for each other (`ray_jobs.training.workers.hangs`).
 STEP_SECONDS = 7200.0
 
 
 class Steps:
-    """A counter that a training loop sets; `count_steps` hands it over."""
+    """A counter that a training loop sets; `count_steps` writes it to the store."""
 
     done: int | None = None
 
@@ -54,7 +54,7 @@ def show_heartbeat(context: Context[AnyStage]) -> Iterator[None]:
     def show(store: Store) -> None:
         nonlocal seen, unchanged
         last, seen = seen, _write_heartbeat(store, context.attempt)
-        # heartbeats are counted, not seconds: a process that was suspended has not waited
+        # count heartbeats, not seconds: the clock also runs while a process is suspended
         unchanged = unchanged + 1 if seen.step == last.step else 0
         if seen.step is not None and unchanged * HEARTBEAT_SECONDS > STEP_SECONDS:
             _exit(f"step {seen.step} has lasted for {STEP_SECONDS / 3600:.0f} hours; the workers hang")
@@ -65,7 +65,7 @@ def show_heartbeat(context: Context[AnyStage]) -> Iterator[None]:
 
 @contextmanager
 def count_steps(context: Context[AnyStage]) -> Iterator[Steps]:
-    """Yield a counter, whose value becomes a heartbeat when it changes; for one worker of a stage."""
+    """Yield a step counter and write a heartbeat whenever it changes; for one worker of a stage."""
     steps, shown = Steps(), None
 
     def show(store: Store) -> None:
@@ -78,11 +78,11 @@ def count_steps(context: Context[AnyStage]) -> Iterator[Steps]:
 
 
 def _write_heartbeat(store: Store, attempt: Attempt, step: int | None = None) -> Heartbeat:
-    """Write the next heartbeat and return it; without a step, it repeats the step of the one before."""
+    """Write the next heartbeat and return it; without `step`, it repeats the previous heartbeat's step."""
     name = Layout.heartbeat(attempt.job, attempt.key, attempt.number)
     try:
         last = read_record(store, name, Heartbeat)
-    except StoreDamaged:  # by a power cut
+    except StoreDamaged:  # a power cut damaged it
         last = None
     last = last or Heartbeat(nonce=attempt.nonce)
     following = Heartbeat(nonce=attempt.nonce, beat=last.beat + 1, step=last.step if step is None else step)
@@ -106,18 +106,18 @@ def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iter
                 _exit(str(error))
             except (
                 StoreError
-            ) as error:  # it may answer again; if it does not, the driver does not see us either
-                warn(f"cannot show a sign of life: {error}")
+            ) as error:  # it may answer again; if it does not, the driver does not see this process either
+                warn(f"cannot write a heartbeat: {error}")
             if over.wait(HEARTBEAT_SECONDS):
                 return
 
-    thread = threading.Thread(target=repeat, name="signs of life", daemon=True)
+    thread = threading.Thread(target=repeat, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join(timeout=1.0)  # not longer, because the store may not answer
+        thread.join(timeout=1.0)  # no longer, because the store may not answer
 
 
 def _exit(reason: str) -> None:

@@ -10,10 +10,10 @@ _SECONDS = 1.0  # at least between two lines
 
 
 class Progress:
-    """When a line of progress is due, how long the steps still take, and the line (`pipelines.store.ProgressLine`)."""
+    """Decides when a progress line is due, and estimates the time left (`pipelines.store.ProgressLine`)."""
 
     def __init__(self, total: int) -> None:
-        """Start the clock of so many steps."""
+        """Start the clock of `total` steps."""
         self.total = total
         self.began = self.reached = time.monotonic()
         self.step = 0
@@ -24,20 +24,20 @@ class Progress:
         return step == self.total or time.monotonic() - self.reached >= _SECONDS
 
     def reach(self, step: int) -> None:
-        """Take note that `step` steps are done and will be shown."""
+        """Note that `step` steps are done and will be shown."""
         self.reached, self.step = time.monotonic(), step
         if self.first is None:  # the time left is estimated from here on: the steps before it include warm-up
             self.first, self.began = step, self.reached
 
     def left(self, step: int) -> float | None:
-        """Return the seconds until the last step, by the steps reached so far; None before two of them."""
+        """Return the estimated seconds until the last step; None before two steps were reached."""
         seconds = self.reached - self.began
         if self.first is None or seconds <= 0 or self.step <= self.first:
             return None
         return (self.total - step) * seconds / (self.step - self.first)
 
     def show(self, step: int, unit: str) -> None:
-        """Reach a step and print the line; `unit` is what is counted."""
+        """Reach a step and print its line; `unit` names what is counted."""
         self.reach(step)
         show(ProgressLine(done=step, total=self.total, unit=unit, seconds_left=self.left(step)))
 

@@ -5,7 +5,7 @@
 A job's module defines `main(context) -> Result`: open the inputs, compute in Ray tasks or actors, write into
 `context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
 Exit codes: 0 committed, 2 user error (never retried), 3 source files changed (planned anew), 1 anything else. While it
-runs, the process shows signs of life, and it ends without a commit if a later attempt has taken over
+runs, the process writes heartbeats, and it ends without a commit if a later attempt has taken over
 (`ray_jobs.process.heartbeat`).
 """
 
@@ -45,7 +45,7 @@ PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-l
 
 
 def run_stage(module: str) -> None:
-    """Run the stage whose `main` is in `ray_jobs.<module>`, commit its result, and set the process's exit code."""
+    """Run `main` of `ray_jobs.<module>`, commit its result, and set the process's exit code."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
     spec: str = arguments.parse_args().spec
@@ -69,7 +69,7 @@ def run_stage(module: str) -> None:
 
 
 def for_the_user(error: BaseException) -> str | None:
-    """Return what the user has to fix before an attempt can succeed; None if it is not a user error."""
+    """Return the message of a user error; None if another attempt may succeed."""
     for cause in causes(error):
         match cause:
             case StoreUnreachable():
@@ -83,10 +83,9 @@ def for_the_user(error: BaseException) -> str | None:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Return the exceptions that were raised in tasks, trials and workers and that Ray wraps in `error`.
+    """Return the exceptions from tasks, trials and workers that Ray wraps in `error`; otherwise `error` itself.
 
-    If `error` wraps nothing, return `error` itself. Wrappers are recognised by their attributes and not by their
-    classes, because importing Ray Train takes seconds.
+    Wrappers are recognised by their attributes and not by their classes, because importing Ray Train takes seconds.
     """
     failures = getattr(error, "worker_failures", {}).values()  # WorkerGroupError
     wrapped = [getattr(error, "cause", None), getattr(error, "controller_failure", None), *failures]
@@ -96,7 +95,7 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def join_ray() -> None:
-    """Connect to the cluster that the job runs on, where RAY_ADDRESS is set."""
+    """Connect to the cluster that the job runs on (RAY_ADDRESS)."""
     # ray reads it during its import
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray

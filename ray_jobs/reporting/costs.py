@@ -1,4 +1,4 @@
-"""Accuracy beside cost: the backbones that were scored in the same way, with what each of them costs.
+"""Accuracy and cost of the backbones that were scored in the same way.
 
 In: `Entry`s, and the stages with their cost.json (`ray_jobs.evaluation.cost`). Out: plain dictionaries for report.json,
 and the points of plots.
@@ -23,15 +23,17 @@ def costs(
 ) -> list[dict[str, Any]]:
     """Return a group for each task, protocol and number of labels that several backbones were scored with.
 
-    Its lines are the backbones with a cost.json, the most accurate first. `minus_best` is the paired difference from
-    the first one.
+    A group's lines are the backbones with a cost.json, the most accurate first. `minus_best` is the paired difference
+    from the first one.
 
     Args:
-        classes: the number of classes that an artifact was scored on, for those where it is known.
+        classes: artifact -> the number of classes that it was scored on, if that is known.
     """
     known = {manifest.key: cost for _, manifest, folder in parts if (cost := _read(folder)) is not None}
     backbones = {
-        manifest.key: given[0].key for _, manifest, _ in parts if (given := manifest.inputs.get("backbone"))
+        manifest.key: references[0].key
+        for _, manifest, _ in parts
+        if (references := manifest.inputs.get("backbone"))
     }
     names = {manifest.key: stage for stage, manifest, _ in parts}
     groups: dict[tuple[Any, ...], list[Entry]] = {}
@@ -39,17 +41,17 @@ def costs(
         is_backbone = entry.artifact in known and entry.artifact in backbones
         if is_backbone and kind(entry) == "trained" and is_compared(entry, entries):
             groups.setdefault((entry.task, entry.protocol, entry.labels_per_class), []).append(entry)
-    found = []
-    for (task, protocol, labels), own in groups.items():
-        keys = [backbones[entry.artifact] for entry in own]
+    compared = []
+    for (task, protocol, labels), group in groups.items():
+        keys = [backbones[entry.artifact] for entry in group]
         if len(set(keys)) < 2:
             continue
-        ranked = sorted(own, key=lambda entry: -entry.accuracy.value)
-        found.append(
+        ranked = sorted(group, key=lambda entry: -entry.accuracy.value)
+        compared.append(
             {
                 "task": task,
                 "protocol": protocol,
-                "labels": labels_text(labels, classes.get(own[0].artifact)),
+                "labels": labels_text(labels, classes.get(group[0].artifact)),
                 "lines": [
                     {
                         "backbone": names.get(backbones[entry.artifact], entry.stage)
@@ -67,24 +69,24 @@ def costs(
                 ],
             }
         )
-    return found
+    return compared
 
 
 def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[plots.CostPoint]]]:
-    """Return the unit and the points of the plot of each task, by its name.
+    """Return task -> (label of the cost axis, points of the plot).
 
-    The cost is the measured speed of the forward pass; or, if not all were measured on the same sort of machine, the
-    operations of an image, which do not depend on it.
+    The cost is the measured speed of the forward pass; if the machines differ, it is the FLOPs per image, which do not
+    depend on the machine.
     """
     by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for group in groups:
         series = f"{group['protocol']}, {group['labels'].partition(' (')[0]}"
         by_task.setdefault(group["task"], []).extend((series, line) for line in group["lines"])
-    found = {}
+    plotted = {}
     for task, lines in by_task.items():
         is_one_machine = len({(line["device"], line["threads"]) for _, line in lines}) == 1
         unit, cheap = ("images/s", "right") if is_one_machine else ("GFLOPs per image", "left")
-        found[task] = (
+        plotted[task] = (
             f"{unit}, forward pass ({cheap}: cheaper)",
             [
                 plots.CostPoint(
@@ -96,23 +98,23 @@ def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[plo
                 for series, line in lines
             ],
         )
-    return found
+    return plotted
 
 
 def _read(folder: Path) -> Cost | None:
-    """Return the cost that an artifact has; None of earlier versions and of other stages."""
+    """Return an artifact's cost; None if it is from an earlier version or from another stage."""
     path = folder / COST
     return Cost.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
 
 
 def _minus_best(entry: Entry, best: Entry) -> dict[str, float | None] | None:
-    """Return the paired difference from the best one; None for itself, or if they were scored on other images.
+    """Return the paired difference from the best entry; None for itself, or if they were scored on other images.
 
-    `draws` is the number of draws in common if one of them has more: the accuracies beside it are then of others, too.
+    `draws` is the number of common draws, if one of them has more: the accuracies shown then include other draws.
     """
     if entry is best or not comparable(entry, best):
         return None
-    ours, best_ones = paired(entry, best)
-    difference = paired_difference(ours, best_ones)
-    is_whole = len(ours) == len(entry.draws) == len(best.draws)
-    return {**difference._asdict(), "draws": None if is_whole else len(ours)}
+    correct, best_correct = paired(entry, best)
+    difference = paired_difference(correct, best_correct)
+    is_whole = len(correct) == len(entry.draws) == len(best.draws)
+    return {**difference._asdict(), "draws": None if is_whole else len(correct)}

@@ -15,7 +15,7 @@ from ray_jobs.reporting import costs, plots
 from ray_jobs.reporting.lines import chosen_trial
 from ray_jobs.reporting.measures import Entry
 
-Measured = Mapping[str, Sequence[plots.Measured]]  # by the artifact of a training
+Measured = Mapping[str, Sequence[plots.Measured]]  # a training's artifact -> its curves
 
 
 def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measured) -> dict[str, str]:
@@ -26,7 +26,9 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
         alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]
         figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(alike))
     losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
-    losses |= {each["artifact"]: [draw["points"] for draw in each["draws"]] for each in numbers["finetuning"]}
+    losses |= {
+        tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]
+    }
     for artifact, draws in losses.items():
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()))
     for sweep in numbers["sweeps"]:
@@ -53,27 +55,27 @@ def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
 
 
 def measured_in_training(lines: Sequence[LogLine], manifest: Manifest) -> list[plots.Measured]:
-    """Return what the log of a training says of dev, or of what the trials with the chosen rate held out.
+    """Return the curves on dev in the log of a training, or on the held-out labels of the trials with the chosen rate.
 
-    Few-shot accuracy during a pretraining is only watched: nothing is selected by it.
+    Few-shot accuracy during a pretraining is shown but never used to select.
     """
-    found = []
+    curves = []
     for fit, name in _fits(lines, manifest).items():
         evaluated = [line for line in lines if line.fit == fit and line.dev_accuracy is not None]
         losses = tuple(line.dev_loss for line in evaluated if line.dev_loss is not None)
         accuracies = tuple(line.dev_accuracy for line in evaluated if line.dev_accuracy is not None)
         steps = tuple(line.step for line in evaluated)
-        found.append(plots.Measured(name, steps, accuracies, losses if len(losses) == len(steps) else ()))
+        curves.append(plots.Measured(name, steps, accuracies, losses if len(losses) == len(steps) else ()))
     watched = [(line.step, line.few_shot) for line in lines if line.few_shot]
     for shots in watched[0][1] if watched else ():
         steps = tuple(step for step, _ in watched)
         accuracies = tuple(by_shots[shots] for _, by_shots in watched)
-        found.append(plots.Measured(f"{shots}, to watch only", steps, accuracies))
-    return [curve for curve in found if curve.steps]
+        curves.append(plots.Measured(f"{shots}, to watch only", steps, accuracies))
+    return [curve for curve in curves if curve.steps]
 
 
 def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]:
-    """Return {fit: name} of those that were evaluated and that the result comes from."""
+    """Return {fit: name} of the evaluated fits that the result comes from."""
     if manifest.job == "pretrain":
         return {None: "dev"}
     if manifest.job != "finetune" or not lines:

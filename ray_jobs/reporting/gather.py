@@ -1,6 +1,6 @@
-"""Gathering of the report's content from its input artifacts.
+"""Gather the report's content from its input artifacts.
 
-In: the stage's context. Out: `ReportData`: the numbers (report.json), the tables, and the pictures that the page shows.
+In: the stage's context. Out: `ReportData`: the numbers (report.json), the tables, and the pictures on the page.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ReportData:
     """The content of a report.
 
     `numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVGs by
-    name, `sheets` the tiles of each dataset artifact, `images` the pictures of the mistakes by sample id.
+    name, `sheets` the tiles by dataset artifact, `images` the pictures of mistakes by sample id.
     """
 
     numbers: dict[str, Any]
@@ -58,7 +58,7 @@ def gather(context: Context[Report]) -> ReportData:
     """Read the inputs and compute everything that the page shows.
 
     Raises:
-        UserError: the files of an artifact contradict each other; the message names it.
+        UserError: the files of an artifact contradict each other; the message names the artifact.
     """
     manifests, store = context.inputs["of"], context.open_store()
     parts = [
@@ -163,9 +163,11 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
 def _other_metrics(rows: Any, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
-    found = measures.other_metrics(rows)
+    others = measures.other_metrics(rows)
     return (
-        {"other_metrics": [line | {"seen": lines.seen_by(line, metrics)} for line in found]} if found else {}
+        {"other_metrics": [line | {"seen": lines.seen_by(line, metrics)} for line in others]}
+        if others
+        else {}
     )
 
 
@@ -186,13 +188,13 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
 
 
 def _small_files(store: Store, manifest: Manifest) -> Path:
-    """Fetch an input's small files, which hold its numbers, but not its images or weights; return their folder."""
+    """Fetch an input's small files (its numbers, without images or weights) and return their folder."""
     small = [file for file in manifest.files if re.fullmatch(r"[^/]+\.(json|parquet)", file.path)]
     return local_files(store, manifest, small)
 
 
 def _tested_datasets(manifests: Iterable[Manifest], datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
-    """Return artifact -> the dataset that it was scored on, if that is among the report's inputs."""
+    """Return artifact -> the dataset that it was scored on, for datasets among the report's inputs."""
     return {
         manifest.key: datasets[reference.key]
         for manifest in manifests
@@ -236,7 +238,7 @@ def _why_ended(trials: Sequence[dict[str, Any]], config: Mapping[str, Any]) -> d
     if not places:
         return {}
     counts = ", ".join(f"{count} at evaluation {place}" for place, count in sorted(places.items()))
-    why = f"among the lower {factor - 1}/{factor} of the trials evaluated there before"
+    why = f"in the lower {factor - 1}/{factor} of the trials evaluated by then"
     return {"why_ended": f"{counts} of {evaluations}, because they were {why}"}
 
 
@@ -248,12 +250,12 @@ def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[s
     if (main := numbers["mistakes"]) is not None:
         shown.insert(0, (main["artifact"], main["worst"], ("test",)))
     images: dict[str, str] = {}
-    for artifact, found, splits in shown:
-        if (dataset := tested.get(artifact)) is None or not found:
+    for artifact, records, splits in shown:
+        if (dataset := tested.get(artifact)) is None or not records:
             continue
         for split in splits:
             rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids(split))}
-            present = [each["sample_id"] for each in found if each["sample_id"] in rows]
+            present = [record["sample_id"] for record in records if record["sample_id"] in rows]
             urls = pictures.data_urls(dataset, split, [rows[sample_id] for sample_id in present])
             images |= zip(present, urls, strict=True)
     return images

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-SHOWN = 100  # images
-PAIRS = 10  # of label and suggested class
+SHOWN = 100  # images on the page
+PAIRS = 10  # pairs of label and suggested class on the page
 
 
 def describe(table: pa.Table) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from ray_jobs.reporting import mistakes, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
 
-MAX_CONFUSION = 30  # classes; a larger matrix is not readable
+MAX_CONFUSION = 30  # classes; a larger matrix is unreadable
 MAX_CLASSES = 200  # lines of the table of classes, the worst first
 Metrics = Mapping[str, float | int | str]
 
 
 def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[str]) -> dict[str, Any]:
-    """Return a comparison's line; `unknown` are artifacts, see `verdicts.headline`."""
+    """Return a comparison's line; see `verdicts.headline` for `unknown`."""
     method, reference, classes = verdict.method, verdict.reference, _num_classes(dataset)
     return {
         "task": method.task,
@@ -98,11 +98,10 @@ def seen_by(line: Mapping[str, Any], metrics: Mapping[str, Metrics]) -> str:
 
 
 def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
-    """Describe the probabilities of a method that has them, as means over draws; the rates are fractions.
+    """Describe a method's probabilities, as means over draws; rates are fractions.
 
-    `top5_accuracy` is None if test has no more than five classes. `calibrated` describes
-    the probabilities after temperature scaling, or is None. With ReaL's labels, of which an image has several, there is
-    no such description.
+    None if the method has no probabilities, or with ReaL's labels, because an image may have several. `top5_accuracy`
+    is None if test has five classes or fewer; `calibrated` is None without temperature scaling.
     """
     if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
         return None
@@ -121,7 +120,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
 
 
 def uncalibrated(metrics: Mapping[str, Metrics], sweeps: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the artifacts whose temperature the held-out images do not identify."""
+    """Return the artifacts with a temperature that the held-out images do not identify."""
     accuracies = {sweep["artifact"]: chosen_trial(sweep)["accuracies"] for sweep in sweeps}
     return {
         key
@@ -132,7 +131,7 @@ def uncalibrated(metrics: Mapping[str, Metrics], sweeps: Iterable[Mapping[str, A
 
 
 def chosen_trial(sweep: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the chosen one of a sweep's trials."""
+    """Return the chosen trial of a sweep."""
     name, chosen = (
         ("number", sweep["chosen_trial"]) if "kind" in sweep else ("learning_rate", sweep["chosen"])
     )

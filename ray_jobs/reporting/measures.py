@@ -31,7 +31,7 @@ REPORT_PREDICTIONS = pa.schema([*_FROM, *PREDICTIONS])
 
 _ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
 _Draw = dict[str, np.ndarray]
-"""One draw's test images: the arrays of `_COLUMNS`, `in_top5`, and `places`, their ascending indices into all ids."""
+"""One draw's test images: the arrays of `_COLUMNS`, `in_top5`, and `places`, the ascending indices of their ids."""
 _COLUMNS = {
     "labels": "label",
     "predictions": "prediction",
@@ -41,7 +41,7 @@ _COLUMNS = {
     "calibrated_probabilities": "calibrated_probability",
     "calibrated_nll": "calibrated_nll",
 }
-_ALWAYS = ("predictions", "correct", "probabilities")  # of an `Entry`; the others may be missing
+_ALWAYS = ("predictions", "correct", "probabilities")  # fields that every `Entry` has; others may be missing
 _PERHAPS = ("nll", "in_top5", "calibrated_probabilities", "calibrated_nll")
 _ORDER = {"few-shot linear": 0, "linear probe": 1, "fine-tuning": 2, "baseline": 3}
 
@@ -54,7 +54,7 @@ class Entry:
     and `labels` is [n], in the order of `sample_ids`, which is sorted. `draw_seed` is the seed of the label draws; two
     draws with the same number and seed have the same labelled images. `settings` and `selected_on` are the distinct
     values over the draws. `nll`, `in_top5` (0 or 1), and, after temperature scaling, `calibrated_probabilities` and
-    `calibrated_nll` are [draws, n], or None if the method does not have them.
+    `calibrated_nll` are [draws, n], or None if they were not measured.
     """
 
     artifact: str
@@ -79,31 +79,31 @@ class Entry:
 
     @cached_property
     def accuracy(self) -> Interval:
-        """The mean over draws and images, with its 95% interval."""
+        """The mean accuracy over draws and images, with its 95% interval."""
         return accuracy_interval(self.correct)
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:
-        """The metrics that are computed from predictions, by name; none with ReaL's labels, of which one is enough."""
+        """The metrics that are computed from predictions, by name; none with ReaL, where images have several labels."""
         if self.task.endswith(REAL):
             return {}
         return {metric.name: mean_interval(self.table(metric.name)) for metric in COMPUTED}
 
     def table(self, metric: str) -> np.ndarray:
-        """Return a metric's parts by image, [draws, n], whose means are its values; of accuracy what was right."""
+        """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
         if metric == ACCURACY:
             return self.correct
-        computed = next(each for each in COMPUTED if each.name == metric)
+        computed = next(known for known in COMPUTED if known.name == metric)
         return contributions(computed, self.labels, self.predictions)
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
     """Join the Parquet tables `name` of all (stage, manifest, folder) that have one, adding the artifact of each row.
 
-    Texts are dictionary-encoded: the 20 million predictions of VTAB's test splits take 1 GB instead of 5.
+    Texts are dictionary-encoded: the 20 million predictions of VTAB's test splits take 1 GB instead of 5 GB.
 
     Raises:
-        UserError: a table has other columns than `schema`; only nullable ones at its end may be missing.
+        UserError: a table has other columns than `schema`; only nullable columns at its end may be missing.
     """
     joined_schema = pa.schema([_coded(column) for column in [*_FROM, *schema]])
     tables = [joined_schema.empty_table()]
@@ -222,7 +222,7 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
 
 
 def _codes(column: Any) -> tuple[np.ndarray, Any]:
-    """Return a column as codes [n] into its distinct values, -1 for null, and these values."""
+    """Return a column's distinct values and its codes [n] into them, -1 for null."""
     coded = column.combine_chunks()
     if not pa.types.is_dictionary(coded.type):
         coded = coded.dictionary_encode()
@@ -231,14 +231,14 @@ def _codes(column: Any) -> tuple[np.ndarray, Any]:
 
 def _in_top5(top5: Any, labels: np.ndarray) -> np.ndarray:
     """Return whether each label is in its list, 0 or 1, float32 [n]; NaN for an image without a list."""
-    found = np.where(top5.is_valid(), np.float32(0), np.float32(np.nan))
+    is_listed = np.where(top5.is_valid(), np.float32(0), np.float32(np.nan))
     images = pc.list_parent_indices(top5).to_numpy()
-    found[images[pc.list_flatten(top5).to_numpy() == labels[images]]] = 1
-    return found
+    is_listed[images[pc.list_flatten(top5).to_numpy() == labels[images]]] = 1
+    return is_listed
 
 
 class _Ids:
-    """All sample ids by index. Entries of one test split share a tuple of them, which saves memory."""
+    """All sample ids by index. Entries of one test split share a tuple of ids, which saves memory."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -276,7 +276,7 @@ def _entry(
 
 
 def _stacked(draws: list[np.ndarray]) -> np.ndarray | None:
-    """Return the values of all draws, [draws, n]; None, which needs no memory, if some are missing (NaN)."""
+    """Return the values of all draws, [draws, n]; None, which takes no memory, if values are missing (NaN)."""
     return None if any(np.isnan(draw).any() for draw in draws) else np.stack(draws)
 
 

@@ -1,6 +1,6 @@
 """The main model's errors: the test images that it most often gets wrong, and the classes that it confuses.
 
-In: `Entry`s. Out: records with class numbers, and counts. numpy.
+In: `Entry`s. Out: records with class numbers, and counts. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Mistake:
     """A test image that the main model got wrong in `wrong_draws` of `draws`.
 
     `prediction` is the most common wrong label, `probability` the mean probability that the model gave it (None if the
-    method has no probabilities). `methods` counts the methods with the same number of labels, the main one included;
+    method has no probabilities). `methods` counts the methods with the same number of labels, including the main one;
     `methods_right` of them got the image right in most draws.
     """
 
@@ -38,11 +38,11 @@ class Mistake:
 
 
 def main_entry(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry whose mistakes are shown; None if no entry covers all of test.
+    """Return the entry to show mistakes of; None if no entry covers all of test.
 
-    Pretrained models come first, then those from scratch, then the rest. Among them fine-tuning comes before few-shot,
-    few labels before all (more few labels first), the authors' labels, which have names to show, before ReaL's, and
-    then the higher accuracy.
+    Pretrained models come first, then models trained from scratch, then the rest. Within each, fine-tuning comes before
+    few-shot, few labels (more of them first) before all labels, the authors' labels, which have names, before ReaL's,
+    and then the higher accuracy.
     """
 
     def rank(entry: Entry) -> tuple[object, ...]:
@@ -57,7 +57,7 @@ def main_entry(entries: Sequence[Entry]) -> Entry | None:
 
 
 def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
-    """Return the images that `main` gets wrong in the most draws; ties go to those that fewer methods get right."""
+    """Return the images that `main` gets wrong in the most draws; ties go to images that fewer methods get right."""
     setting = main.task, main.labels_per_class, main.sample_ids
     peers = [entry for entry in entries if (entry.task, entry.labels_per_class, entry.sample_ids) == setting]
     methods_right = np.sum([peer.correct.mean(axis=0) > 0.5 for peer in peers], axis=0)
@@ -122,7 +122,7 @@ def per_class(entry: Entry, classes: int) -> list[ClassResult]:
 
 
 def confusion(entry: Entry, classes: int) -> np.ndarray:
-    """Count [label, prediction], summed over the draws."""
+    """Return counts [label, prediction], summed over the draws."""
     counts = np.zeros((classes, classes), np.int64)
     np.add.at(counts, (np.broadcast_to(entry.labels, entry.predictions.shape), entry.predictions), 1)
     return counts

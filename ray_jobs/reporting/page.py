@@ -1,7 +1,7 @@
 """The page: one self-contained HTML file.
 
-In: `ReportData`. Out: HTML as text. The template is page.html.j2. Class names and titles come from outside, so
-everything is escaped except the plots; matplotlib has escaped their text.
+In: `ReportData`. Out: HTML as text. The template is page.html.j2. Class names and titles are untrusted, so everything
+is escaped except the plots, whose text matplotlib has escaped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
 def render(data: ReportData) -> str:
-    """Render the whole page; the same data give the same text."""
+    """Render the page; the same data give the same text."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
         autoescape=True,
@@ -49,7 +49,7 @@ def render(data: ReportData) -> str:
 
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Group the lines of the table under headings: comparable lines together, best first, parts of test last."""
+    """Group comparable lines of the table under headings: the best first, lines that cover only a part of test last."""
     grouped = groupby(
         accuracies, lambda line: f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
     )
@@ -76,8 +76,8 @@ def scale(accuracies: list[dict[str, Any]]) -> float:
 
 
 def measured_on(costs: list[dict[str, Any]]) -> list[str]:
-    """Describe how costs were measured, each way once: 'forward: 32 images in float32, on AMD EPYC with 1 thread'."""
-    found = [
+    """Describe each way in which costs were measured: 'forward: 32 images in float32, on AMD EPYC with 1 thread'."""
+    ways = [
         f"{name}: {speed['images']} images in {speed['dtype']}, on {line['device']}"
         + (f" with {threads} thread{'s' * (threads > 1)}" if (threads := line["threads"]) else "")
         for group in costs
@@ -85,11 +85,11 @@ def measured_on(costs: list[dict[str, Any]]) -> list[str]:
         for name in ("forward", "training")
         if (speed := line[name])
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ways))
 
 
 def mebibytes(speed: dict[str, Any]) -> str:
-    """Return the peak of memory in MiB; a dash if it is unknown."""
+    """Return the peak memory in MiB; a dash if it is unknown."""
     return "–" if speed["peak_bytes"] is None else f"{speed['peak_bytes'] / 2**20:,.0f}"
 
 
@@ -116,7 +116,7 @@ def setting(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return '4.2 s', or '0:03:12' from one minute on."""
+    """Return '4.2 s', or '0:03:12' for a minute or more."""
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 

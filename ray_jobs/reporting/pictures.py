@@ -1,7 +1,7 @@
 """Images of a dataset artifact for the page: contact sheets, and images by their id.
 
-In: an opened dataset. Out: `data:` URLs of PNG (small images) or JPEG images, and counts. Only the images that are
-shown are read.
+In: an opened dataset. Out: `data:` URLs of PNG (small images) or JPEG images, and counts. Reads only the images that
+are shown.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ray_jobs.randomness import Purpose
 from vit_model.contract import Preprocessing
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
-TILES = 120  # about the number of images on a sheet
+TILES = 120  # approximate number of images on a sheet
 SMALL = 32  # images up to this side in pixels are enlarged without interpolation
-PHOTO = 112  # larger ones are cropped to a square and resized to this side
+PHOTO = 112  # larger images are cropped to a square and resized to this side
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tiles:
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """Describe a dataset: splits, classes, images set aside, class balance in train, and its notes."""
+    """Describe a dataset: splits, classes, quarantined images, class balance in train, and its notes."""
     names = dataset.info.class_names
     counts = np.bincount(dataset.labels("train"), minlength=len(names))
     return {
@@ -68,12 +68,12 @@ def sample_rows(labels: np.ndarray) -> dict[int, np.ndarray]:
     present = np.unique(labels)
     if len(present) > MAX_CLASSES:
         present = np.sort(rng.choice(present, MAX_CLASSES, replace=False))
-    each = int(np.clip(TILES // max(1, len(present)), 2, 8))
-    return {int(label): rng.permutation(np.flatnonzero(labels == label))[:each] for label in present}
+    per_class = int(np.clip(TILES // max(1, len(present)), 2, 8))
+    return {int(label): rng.permutation(np.flatnonzero(labels == label))[:per_class] for label in present}
 
 
 def data_urls(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
-    """Return the images of these rows of a split as `data:` URLs: centre squares, small ones enlarged without blur."""
+    """Return the images of these rows of a split as `data:` URLs: centre squares, enlarged without blur if small."""
     return [_data_url(pixels) for pixels in squares(dataset, split, rows)]
 
 

@@ -21,14 +21,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-# matplotlib only writes fixed colours. These are placeholders that `_inline` replaces by the page's variables.
+# matplotlib only writes fixed colours, so these are placeholders, which `_inline` replaces by the page's variables.
 INK, FAINT = "#0a0b01", "#0a0b02"
 SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 7))
 _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
     colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, 1)
 }
 _MARKERS = "osD^vP*X<>dph"
-_FOLDS = (*SERIES[2:], SERIES[1])  # the first is the training's
+_FOLDS = (*SERIES[2:], SERIES[1])  # SERIES[0] is the training's
 _RING = {"color": SERIES[1], "marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
 _STYLE = {
     "svg.fonttype": "none",
@@ -63,7 +63,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies (fractions) on held-out images after some steps of a training, and the losses if they have some."""
+    """Accuracies (fractions) on held-out images after some steps of a training, and losses if they were measured."""
 
     name: str
     steps: tuple[int, ...]
@@ -73,7 +73,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostPoint:
-    """A model's accuracy (a fraction) in one series, and what it costs."""
+    """A model's accuracy (a fraction) in one series, and its cost."""
 
     name: str
     series: str
@@ -82,7 +82,7 @@ class CostPoint:
 
 
 def few_shot(curves: Sequence[Curve]) -> str:
-    """Plot accuracy by shots: the mean as a line, the draws as a band from the 10th to the 90th percentile."""
+    """Plot accuracy by shots: the mean as a line, the 10th to 90th percentile of the draws as a band."""
     with _figure(5.6, 3.5) as (figure, out):
         axes = figure.subplots()
         for number, curve in enumerate(curves):
@@ -116,7 +116,7 @@ def costs(unit: str, points: Sequence[CostPoint]) -> str:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         places = [point.cost for point in points]
-        axes.set_xlim(min(places) / 1.6, max(places) * 1.6)  # so that a tick is between them
+        axes.set_xlim(min(places) / 1.6, max(places) * 1.6)  # room for a tick
         axes.set(xlabel=unit, ylabel="test accuracy")
         _percent_axis(axes)
         figure.legend(loc="outside lower center", ncols=2)
@@ -126,7 +126,7 @@ def costs(unit: str, points: Sequence[CostPoint]) -> str:
 def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> str:
     """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws.
 
-    Between them is the accuracy on held-out images, if it was measured during the training; its loss is above.
+    If images were held out, their accuracy is plotted in between, and their loss with the training loss.
     """
     with _figure(5.6, 5.0 if measured else 3.5) as (figure, out):
         above, *between, below = figure.subplots(
@@ -135,16 +135,16 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
         for points in draws:
             steps, losses = [point["step"] for point in points], [point["loss"] for point in points]
             above.plot(steps, losses, color=SERIES[0], alpha=1 if len(draws) == 1 else 0.5)
-        for number, each in enumerate(measured):
-            style = _fold_style(number) | {"label": each.name}
-            between[0].plot(each.steps, each.accuracies, **style)
-            if each.losses:
-                above.plot(each.steps, each.losses, linestyle=":", **style)
+        for number, curve in enumerate(measured):
+            style = _fold_style(number) | {"label": curve.name}
+            between[0].plot(curve.steps, curve.accuracies, **style)
+            if curve.losses:
+                above.plot(curve.steps, curve.losses, linestyle=":", **style)
         for axes in between:
             axes.legend(fontsize="small")
             axes.set(ylabel="accuracy")
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-        above.set(ylabel="loss" if any(each.losses for each in measured) else "training loss")
+        above.set(ylabel="loss" if any(curve.losses for curve in measured) else "training loss")
         below.plot(steps, [point["learning_rate"] for point in draws[0]], color=SERIES[1])
         below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -155,7 +155,7 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
 
 
 def _fold_style(number: int) -> dict[str, Any]:
-    """Return the colour and the marker of one of several folds, of which five differ in both."""
+    """Return the colour and the marker of a fold; the first five folds differ in both."""
     return {
         "color": _FOLDS[number % len(_FOLDS)],
         "marker": _MARKERS[number % len(_MARKERS)],
@@ -164,13 +164,13 @@ def _fold_style(number: int) -> dict[str, Any]:
 
 
 def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
-    """Plot validation accuracy by each searched field: a dot is a trial, hollow if it was ended, a ring the chosen one.
+    """Plot validation accuracy by each searched field: a dot per trial, hollow if it was ended, a ring for `chosen`.
 
-    A line covers the folds of a trial. Fields whose values are not all numbers have one place per value.
+    A vertical line spans the folds of a trial. If a field's values are not all numbers, its axis has a tick per value.
 
     Args:
-        trials: of a sweep of report.json.
-        chosen: one of them.
+        trials: the trials of a sweep in report.json.
+        chosen: the chosen trial.
     """
     points = [trial.get("point") or {"learning_rate": trial["learning_rate"]} for trial in trials]
     means = [float(np.mean(trial["accuracies"])) for trial in trials]
@@ -178,7 +178,9 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> st
     with _panels(len(points[0])) as (grid, out):
         for field, axes in zip(points[0], grid, strict=True):
             values = [point[field] for point in points]
-            is_number = all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+            is_number = all(
+                isinstance(value, int | float) and not isinstance(value, bool) for value in values
+            )
             names = sorted({_value(value) for value in values})
             places = values if is_number else [names.index(_value(value)) for value in values]
             for place, accuracy, trial in zip(places, means, trials, strict=True):
@@ -200,7 +202,7 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> st
 
 @contextmanager
 def _panels(count: int) -> Iterator[tuple[list[Any], list[str]]]:
-    """Yield the axes of panels of validation accuracy in two columns, and what `_figure` yields."""
+    """Yield the axes of `count` panels of validation accuracy in two columns, and `_figure`'s list."""
     columns = min(2, count)
     rows = -(-count // columns)
     with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
@@ -240,14 +242,14 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a value of a field that is not a number, as a label under an axis."""
+    """Return a value that is not a number as a label under an axis."""
     if isinstance(value, dict):
         return "\n".join(f"{name.replace('_', ' ')} {inner}" for name, inner in value.items())
     return "none" if value is None else _cut(str(value))
 
 
 def _cut(name: str) -> str:
-    """Return a name that fits under an axis."""
+    """Shorten a name to fit under an axis."""
     return name if len(name) <= 16 else f"{name[:15]}…"
 
 
@@ -269,7 +271,7 @@ def _figure(width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
     """Yield a figure of this size in inches, and a list that holds its SVG after the block."""
     out: list[str] = []
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # The browser draws the text, so it does not matter if matplotlib's own font lacks a letter of a class name.
+        # The browser draws the text, so it does not matter if matplotlib's font lacks a letter of a class name.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
         figure = Figure(figsize=(width, height))
         yield figure, out
@@ -279,7 +281,7 @@ def _figure(width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
 
 
 def _inline(svg: str) -> str:
-    """Return the bare <svg> element without a fixed size, in the page's colours, with only the ids that are used."""
+    """Return the <svg> element without a fixed size, in the page's colours, and without unused ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)

@@ -19,7 +19,7 @@ from pipelines.store import Manifest
 from vit_model.fields import Frozen
 
 Part = tuple[str, Manifest, Path]
-DEFAULTS = "defaults"  # the value of a group of fields that is set, with the default of each
+DEFAULTS = "defaults"  # shown for a group of fields that is set, with all fields at their defaults
 
 
 def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
 def settings(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return {field, value, description} of each identity field of a stage that differs from its default.
 
-    If this version cannot read the configuration, these are all recorded fields.
+    If this version cannot read the configuration, return all recorded fields.
     """
     try:
         stage: AnyStage = TypeAdapter(Stage).validate_python(config)
@@ -67,7 +67,7 @@ def settings(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def changed_fields(config: Frozen, base: Frozen | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a configuration that `base` has otherwise; without `base`, the defaults have."""
+    """Yield the settings of a configuration that differ from `base`, or without it from the defaults."""
     for name, recorded in identity_fields(config).items():
         info, value = type(config).model_fields[name], getattr(config, name)
         default = info.get_default(call_default_factory=True, validated_data=vars(config))
@@ -88,7 +88,7 @@ def _setting(field: str, value: Any, description: str | None = None) -> dict[str
 
 
 def _named_inputs(manifest: Manifest, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the inputs of a stage by the names of their stages, or else by their keys."""
+    """Yield the inputs of a stage: the names of their stages, or their keys if a stage is not in the report."""
     for field, references in manifest.inputs.items():
         stages = [names.get(reference.key, reference.key[:12]) for reference in references]
         if stages:
@@ -96,7 +96,7 @@ def _named_inputs(manifest: Manifest, names: Mapping[str, str]) -> Iterator[dict
 
 
 def _preprocessing(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield how a model's pixels are prepared, from its config.json."""
+    """Yield a model's preprocessing, from its config.json."""
     if (path := folder / "config.json").is_file():
         pixels = json.loads(path.read_text("utf-8"))["preprocessing"]
         for name in ("resolution", "mean", "std"):
@@ -104,7 +104,7 @@ def _preprocessing(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def environments(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """Return each machine and set of packages that was used, with the stages that ran there."""
+    """Return each machine with its packages and the stages that ran there."""
     by_content: dict[str, dict[str, Any]] = {}
     for stage, manifest, _ in parts:
         content = json.dumps(manifest.environment, sort_keys=True)
@@ -127,7 +127,7 @@ def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
 
 
 def at_checkpoint(config: Mapping[str, Any], field: str) -> str:
-    """Describe the checkpoint of an input that a stage used; empty for the last one."""
+    """Describe the checkpoint of an input that a stage used; empty for the last checkpoint."""
     checkpoint = recorded_checkpoint(config, field)
     if checkpoint == BEST:
         return " at its best step on dev"

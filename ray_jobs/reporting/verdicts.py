@@ -1,12 +1,12 @@
 """Verdicts: paired differences between trained methods and their references.
 
 In: `Entry`s. Out: `Verdict`s, one per comparison, and a headline. A comparison pairs the same label draws and the same
-test images. The best of several references is chosen by test accuracy, which can only favour the reference. Whether
-pretraining helped is answered by comparisons with the same kind of model without it, from scratch or untrained;
-comparisons with pixels answer another question.
+test images. The best of several references is chosen by test accuracy, which can only favour the reference. Comparisons
+with the same kind of model without pretraining (from scratch or untrained) show whether pretraining helped; comparisons
+with pixels answer another question.
 
-The comparisons of one report are a family. Each has its own 95% interval, so about one of 20 differences that are truly
-zero would exclude zero. Each therefore has a second, wider interval; these hold for all comparisons together with 95%
+The comparisons of one report are a family. Each has a 95% interval, so about one of 20 intervals of true zeros excludes
+zero. Each therefore has a second, wider interval; with 95% probability these hold for all comparisons together
 (Bonferroni: each at 1 - 0.05 / number of comparisons), and the headline says how many of them lie above zero.
 """
 
@@ -28,7 +28,10 @@ CONCLUSIONS = {
 }
 """How the page shows a `Verdict.conclusion`."""
 WITHOUT_PRETRAINING = {"scratch": "training from scratch", "untrained": "an untrained model"}
-REFERENCES = (*WITHOUT_PRETRAINING, "pixels")  # the kinds that methods are compared with, the best of each
+REFERENCES = (
+    *WITHOUT_PRETRAINING,
+    "pixels",
+)  # methods are compared with the best entry of each of these kinds
 SHOTS = 5  # the verdict is about the number of shots nearest to this
 
 
@@ -36,7 +39,7 @@ SHOTS = 5  # the verdict is about the number of shots nearest to this
 class Verdict:
     """The comparison of `method` with `reference`: a difference of accuracies (fractions) with its 95% interval.
 
-    `adjusted` is the wider interval that holds together with those of the report's other comparisons.
+    `adjusted` is the wider interval; these hold for all comparisons of the report together.
     """
 
     method: Entry
@@ -46,12 +49,12 @@ class Verdict:
     difference: Interval
     adjusted: Interval
     detectable: float
-    """The difference that these draws and images would have shown with 80% probability."""
+    """The smallest difference that these draws and images detect with 80% probability."""
     draws: int
 
     @property
     def conclusion(self) -> str:
-        """Where the whole interval lies, as report.json stores it."""
+        """Where the interval lies, as report.json stores it."""
         if self.difference.low > 0:
             return "above zero"
         return "below zero" if self.difference.high < 0 else "not told from zero"
@@ -60,7 +63,7 @@ class Verdict:
 def kind(entry: Entry) -> str:
     """Return "trained" for a method to judge, or the kind of reference: "scratch", "untrained" or "pixels".
 
-    A backbone that has seen the support's labels ("trained on these") and a row that covers only a part of test
+    A backbone that was trained on the support's labels ("trained on these") and a row that covers only a part of test
     ("apart") are neither.
     """
     if is_apart(entry.method):
@@ -73,10 +76,10 @@ def kind(entry: Entry) -> str:
 
 
 def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
-    """Compare every pretrained method with the best row of each kind of REFERENCES of the same setting.
+    """Compare every pretrained method with the best entry of each kind of REFERENCES in the same setting.
 
     A setting is a task, a number of labels and a `sort_of_learning`; few-shot settings count only with the number of
-    shots nearest to SHOTS. If the report has no pretrained method, those trained from scratch are compared with pixels.
+    shots nearest to SHOTS. Without a pretrained method, methods trained from scratch are compared with pixels.
     """
     settings: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
@@ -96,7 +99,7 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
 
 
 def is_compared(entry: Entry, entries: Sequence[Entry]) -> bool:
-    """Return whether comparisons include the entry: of few-shot ones those with the shots nearest to SHOTS."""
+    """Return whether comparisons include the entry; few-shot entries only with the shots nearest to SHOTS."""
     return not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task)
 
 
@@ -118,19 +121,22 @@ def comparable(a: Entry, b: Entry) -> bool:
 def question(comparisons: Sequence[Verdict]) -> str:
     """Return the first question that the verdicts answer."""
     return (
-        _HELPED if any(kind(each.reference) in WITHOUT_PRETRAINING for each in comparisons) else _BEATS_PIXELS
+        _HELPED
+        if any(kind(verdict.reference) in WITHOUT_PRETRAINING for verdict in comparisons)
+        else _BEATS_PIXELS
     )
 
 
 def headline(comparisons: Sequence[Verdict], unknown: Container[str] = ()) -> str:
-    """Return the answer in a few sentences, with few labels and with all; then that to whether pixels are beaten.
+    """Return the answer in a few sentences, with few labels and with all; then whether pixels are beaten.
 
-    The next sentence is about all comparisons together, and the last about the models of the artifacts `unknown`.
+    The next sentence is about all comparisons together. The last names the stages of the artifacts `unknown`, whose
+    models were trained on unknown images.
     """
     if not comparisons:
         return (
-            "Nothing to compare: that takes a model that was not trained on these images before, and another method"
-            " with the same labels and test images."
+            "Nothing to compare. A comparison needs a model that was not trained on these images before, and another"
+            " method with the same labels and test images."
         )
     answers = [
         f"Compared with {name}: {answer}"
@@ -141,7 +147,8 @@ def headline(comparisons: Sequence[Verdict], unknown: Container[str] = ()) -> st
         answers += [_BEATS_PIXELS] if answers else []
         answers.append(against_pixels[0].upper() + against_pixels[1:])
     answers += [_adjusted(comparisons)] if len(comparisons) > 1 else []
-    if stages := dict.fromkeys(each.method.stage for each in comparisons if each.method.artifact in unknown):
+    methods = [verdict.method for verdict in comparisons]
+    if stages := dict.fromkeys(method.stage for method in methods if method.artifact in unknown):
         answers.append(
             f"The training images of the models behind {', '.join(stages)} are unknown; test images may be among them."
         )
@@ -152,17 +159,17 @@ _HELPED, _BEATS_PIXELS = "Did pretraining help?", "Does the model beat simple cl
 
 
 def _answers(comparisons: Sequence[Verdict], sort: str) -> str:
-    """Answer by the comparisons with this kind of reference: with few labels, then with all; empty if there is none."""
-    own = [each for each in comparisons if kind(each.reference) == sort]
+    """Answer by the comparisons with this kind of reference, with few labels and with all; empty if there are none."""
+    relevant = [verdict for verdict in comparisons if kind(verdict.reference) == sort]
     answers = []
     for name, is_all in (("few", False), ("all", True)):
-        if budget := [each for each in own if (each.method.labels_per_class is None) == is_all]:
+        if budget := [verdict for verdict in relevant if (verdict.method.labels_per_class is None) == is_all]:
             answers.append(f"with {name} labels, {_answer(budget)}")
     return "; ".join(answers) + "." * bool(answers)
 
 
 def sentence(verdict: Verdict, classes: int | None, unknown: Container[str] = ()) -> str:
-    """Describe a comparison in words, with its numbers; `unknown` are artifacts, see `headline`."""
+    """Describe a comparison in words, with its numbers; see `headline` for `unknown`."""
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
     images = " (its training images are unknown)" if method.artifact in unknown else ""
@@ -203,7 +210,7 @@ def _shots(entries: Sequence[Entry], task: str) -> int:
 
 
 def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdict:
-    """Compare with the best rival over the draws in common; `adjusted` holds for that many comparisons."""
+    """Compare with the best rival over the common draws; `adjusted` holds for `comparisons` comparisons."""
     tables = [paired(method, rival) for rival in rivals]
     best = int(np.argmax([rival_correct.mean() for _, rival_correct in tables]))
     correct, rival_correct = tables[best]
@@ -215,7 +222,7 @@ def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdi
 
 
 def paired(a: Entry, b: Entry, metric: str = ACCURACY) -> tuple[np.ndarray, np.ndarray]:
-    """Return which images both got right, or their parts of a metric, [draws, n] each, in the draws in common."""
+    """Return the images' contributions to a metric for both entries, [draws, n] each, in the common draws."""
     common = sorted(set(a.draws) & set(b.draws))
     first, second = (entry.table(metric)[[entry.draws.index(draw) for draw in common]] for entry in (a, b))
     return first, second
@@ -225,7 +232,7 @@ def _answer(comparisons: Sequence[Verdict]) -> str:
     """Return 'yes', 'partly', 'no' or 'not shown', with the reason."""
     total = len(comparisons)
     above, below = (
-        sum(each.conclusion == where for each in comparisons) for where in ("above zero", "below zero")
+        sum(verdict.conclusion == side for verdict in comparisons) for side in ("above zero", "below zero")
     )
     answer = "partly" if above else "not shown"
     if total in (above, below):

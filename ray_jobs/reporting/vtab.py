@@ -1,7 +1,7 @@
 """VTAB-1k's table: accuracies by task and number of labels, their means, and how many of the 19 tasks they cover.
 
 In: `Entry`s and the evaluations behind them (`Evaluated`). Out: dictionaries for report.json. The mean is over tasks,
-each counting once (BiT, section 3.2), not over the means of the three groups.
+each of which counts once (BiT, section 3.2), not over the means of the three groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray_jobs.reporting.verdicts import kind, percent
 from vit_model.fields import marks
 
 GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
-# Fields of a stage, beside those of its execution, and of a task's source, that may differ within one score.
+# Fields that may differ within one score: of a stage (besides its execution fields), and of a task's source.
 _NOT_THE_PROTOCOL = {"data", "backbone"}
 _NOT_THE_KIND = {"task", "root", "membership"}
 
@@ -84,13 +84,13 @@ def evaluated(
 
 
 def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> list[dict[str, Any]]:
-    """Return one score per protocol, backbone, classifier and method, the trained ones first, fine-tuned before frozen.
+    """Return one score per protocol, backbone, classifier and method; trained first, fine-tuned before frozen.
 
-    If several artifacts measured a task so, on variants of its images, each is in a score of its own. Accuracies are
-    fractions, null if there is none.
+    If several artifacts measured the same task, on variants of its images, each gets a separate score. Accuracies are
+    fractions, null where there are none.
     """
     groups: dict[tuple[str, str, str, str, str, int], list[Entry]] = {}
-    measured: dict[tuple[str, ...], list[str]] = {}  # the artifacts that a score could take a task from
+    measured: dict[tuple[str, ...], list[str]] = {}  # the artifacts that measured a task in the same way
     for entry in entries:
         if (evaluation := evaluations.get(entry.artifact)) is not None:
             key = evaluation.stage, evaluation.protocol, evaluation.backbone, _classifier(entry), entry.method
@@ -112,7 +112,7 @@ def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> li
 
 
 def _classifier(entry: Entry) -> str:
-    """Return what was fitted, whatever the number of labels: 'linear', 'k-NN' or 'fine-tuning'."""
+    """Return what was fitted, for any number of labels: 'linear', 'k-NN' or 'fine-tuning'."""
     return entry.protocol.removeprefix("few-shot ").replace("linear probe", "linear")
 
 
@@ -159,7 +159,7 @@ def _line(
     budgets: Sequence[int | None],
     evaluations: Mapping[str, Evaluated],
 ) -> dict[str, Any]:
-    """Return a task's row from its entries by number of labels; a task that was not measured has a row as well."""
+    """Return a task's row from its entries by number of labels; a task that was not measured also has a row."""
     first = next(iter(entries.values()), None)
     return {
         "task": task,

@@ -49,13 +49,13 @@ from ray_jobs.training.engine import StateShard
 from ray_jobs.training.state import STATE, TrainState, WorkerState
 from ray_jobs.training.workers import ALONE, Worker
 
-_LOOK_SECONDS = 0.2  # between looks for the other workers' files
-_AWAIT_SECONDS = 5.0  # that workers wait for a writer between two questions to the others
-_LISTEN_SECONDS = 2.0  # between looks for requests
+_LOOK_SECONDS = 0.2  # between checks for the other workers' files
+_AWAIT_SECONDS = 5.0  # how long a worker waits for its writer before it asks the others again
+_LISTEN_SECONDS = 2.0  # between checks for requests
 
 
 class _Writing(NamedTuple):
-    """A checkpoint on its way: this worker's part of it, and on rank 0 the commit that follows."""
+    """A checkpoint that is being written: this worker's part, and on rank 0 the commit that follows."""
 
     checkpoint: Checkpoint
     is_best: bool
@@ -66,7 +66,7 @@ class _Writing(NamedTuple):
 
 
 def _store_error(future: Future[Any]) -> StoreError | None:
-    """Return the error of the store that a future ended with, and raise others, or that the store was deleted."""
+    """Return the StoreError that a future ended with, or None; raise any other error, and StoreAbsent."""
     error = future.exception()
     if error is not None and (isinstance(error, StoreAbsent) or not isinstance(error, StoreError)):
         raise error
@@ -77,7 +77,7 @@ class CheckpointManager:
     """One worker's part in writing the checkpoints of a training. All workers call its methods together.
 
     Args:
-        worker: its group is that of this attempt; a group that died may have left files behind.
+        worker: its group is in the names of the files, because a group that died may have left some behind.
         start: the checkpoint that the attempt started from, which is kept.
         steps: counts how many steps are done.
         fit: with a Finetune, the name of the fit, whose newest checkpoint is kept.
@@ -98,12 +98,12 @@ class CheckpointManager:
         self._every, self._steps = config.checkpoint_every, steps or Steps()
         self._kept_latest, self._kept_steps, self._end = 1, tuple[int, ...](), config.steps
         self._agreement = dist.new_group(backend="gloo") if worker.world > 1 else None
-        self._request: tuple[Tensor, dist.Work] | None = None  # whether rank 0 wanted one, on its way
+        self._request: tuple[Tensor, dist.Work] | None = None  # rank 0's answer, being sent
         self._thread = ThreadPoolExecutor(1)
         self._writing: _Writing | None = None
         self._last = time.monotonic()
         self._requests = self._answered = 0  # requests for a checkpoint, which only a pretraining gets
-        self._any = False  # whether a fit has or had checkpoints
+        self._has_checkpoints = False  # whether a fit has or had checkpoints
         self.newest = None if start is None else start.step
         """the step of the last checkpoint that is written; None if there is none"""
         if isinstance(config, Pretrain):
@@ -113,22 +113,24 @@ class CheckpointManager:
                 threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint after this step is configured, or was asked for. Called after every step."""
+        """Return whether a checkpoint after this step is configured or was requested. Called after every step."""
         self._steps.done = step
         every = self._every
         is_wanted = self._is_requested()
         return is_wanted or step in self._kept_steps or (every.steps is not None and step % every.steps == 0)
 
     def _is_requested(self) -> bool:
-        """Return whether the clock or a request wanted a checkpoint: on rank 0 now, on several at the call before.
+        """Return whether the clock or a request demands a checkpoint; with several workers, as of the previous call.
 
-        So no step waits for the answer of rank 0, which goes to the others during the next step.
+        So no step waits for rank 0's answer, which is sent to the others during the next step.
         """
         minutes, is_wanted = self._every.minutes, False
         if self._rank == 0:  # its clock decides
-            clock, asked = time.monotonic(), self._requests
-            is_wanted = asked > self._answered or (minutes is not None and clock - self._last >= 60 * minutes)
-            self._answered, self._last = asked, clock if is_wanted else self._last
+            clock, requests = time.monotonic(), self._requests
+            is_wanted = requests > self._answered or (
+                minutes is not None and clock - self._last >= 60 * minutes
+            )
+            self._answered, self._last = requests, clock if is_wanted else self._last
         if self._agreement is None:
             return is_wanted
         flag = torch.tensor([is_wanted])
@@ -145,19 +147,19 @@ class CheckpointManager:
             try:
                 self._requests = checkpoint_requested(self._store, self._attempt)
             except StoreError as error:
-                warn(f"cannot see whether a checkpoint is asked for: {error}")
+                warn(f"cannot check for requests for a checkpoint: {error}")
 
     def save(self, step: int, best: int | None, shards: Iterable[StateShard], state: WorkerState) -> None:
-        """Copy the state after `step` steps, and write it in a thread. First does `wait` for the previous one.
+        """Copy the state after `step` steps, and write it in a thread. First `wait` for the previous checkpoint.
 
         `best` is the step with the highest dev accuracy so far; its checkpoint is kept.
 
         Raises:
             StoreError: as `wait`.
-            Superseded: there is a newer attempt; found while the previous one was committed.
+            Superseded: there was a newer attempt when the previous checkpoint was committed.
         """
         self.wait()
-        self._any, self._last = True, time.monotonic()
+        self._has_checkpoints, self._last = True, time.monotonic()
         copies = {
             f"{shard.kind}/{shard.name}@{shard.start}": shard.values.to("cpu", copy=True) for shard in shards
         }
@@ -181,11 +183,11 @@ class CheckpointManager:
     def wait(self) -> None:
         """Return when the last checkpoint is written; on rank 0, when it is committed.
 
-        One that cannot be written, because the disk is full or the store refuses it, is skipped with a line in the
-        log: training continues, the checkpoint before remains, and the next one is another try.
+        If it cannot be written, because the disk is full or the store refuses it, it is skipped with a line in the
+        log: training continues, the previous checkpoint remains, and the next one is written as usual.
 
         Raises:
-            StoreError: it cannot be written, and it is one that consumers can name, so the result needs it.
+            StoreError: it cannot be written, but the result needs it, because consumers can name it.
             StoreAbsent: the store was deleted.
             Superseded: there is a newer attempt.
         """
@@ -210,7 +212,7 @@ class CheckpointManager:
             raise error
         else:
             last = (
-                "there is none before it"
+                "there is no earlier one"
                 if self.newest is None
                 else f"the last checkpoint is of step {self.newest}"
             )
@@ -230,29 +232,29 @@ class CheckpointManager:
         return bool(flags)
 
     def opened_start(self) -> TrainState | None:
-        """Open the checkpoint that the attempt started from; None if it started from none."""
+        """Open the checkpoint that the attempt started from; None if it started without one."""
         return None if self._start is None else TrainState(self._store, self._start)
 
     def resume(
         self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> TrainState | None:
-        """Open the furthest checkpoint of the fit, by these attempts or its own; None if there is none.
+        """Open the fit's latest checkpoint by this attempt or one of `attempts`; None if there is none.
 
-        Damaged ones, and those of another model or optimizer, are not used, with a line in the log: this costs a part
-        of one fit, while an error would block the key until somebody removes the checkpoint.
+        A checkpoint that is damaged or belongs to another model or optimizer is skipped with a line in the log: this
+        costs a part of one fit, while an error would block the key until somebody removes the checkpoint.
         """
         attempt, usable = self._attempt, {self._attempt.number, *attempts}
-        there = checkpoints(self._store, attempt.job, attempt.key, self._fit, usable)
-        self._any = bool(there)
+        existing = checkpoints(self._store, attempt.job, attempt.key, self._fit, usable)
+        self._has_checkpoints = bool(existing)
         if self._agreement is not None:
-            return self._resume_together(there, module, optimizer)
-        return self._furthest(there, module, optimizer)
+            return self._resume_together(existing, module, optimizer)
+        return self._furthest(existing, module, optimizer)
 
     def _resume_together(
-        self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, existing: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> TrainState | None:
-        """Open the checkpoint that the first worker chooses: an attempt that still lives may add some meanwhile."""
-        saved = self._furthest(there, module, optimizer) if self._rank == 0 else None
+        """Open the checkpoint that rank 0 chooses: an attempt that is still running may add others meanwhile."""
+        saved = self._furthest(existing, module, optimizer) if self._rank == 0 else None
         chosen = [None if saved is None else (saved.attempt, saved.step)]
         dist.broadcast_object_list(chosen, 0, self._agreement)
         if self._rank == 0 or chosen[0] is None:
@@ -263,13 +265,13 @@ class CheckpointManager:
             if checkpoint.step == step:
                 return TrainState(self._store, checkpoint)
         raise StoreError(
-            f"{self._store.uri}: the checkpoint of step {step} of attempt {number} is no longer there"
+            f"{self._store.uri}: the checkpoint of step {step} of attempt {number} was removed meanwhile; rerun"
         )
 
     def _furthest(
-        self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, existing: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> TrainState | None:
-        for checkpoint in there:
+        for checkpoint in existing:
             try:
                 saved = TrainState(self._store, checkpoint)
                 saved.require(module, optimizer)
@@ -287,26 +289,26 @@ class CheckpointManager:
             Superseded: there is a newer attempt.
         """
         self.wait()
-        if self._any and self._rank == 0:
+        if self._has_checkpoints and self._rank == 0:
             remove_checkpoints(self._store, self._attempt, fit=self._fit)
 
     def named(self, best: int | None) -> list[TrainState]:
         """Open the checkpoints before the last step that consumers can name: the best, and the configured steps.
 
         Raises:
-            StoreDamaged: one is missing or damaged. The next attempt continues from before it.
+            StoreDamaged: a checkpoint is missing or damaged. The next attempt continues from an earlier one.
         """
-        there = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
-        found, needed = [], {*self._kept_steps, *([] if best is None else [best])} - {self._end}
+        existing = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
+        states, needed = [], {*self._kept_steps, *([] if best is None else [best])} - {self._end}
         for step in sorted(needed):
-            checkpoint = intact(self._store, [each for each in there if each.step == step])
+            checkpoint = intact(self._store, [entry for entry in existing if entry.step == step])
             if checkpoint is None:
                 raise StoreDamaged(
                     f"{self._store.uri}: the checkpoint of step {step}, which the result needs, is missing or damaged",
                     "run the pipeline again to continue from an earlier checkpoint",
                 )
-            found.append(TrainState(self._store, checkpoint))
-        return found
+            states.append(TrainState(self._store, checkpoint))
+        return states
 
     def _write_part(
         self, checkpoint: Checkpoint, copies: dict[str, Tensor], state: WorkerState
@@ -325,10 +327,10 @@ class CheckpointManager:
                 )
         except (OSError, SafetensorError) as error:
             raise StoreError(f"{self._store.uri}: cannot write {checkpoint.folder}: {error}") from None
-        own = checkpoint.model_copy(update={"files": staging.files})
+        part = checkpoint.model_copy(update={"files": staging.files})
         if self._rank:
-            self._store.create(f"{checkpoint.folder}/{self._name(self._rank)}.json", encode(own))
-        return own
+            self._store.create(f"{checkpoint.folder}/{self._name(self._rank)}.json", encode(part))
+        return part
 
     def _commit(
         self,
@@ -337,7 +339,7 @@ class CheckpointManager:
         part: Future[Checkpoint],
         is_given_up: threading.Event,
     ) -> None:
-        """On rank 0, make a checkpoint valid when all parts are there, unless it is given up."""
+        """On rank 0, commit a checkpoint when all its parts are written, unless it is given up."""
         if self._rank:
             return
         others = []
@@ -362,23 +364,25 @@ class CheckpointManager:
         """Remove the parts of a checkpoint that not all workers could write, or that could not be committed."""
         with suppress(StoreError):
             names = self._store.names(checkpoint.folder)
-            if "manifest.json" not in names:  # otherwise it is complete, and the removal of others failed
+            if (
+                "manifest.json" not in names
+            ):  # otherwise it is committed, and the removal of older ones failed
                 self._store.remove([f"{checkpoint.folder}/{name}" for name in names])
 
     def _name(self, rank: int) -> str:
         return f"group-{self._worker.group}-rank-{rank:05d}"
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        """Keep the latest, the best, those that consumers can name, and the one that this attempt started from.
+        """Keep the latest, the best, those that consumers can name, and the attempt's start; remove all others.
 
-        Also what was the best when the latest were written, because the next attempt may continue from any of them.
+        What was the best when one of the latest was written also stays: the next attempt may continue from that one.
         """
         attempt = self._attempt
-        there = checkpoints(self._store, attempt.job, attempt.key, self._fit)
-        own = [each for each in there if each.step <= step and each.attempt <= attempt.number]
-        newest = {each.step: each for each in reversed(own)}  # of each step, that of the newest attempt
+        existing = checkpoints(self._store, attempt.job, attempt.key, self._fit)
+        earlier = [entry for entry in existing if entry.step <= step and entry.attempt <= attempt.number]
+        newest = {entry.step: entry for entry in reversed(earlier)}  # per step, the newest attempt's
         latest = sorted(newest)[-self._kept_latest :]
-        steps = {*latest, best, *self._kept_steps, *(newest[each].best for each in latest)}
-        kept = [newest[each] for each in newest if each in steps]
+        steps = {*latest, best, *self._kept_steps, *(newest[step].best for step in latest)}
+        kept = [newest[step] for step in newest if step in steps]
         kept += [] if self._start is None else [self._start]
         remove_checkpoints(self._store, attempt, kept, step, self._fit)

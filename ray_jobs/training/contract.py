@@ -1,6 +1,6 @@
 """The contract of a model that is trained on a dataset: architecture, class names, preprocessing. Needs no torch.
 
-`model_contract` is for new weights, `continued_contract` for a model that starts from another one's.
+`model_contract` is for new weights, `continued_contract` for a model that starts from another model's weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def continued_contract(
 ) -> ModelContract:
     """Return the contract of a model that starts from the weights of `source` and is trained on a dataset.
 
-    Its images are prepared as those of `source`, at the resolution of the new architecture.
+    Its images are preprocessed as for `source`, but at the resolution of the new architecture.
     """
     changed = {"resolution": architecture.image_shape[0]} | (
         eval_crop.model_dump(exclude_none=True) if eval_crop else {}

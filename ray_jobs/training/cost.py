@@ -1,4 +1,4 @@
-"""What a fine-tuning costs on this machine: its model's forward pass, whole steps of its training, and a whole fit."""
+"""Measure what a fine-tuning costs on this machine: a forward pass, a training step, and a whole fit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ray_jobs.training.task import Task
 from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
 
-STEPS = 4  # of a fit
+STEPS = 4  # that a measured fit does
 
 
 def finetuning_cost(task: Task) -> Cost:
-    """Measure the forward pass as test images get it, and steps with the task's batch, optimizer and frozen parts.
+    """Measure a forward pass as for test images, and training steps with the task's batch, optimizer and frozen parts.
 
-    The weights are those that its fits start from.
+    The model has the weights that the task's fits start from.
     """
     config, contract = task.config, task.contract
     forward = measuring.forward_cost(

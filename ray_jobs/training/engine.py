@@ -6,10 +6,10 @@ An engine wraps a module. Each step is `backward` for every micro-batch, then `s
     engine.backward(cross_entropy(engine(images), labels))
     norm = engine.step(rate)
 
-The float32 master weights are those of the module that `make_engine` gets; with bfloat16 a rounded copy computes the
+The module that `make_engine` gets holds the float32 master weights; with bfloat16, a rounded copy computes the
 gradients. The state that a checkpoint needs is a set of `StateShard`s: parts of a parameter's master weight or of one
-of the optimizer's averages, each in exactly one worker. They do not depend on how many workers there were, nor on the
-engine: every engine can read the shards of every other (`load_state`).
+of the optimizer's averages, each in exactly one worker. They do not depend on the number of workers or on the engine:
+every engine can read the shards of every other (`load_state`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class StateShard(NamedTuple):
     name: str
     start: int
     values: Tensor
-    """float32 [n], the engine's own memory"""
+    """float32 [n], a view of the engine's memory"""
 
 
 Read = Callable[[str, str, int, int], Tensor]
-"""(kind, parameter's name, start, length) -> those values of a checkpoint, float32 [length]"""
+"""(kind, parameter's name, start, length) -> the values in a checkpoint, float32 [length]"""
 
 
 class Engine(Protocol):
     """What a training loop needs of an engine. All workers call the methods together."""
 
     module: Any
-    """computes the gradients, in the dtype of matrix products"""
+    """the module that computes the gradients, in the dtype of matrix products"""
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
 
@@ -64,13 +64,13 @@ class Engine(Protocol):
 
         Nothing is updated if a gradient is not finite.
 
-        Returns the global norm before clipping, which then is not finite either, or -1; None if it was not computed.
+        Returns the global norm before clipping (not finite, or -1, if a gradient was not finite); None if not computed.
         """
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return all master weights, or their moving averages (`Optimizer.ema`), gathered: float32 on the CPU.
 
-        They may be the engine's own memory, which its next step changes.
+        They may be views of the engine's memory, which its next step changes.
         """
 
     def state_shards(self) -> Iterator[StateShard]:
@@ -101,7 +101,7 @@ class Plain:
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self._names, self._weights = [name for name, _ in named], [weight for _, weight in named]
         self._copies = [weight for weight in self.module.parameters() if weight.requires_grad]
-        self._micro_batches = 0  # of this step
+        self._micro_batches = 0  # done in this step
         self._steps = 0
         if has_ema(optimizer):
             for weight in self._weights:
@@ -154,7 +154,7 @@ class Plain:
         }
 
     def state_shards(self) -> Iterator[StateShard]:
-        """Yield every worker's equal share of the concatenated parameters: all have all of them."""
+        """Yield this worker's equal share of the concatenated parameters: every worker has all of them."""
         total, rank = self._gradients.numel(), dist.get_rank() if self.world > 1 else 0
         first, last = total * rank // self.world, total * (rank + 1) // self.world
         ends = itertools.accumulate(weight.numel() for weight in self._weights)
@@ -258,7 +258,7 @@ class Zero:
                 values[place].copy_(read(kind, name, start, place.stop - place.start))
 
     def _shares(self) -> Iterator[tuple[str, int, Tensor, slice]]:
-        """Yield (name, start, partition, place): values from `start` on of a flattened parameter are at this place.
+        """Yield (name, start, partition, place): the parameter's flattened values from `start` are at that slice.
 
         A partition is a flat tensor of master weights, for which the optimizer keeps averages of the same shape.
         """
@@ -286,8 +286,8 @@ def make_engine(
 ) -> Engine:
     """Return the engine of a pretraining: ZeRO if there is something to divide, otherwise plain torch.
 
-    The module has the float32 weights to start from and is on its device. The optimizer is one of its parameters, with
-    learning rate 0; only `average_kinds` of it are saved.
+    The module has the float32 weights to start from and is on its device. The optimizer steps its parameters and has
+    learning rate 0; only its `average_kinds` are saved.
 
     Raises:
         UserError: the workers cannot share a micro-batch evenly.
@@ -314,7 +314,7 @@ def _update_ema(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], ste
 
 
 def average_kinds(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...]:
-    """Return the names of the averages that are kept for a weight, that of the weight itself included."""
+    """Return the names of the averages that are kept for a weight, including the average of the weight itself."""
     return (*optim.average_kinds(optimizer, weight), *((EMA,) if has_ema(optimizer) else ()))
 
 
@@ -324,9 +324,9 @@ def _averages(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Ten
 
 
 def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) -> dict[str, Tensor]:
-    """Give the optimizer averages as after `steps` steps, and return them to be filled.
+    """Set up the optimizer's averages as after `steps` steps, and return them to be filled.
 
-    They are zeros, and the weight itself where weights are averaged.
+    They are zeros; the average of the weight starts as the weight.
     """
     averages = {
         kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer, weight)

@@ -1,6 +1,6 @@
-"""Images that a model is evaluated on: a pretraining's dev, a trial's held-out part, test, few-shot supports.
+"""Evaluate a model on images: dev of a pretraining, a trial's held-out images, test, and the images of few-shot probes.
 
-In: images, and a network. Out: what it computes for each image. All workers call an evaluator together.
+In: images, and a network. Out: the network's outputs per image. All workers call an evaluator together.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NOT_FINITE = "loss is {} after training: lower learning_rate, or use a longer wa
 
 
 class Evaluator:
-    """Labelled images, of which each worker computes an equal share.
+    """Labelled images, of which each worker evaluates an equal share.
 
-    A worker keeps the pixels of its share after it has decoded them once, if they fit into 1 GiB (`MEMORY_BYTES`).
+    A worker decodes its share once and keeps the pixels if they fit into 1 GiB (`MEMORY_BYTES`).
 
     Args:
         batch: images per forward pass of a worker.
@@ -61,8 +61,8 @@ class Evaluator:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (rows, outputs) of this worker's share, in batches.
 
-        All workers have as many batches of the same sizes, because ZeRO-3 gathers the weights for each. Rows past the
-        end of the images wrap around; they do not count.
+        All workers have the same number of batches of the same sizes, because ZeRO-3 gathers the weights for each. Rows
+        past the last image wrap around and do not count.
         """
         rows = torch.arange(self._worker.rank * self._share, (self._worker.rank + 1) * self._share)
         for number, chosen in enumerate(rows.split(self._batch) if len(rows) else ()):
@@ -72,14 +72,14 @@ class Evaluator:
             yield chosen, outputs
 
     def gather(self, network: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-        """Return what a network of float32 computes for all images, [n, width] on the CPU of every worker."""
-        own = torch.cat([outputs.float().cpu() for _, outputs in self.outputs(network, device)])
+        """Return the outputs of a float32 network for all images, [n, width] on the CPU of every worker."""
+        gathered = torch.cat([outputs.float().cpu() for _, outputs in self.outputs(network, device)])
         if self._worker.world > 1:
-            own = own.to(device)
-            shares = [torch.empty_like(own) for _ in range(self._worker.world)]
-            dist.all_gather(shares, own)
-            own = torch.cat(shares)
-        return own[: len(self.labels)].cpu()
+            share = gathered.to(device)
+            shares = [torch.empty_like(share) for _ in range(self._worker.world)]
+            dist.all_gather(shares, share)
+            gathered = torch.cat(shares)
+        return gathered[: len(self.labels)].cpu()
 
     def logits(self, model: Network) -> Tensor:
         """Return a model's logits of all images in evaluation mode, float32 [n, classes]."""
@@ -91,7 +91,7 @@ class Evaluator:
         return logits
 
     def _pixels(self, number: int, rows: Tensor) -> Tensor:
-        """Return a batch of this worker's, uint8 [b, h, w, c]."""
+        """Return the pixels of one of this worker's batches, uint8 [b, h, w, c]."""
         if (pixels := self._kept.get(number)) is None:
             images = self.images.take(rows.numpy())
             pixels = torch.from_numpy(images.dataset.load(images.rows, self._preprocessing))
@@ -118,7 +118,7 @@ def accuracy_and_loss(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def evaluation(step: int, logits: Tensor, labels: Tensor, select_by: str = ACCURACY) -> Evaluation:
-    """Return the results after a step, from logits [n, classes] and labels [n], with the metric that selects.
+    """Return the results after a step, from logits [n, classes] and labels [n], including the `select_by` metric.
 
     Raises:
         DivergenceError: see `accuracy_and_loss`.
@@ -134,7 +134,7 @@ def score(logits: Tensor, labels: NDArray[Any], temperature: float | None = None
     """Compare logits [n, classes] with the labels [n].
 
     Args:
-        temperature: of the calibrated probabilities; None: there are none.
+        temperature: calibrates the probabilities; None: no calibrated probabilities are returned.
 
     Raises:
         DivergenceError: see `accuracy_and_loss`.

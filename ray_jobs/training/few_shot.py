@@ -1,8 +1,8 @@
-"""Few-shot accuracy on dev while a pretraining runs, as in the paper (section 4.1); for its log, never to select.
+"""Few-shot accuracy on dev during a pretraining, as in the paper (section 4.1); only logged, never used to select.
 
-In: the model so far. Out: {"5-shot dev": mean accuracy over the draws}. The solver and the draws are those of the stage
-evaluate (`ray_jobs.evaluation`), but labels are drawn from the pretraining's own train split, and its dev split is
-scored. No test image is read.
+In: the model so far. Out: {"5-shot dev": mean accuracy over the draws}. Solver and draws are the same as in the stage
+evaluate (`ray_jobs.evaluation`), but labels are drawn from the pretraining's train split, and its dev split is scored.
+No test image is read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vit_model.errors import UserError
 _BATCH = 256  # images per forward pass
 _LARGEST = (
     10**8
-)  # shots * classes^2, with which the solver's time grows; ImageNet with 25 shots: a quarter of it
+)  # of shots * classes^2, which the solver's time is proportional to; a quarter is ImageNet with 25 shots
 
 
 class FewShotProbe:
-    """Scores the model of a training; each worker computes the features of a share of the images.
+    """Scores the model during a training; each worker computes the features of a share of the images.
 
     Raises:
-        UserError: the dataset has no dev split, or so many classes that the other workers would wait for too long.
+        UserError: the dataset has no dev split, or so many classes that the other workers would wait too long.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class FewShotProbe:
         classes, shots = len(dataset.info.class_names), max(config.shots)
         if shots * classes**2 > _LARGEST:
             raise UserError(
-                f"fewshot: {shots} shots of {classes:,} classes take too long to solve during a training; use fewer"
-                " shots, or the stage evaluate"
+                f"fewshot: {shots} shots of {classes:,} classes take too long during a training; use fewer shots, or"
+                " the stage evaluate"
             )
-        # rows of train for each number of shots and each draw
+        # rows of train, per number of shots and draw
         self._draws = [
             [draw_labels(self._train, shots, config.seed, draw) for draw in range(config.draws)]
             for shots in config.shots
@@ -68,7 +68,7 @@ class FewShotProbe:
         ]
 
     def score(self, model: Network) -> dict[str, float] | None:
-        """Return the accuracies, on rank 0; None on the others, which call it, too."""
+        """Return the accuracies on rank 0, and None on the others; all workers call this together."""
         support, scored = (
             evaluator.gather(lambda images: model.forward_features(images)[1], self._device).numpy()
             for evaluator in self._evaluators
@@ -81,7 +81,7 @@ class FewShotProbe:
         accuracies: dict[str, float] = {}
         with threadpool_limits(1):
             for shots, of_shots in zip(self._config.shots, self._draws, strict=True):
-                right = [
+                accuracies_of_draws = [
                     np.mean(
                         leave_one_out(
                             support[np.searchsorted(self._needed, rows)], self._train[rows], scored, True
@@ -90,5 +90,5 @@ class FewShotProbe:
                     )
                     for rows in of_shots
                 ]
-                accuracies[f"{shots}-shot dev"] = float(np.mean(right))
+                accuracies[f"{shots}-shot dev"] = float(np.mean(accuracies_of_draws))
         return accuracies

@@ -1,4 +1,4 @@
-"""Fine-tuning in one process, or in each of several workers: train the weights of a model, or some, on labelled images.
+"""Fine-tuning in one process or in each of several workers: train all or some weights of a model on labelled images.
 
 In: a `Task`, labelled images, a learning rate, a seed. Out: a network and its training curve.
 """
@@ -26,8 +26,8 @@ from ray_jobs.training.engine import WEIGHTS, Engine, Plain
 from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, evaluation
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, Reporting
-from ray_jobs.training.state import TrainState, WorkerState, own_state
-from ray_jobs.training.steps import Course, Curve, advise_on_memory, evenly, steps
+from ray_jobs.training.state import TrainState, WorkerState, worker_state
+from ray_jobs.training.steps import Curve, TrainSetup, advise_on_memory, evenly, steps
 from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import compute, lora
@@ -38,17 +38,17 @@ from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, transfer_backbone
 
 _CURVE_POINTS = 20
-_EVALUATIONS = 5  # over a trial, the last one at its end, when its model is scored
+_EVALUATIONS = 5  # per trial, the last one at its end, when the model is scored
 
 
 class Stopping:
-    """When a trial ends early, and which of its evaluations is its result.
+    """Decides when a trial ends early, and which of its evaluations is its result.
 
     Args:
-        steps: of a trial that does not end early.
-        count: of the evaluations, at equal distances.
-        patience: see `early_stopping`; None: somebody else ends the trial, by raising an exception in `report`.
-        report: is called with each evaluation, and again with those before a checkpoint.
+        steps: the number of steps of a trial that does not end early.
+        count: the number of evaluations, at equal distances.
+        patience: see `early_stopping`; None: `report` ends the trial by raising an exception.
+        report: called with each evaluation; when a trial resumes, again with the evaluations in its checkpoint.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Stopping:
         self.continue_from([*self.evaluations, evaluation or Evaluation(step, 0.0, math.inf)])
 
     def continue_from(self, evaluations: Sequence[Evaluation]) -> None:
-        """Take these evaluations, whose first ones are those that it had."""
+        """Replace the evaluations by these, which begin with the present ones, and report the new ones."""
         new, self.evaluations = evaluations[len(self.evaluations) :], [*evaluations]
-        for each in new:
-            self._report(each)
+        for result in new:
+            self._report(result)
 
     @property
     def best(self) -> Evaluation:
-        """The highest-ranked evaluation, of equal ones the first. Without patience it is the last.
+        """The evaluation with the highest rank (the first if several are equal); without patience, the last one.
 
         Raises:
             DivergenceError: no loss was finite.
@@ -86,7 +86,7 @@ class Stopping:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last evaluations, as many as the patience, were all worse than one before them."""
+        """Whether the last `patience` evaluations were all worse than an earlier one."""
         if self._patience is None:
             return False
         since = self.evaluations[::-1].index(self._best()) if self.evaluations else 0
@@ -97,11 +97,11 @@ class Stopping:
 
 
 class Validation(NamedTuple):
-    """Images that a trial held out, on which its model is evaluated some times before the last step."""
+    """Images that a trial held out, on which its model is evaluated several times before the last step."""
 
     images: Evaluator
     stopping: Stopping | None = None
-    """may end the fit early; it gets the evaluations"""
+    """gets the evaluations, and may end the fit early"""
     select_by: str = "accuracy"
     """see `Finetune.select_by`"""
 
@@ -117,7 +117,7 @@ class Fitted(NamedTuple):
 
 
 def start_model(task: Task, seed: int) -> Network:
-    """Return the model before its first step: a new head (zeros) on the backbone, or all weights new."""
+    """Return the model before its first step: a backbone with a new head (zeros), or a model with new weights."""
     model = build(task.contract.architecture)
     model.initialise(seed)
     if task.backbone is not None:
@@ -132,7 +132,7 @@ def start(
     manager: CheckpointManager | None = None,
     worker: Worker = ALONE,
 ) -> tuple[Network, Plain, TrainState | None]:
-    """Return the model, its engine, and the manager's last checkpoint, from which they continue, if there is one."""
+    """Return the model, its engine, and the checkpoint that they continue from: the manager's last one, if any."""
     config, device = task.config, devices.device(worker.local_rank)
     dtype = devices.torch_dtype(config.dtype, device)
     model = start_model(task, seed).to(device).train()
@@ -153,15 +153,15 @@ def start(
 def class_weights(task: Task, data: Images) -> torch.Tensor | None:
     """Return the weight of each class in the loss, float32 [classes]; None if all are 1.
 
-    "balanced" is n / (classes * images of the class), as in scikit-learn, for the images that are fitted.
+    "balanced" is n / (classes * images of the class), as in scikit-learn, over the training images `data`.
     """
-    given, names = task.config.class_weights, task.contract.class_names
-    if given is None:
+    configured, names = task.config.class_weights, task.contract.class_names
+    if configured is None:
         return None
-    if given == "balanced":
+    if configured == "balanced":
         counts = torch.bincount(torch.from_numpy(data.labels), minlength=len(names))
         return len(data.labels) / (len(names) * counts.clamp(min=1).float())
-    return torch.tensor([given.get(name, 1.0) for name in names])
+    return torch.tensor([configured.get(name, 1.0) for name in names])
 
 
 def backbone_changes(task: Task) -> list[str]:
@@ -171,7 +171,7 @@ def backbone_changes(task: Task) -> list[str]:
 
 
 def trained_parameters(task: Task) -> int:
-    """Return how many weights a fit trains, those of LoRA's matrices included."""
+    """Return how many weights a fit trains, including LoRA's matrices."""
     with torch.device("meta"):
         model = build(task.contract.architecture)
     optim.restrict(model, task.config)
@@ -179,7 +179,7 @@ def trained_parameters(task: Task) -> int:
 
 
 def fit_flops(task: Task) -> int:
-    """Return the floating-point operations of a step of a fit per image; with `freeze: N` as if all were trained."""
+    """Return the FLOPs of a fit's step per image; with `freeze: N`, as if all weights were trained."""
     config, architecture = task.config, task.contract.architecture
     if config.lora is not None:
         return compute.restricted_train_flops(architecture, config.lora)
@@ -201,32 +201,31 @@ def fit(
     validation: Validation | None = None,
     worker: Worker = ALONE,
 ) -> Fitted:
-    """Train the task's model on `data`, from the manager's last checkpoint on if there is one.
+    """Train the task's model on `data`, starting from the manager's last checkpoint if there is one.
 
-    All weights are trained but those that `freeze` or `lora` exclude. LoRA's matrices are merged at the end.
+    All weights are trained except those that `freeze` or `lora` exclude. LoRA's matrices are merged at the end.
 
     The weights are float32; with dtype bfloat16, a bfloat16 copy of them computes the gradients. With the same threads
     on the same type of CPU, the result is the same after any number of interruptions. All workers of a group call this
-    together, and each returns the result; with another number of workers it is the same up to rounding, without
-    dropout.
+    together, and each returns the result; without dropout, another number of workers changes it only by rounding.
 
     Args:
-        manager: writes the checkpoints; None: none are written.
-        worker: this process's place among those that share each batch.
+        manager: writes the checkpoints; None: no checkpoints are written.
+        worker: this process's rank among the workers that share each batch.
 
     Raises:
         DivergenceError: the loss or a gradient is not finite.
         UserError: the device has not enough memory.
-        Superseded: while a checkpoint was committed, there was a newer attempt.
+        Superseded: there was a newer attempt when a checkpoint was committed.
     """
     config, last = task.config, task.steps
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
     model, engine, saved = start(task, learning_rate, seed, manager, worker)
     before = _state_before(saved, worker, reporting)
-    course, sampler = _course(task, data, learning_rate, seed, engine, manager, worker)
+    setup, sampler = _setup(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
-    with Loader(data, sampler, preprocessing, crop=course.transform.crop, threads=config.threads) as batches:
+    with Loader(data, sampler, preprocessing, crop=setup.transform.crop, threads=config.threads) as batches:
         is_limit = config.early_stopping is not None and task.last_step is None
         log = Log(config, fit_flops(task), len(data.labels), batches, reporting, worker, last, is_limit)
         if saved is not None:
@@ -234,7 +233,7 @@ def fit(
             log.continue_from(saved.step, before.log)
         if worker.world > 1:
             devices.let_gloo_yield()
-        curve = _run_steps(course, model, batches, log, before, manager, validation)
+        curve = _run_steps(setup, model, batches, log, before, manager, validation)
     if manager is not None and worker.world > 1:
         manager.wait()  # together, because the first worker scores the model alone
     model = averaged(model, engine, config)
@@ -247,7 +246,7 @@ def fit(
 
 
 def _state_before(saved: TrainState | None, worker: Worker, reporting: Reporting) -> WorkerState:
-    """Return what a worker continues from; of a fit without a checkpoint, an empty state."""
+    """Return the state that a worker continues from; without a checkpoint, an empty state."""
     if saved is None:
         return WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
     if worker.rank == 0:
@@ -255,10 +254,10 @@ def _state_before(saved: TrainState | None, worker: Worker, reporting: Reporting
             f"{reporting.unit} {saved.step}: continuing from the checkpoint of attempt {saved.attempt}",
             flush=True,
         )
-    return own_state(saved.states, worker)
+    return worker_state(saved.states, worker)
 
 
-def _course(
+def _setup(
     task: Task,
     data: Images,
     learning_rate: float,
@@ -266,7 +265,7 @@ def _course(
     engine: Plain,
     manager: CheckpointManager | None,
     worker: Worker,
-) -> tuple[Course, Sampler]:
+) -> tuple[TrainSetup, Sampler]:
     """Return what the steps of a fit share, and the order of its images."""
     config = task.config
     transform = TrainTransform(config, seed, len(task.contract.class_names), data.dataset.info.image is None)
@@ -278,7 +277,7 @@ def _course(
         make_loss(task, engine, seed, class_weights(task, data)),
         Guard(data, sampler, task.steps, manager),
     )
-    return Course(
+    return TrainSetup(
         config, learning_rate, seed, engine, transform, loss, guard, devices.device(worker.local_rank), worker
     ), sampler
 
@@ -294,14 +293,14 @@ def make_loss(
         (images,) = batch.views
         depth = drop_path_draws(contract.architecture, seed, batch.positions, images.device)
         logits = engine(normalise(images, contract.preprocessing, engine.dtype), *depth)
-        # a mean over images, also with weights, so that the mean over the parts is the batch's
+        # the mean over images, also with class weights, so that the mean over micro-batches is the batch's
         return softmax_cross_entropy(logits, batch.targets, smoothing, weights)
 
     return loss
 
 
 def _run_steps(
-    course: Course,
+    setup: TrainSetup,
     model: Network,
     batches: Loader,
     log: Log,
@@ -309,39 +308,39 @@ def _run_steps(
     manager: CheckpointManager | None,
     validation: Validation | None,
 ) -> Curve:
-    """Run the steps of a fit; add to the curve and the log, evaluate, stop early, write checkpoints."""
+    """Run the steps of a fit: evaluate, stop early, extend the curve and the log, write checkpoints."""
     last, (images, stopping, select_by) = log.last, validation or (None, None, "accuracy")
-    evaluations = evenly(course.config.steps, _EVALUATIONS) - {course.config.steps}
+    evaluations = evenly(setup.config.steps, _EVALUATIONS) - {setup.config.steps}
     if stopping is not None:
         evaluations = stopping.steps
         stopping.continue_from(before.evaluations)
     points = evenly(last, _CURVE_POINTS)
-    curve = Curve(course.device, course.worker, divides_first=False)
+    curve = Curve(setup.device, setup.worker, divides_first=False)
     curve.load(before)
-    for step in steps(course, batches, log.first, last):
+    for step in steps(setup, batches, log.first, last):
         curve.add(step.losses)
         loss = curve.add_point(step) if step.done in points else None
         measured = None
         if images is not None and step.done in evaluations:
-            current = averaged(model, course.engine, course.config)
+            current = averaged(model, setup.engine, setup.config)
             measured = _evaluate(current, images, step.done, select_by)
             if stopping is not None:
                 stopping.add(step.done, measured)
         log.add(step, loss, measured)
         if stopping is not None and stopping.is_over:
-            course.guard.check()
+            setup.guard.check()
             break
         if manager is not None and step.done < last and manager.is_due(step.done):
-            course.guard.check()
+            setup.guard.check()
             substitutes = before.substitutes + batches.substitutes
             so_far = () if stopping is None else tuple(stopping.evaluations)
             state = curve.state(batches, log.unsaved(), substitutes=substitutes, evaluations=so_far)
-            manager.save(step.done, None, course.engine.state_shards(), state)
+            manager.save(step.done, None, setup.engine.state_shards(), state)
     return curve
 
 
 def averaged(model: Network, engine: Engine, config: Finetune | Pretrain) -> Network:
-    """Return a copy of the model with the moving averages of its weights, or the model itself if there are none."""
+    """Return a copy of the model with the moving averages of its weights; without averages, the model itself."""
     if config.optimizer.ema is None:
         return model
     model = copy.deepcopy(model)

@@ -13,14 +13,14 @@ from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.task import DivergenceError
 
-_EVERY = 10  # steps between two looks, because reading a number waits for the device
-_NAMED = 5  # images in the message; all are in the log
+_EVERY = 10  # steps between two checks, because reading a number waits for the device
+_NAMED = 5  # images in the message; the log has all of them
 
 
 class Guard:
-    """Looks at the norms of a training's gradients.
+    """Checks the norms of a training's gradients.
 
-    The engines apply no update with gradients that are not finite, so the weights are those of the step before.
+    The engines skip an update if a gradient is not finite, so the weights stay as they were before that step.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class Guard:
         self._norms: dict[int, torch.Tensor | float] = {}
 
     def watch(self, step: int, norm: torch.Tensor | float | None) -> None:
-        """Take the norm of a step's gradients; None if it was not computed. Every ten steps, `check`."""
+        """Add the norm of a step's gradients (None if it was not computed). Every ten steps, `check`."""
         if norm is not None:
             self._norms[step] = norm
         if (step + 1) % _EVERY == 0 or step + 1 == self._steps:
             self.check()
 
     def check(self) -> None:
-        """Look at the norms since the last look. Called before a checkpoint, so that none is later than a bad step.
+        """Check the norms since the last check. Called before a checkpoint, so that none is saved after a bad step.
 
         Raises:
-            DivergenceError: one of them was not finite, or was -1, which is what DeepSpeed gives then.
+            DivergenceError: a norm is not finite, or -1, which is DeepSpeed's value for one that is not.
         """
         norms = [torch.as_tensor(norm) for norm in self._norms.values()]
         values = torch.stack(norms).tolist() if norms else []
@@ -59,7 +59,7 @@ class Guard:
         rows = self._sampler.order.rows(np.arange(step * batch, (step + 1) * batch))
         names = self._images.rows["key"].take(rows).to_pylist()
         print(f"images of step {step}: {' '.join(names)}", flush=True)
-        more = f" and {batch - _NAMED} more, all of them in the log" if batch > _NAMED else ""
+        more = f" and {batch - _NAMED} more, which the log lists" if batch > _NAMED else ""
         saved = None if self._manager is None else self._manager.newest
         return (
             f"gradient norm is {norm} at step {step}, and this update was not applied: lower learning_rate, use a"

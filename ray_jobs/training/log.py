@@ -1,8 +1,8 @@
-"""What a training says about itself: lines of progress on stdout, and the lines of its log in the store.
+"""The log of a training: progress lines on stdout, and `LogLine`s in the store.
 
-In: after each step, the step's learning rate and gradient norm. Out: `LogLine`s, for which `pipelines.store.read_log`
-is the reader: at the points of the curve, at evaluations, and at least every `LINE_SECONDS`. A number is read from the
-device only for a line, because reading waits for the device.
+In: each step, with its learning rate and gradient norm. Out: `LogLine`s, which `pipelines.store.read_log` reads: at the
+points of the curve, at evaluations, and at least every `LINE_SECONDS`. A number is read from the device only for a
+line, because reading waits for the device.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from ray_jobs.training.workers import ALONE, Worker
 
 LINE_SECONDS = 10.0  # at most between two lines
 SEGMENT_SECONDS = 5.0  # between two segments
-_JOINED = 32  # segments, into one: a training of a month has about a hundred
+_JOINED = 32  # segments that are merged into one: a training of a month has about a hundred
 
 
 class LogWriter:
-    """Writes the lines of one training into the store, in a thread: a store that does not answer delays no step.
+    """Writes the lines of one training into the store, in a thread, so that a slow store does not delay a step.
 
         with LogWriter(store, attempt) as writer: ...
 
-    After the block, all lines are in the store; if it ended with an exception, as far as that took no waiting. It gives
-    each line to `callback` at once.
+    After the block, all lines are in the store. If the block ended with an exception, the writer does not wait for a
+    store that is away. It passes each line to `callback` at once.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LogWriter:
         self._start, self._id, self._number = 0, str(ULID()), 0
         self._last: LogLine | None = None
         self._unsaved: list[LogLine] = []
-        self._segments: list[tuple[int, str]] = []  # (how often it was joined, name), the oldest first
+        self._segments: list[tuple[int, str]] = []  # (how often it was merged, name), the oldest first
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="log", daemon=True)
 
@@ -79,12 +79,12 @@ class LogWriter:
             self._try_to_save(is_patient=kind is None)
 
     def continue_from(self, step: int, unsaved: Sequence[LogLine]) -> None:
-        """Continue from a checkpoint after `step` steps, with the lines that were not yet in the store then."""
+        """Continue from a checkpoint after `step` steps, with the lines that were not in the store at that time."""
         self._start, self._unsaved = step, [*unsaved]
         self._last = unsaved[-1] if unsaved else None
 
     def add(self, line: LogLine) -> None:
-        """Add a line; one of the same step takes the place of the line before."""
+        """Add a line; it replaces an earlier line of the same step."""
         with self._lock:
             self._last = line
             self._unsaved.append(line)
@@ -93,7 +93,7 @@ class LogWriter:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation after the last step to that step's line.
 
-        If the fit continued after its last step, that line may be in the store already, and stays as it is.
+        If the fit resumed after its last step, that line may be in the store already, and does not change.
         """
         if self._last is None:
             return
@@ -101,7 +101,7 @@ class LogWriter:
         self.add(self._last.model_copy(update={"time": now(), **measured}))
 
     def unsaved(self) -> tuple[LogLine, ...]:
-        """Return the lines that may not be in the store, which belong into a checkpoint, so that none gets lost."""
+        """Return the lines that may not be in the store; a checkpoint has to contain them, so that none gets lost."""
         with self._lock:
             return tuple(self._unsaved)
 
@@ -115,7 +115,7 @@ class LogWriter:
                 wait_for_store(self._save, warn)
             else:
                 self._save()
-        except Exception as error:  # none may end a training
+        except Exception as error:  # the log must not end a training
             warn(f"cannot write the log of the training: {error}")
 
     def _save(self) -> None:
@@ -136,35 +136,35 @@ class LogWriter:
         self._segments.append((level, name))
 
     def _newest_alike(self) -> list[str]:
-        """Return the newest segments, which were joined equally often."""
+        """Return the newest segments that were merged equally often."""
         return [name for level, name in self._segments if level == self._segments[-1][0]]
 
     def _join(self, names: list[str]) -> None:
-        """Put the newest segments into one."""
+        """Merge the newest segments into one."""
         level = self._segments[-1][0]
         parts = [self._store.read(name) or b"" for name in names]
-        del self._segments[-len(names) :]  # even if they remain: the one with all their lines follows
+        del self._segments[-len(names) :]  # even if their removal fails: the new segment has all their lines
         self._create(level + 1, b"".join(parts))
         self._store.remove(names)
 
 
 class Reporting(NamedTuple):
-    """Where the log of a training goes, and how its lines of progress speak."""
+    """Where the log of a training goes, and the unit of its progress lines."""
 
     writer: LogWriter | None = None
-    """The first worker's writer; None: nothing is written to the store."""
+    """the first worker's writer; None: nothing is written to the store"""
     unit: str = "step"
-    """what a line of progress calls a step"""
+    """what a progress line calls a step"""
 
 
 class Log:
-    """What the first worker says about a training; the others have a silent one.
+    """The log of a training, which only the first worker writes.
 
     Args:
-        flops: of an image in training.
+        flops: FLOPs of training on one image.
         images: the number of training images.
         steps: the last step; None: the configuration's.
-        is_limit: whether it may end before.
+        is_limit: whether the training may end before that step.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Log:
         self._time, self._step, self._waited = time.monotonic(), self.first, loader.seconds_waited
 
     def continue_from(self, step: int, unsaved: Sequence[LogLine]) -> None:
-        """Continue from a checkpoint after `step` steps, with the lines that were not yet in the store then."""
+        """Continue from a checkpoint after `step` steps, with the lines that were not in the store at that time."""
         self.first = self._step = step
         if self._writer is not None:
             self._writer.continue_from(step, unsaved)
@@ -205,12 +205,12 @@ class Log:
         evaluation: Evaluation | None = None,
         few_shot: dict[str, float] | None = None,
     ) -> None:
-        """Tell about a step, if it is time or if there is a mean loss or an evaluation."""
+        """Log a step, if a line is due or if there is a mean loss or an evaluation."""
         if self._is_silent:
             return
         done = step.done
-        for each in step.losses:
-            self._sum += each
+        for share in step.losses:
+            self._sum += share
             self._summed += 1
         seconds = time.monotonic() - self._time
         is_shown = self._summed > 0 and self._progress.due(done)
@@ -221,7 +221,7 @@ class Log:
             return
         if is_shown:
             self._progress.reach(done)
-        own, waited = self._sum.item() / max(1, self._summed), self._loader.seconds_waited
+        recent, waited = self._sum.item() / max(1, self._summed), self._loader.seconds_waited
         speed = (done - self._step) * self._batch / seconds if seconds > 0 else None
         norm = None if step.norm is None else float(step.norm)
         line = LogLine(
@@ -229,7 +229,7 @@ class Log:
             fit=None if self._writer is None else self._writer.fit,
             step=done,
             epoch=done * self._batch / self._images,
-            loss=finite(own if loss is None else loss),
+            loss=finite(recent if loss is None else loss),
             learning_rate=step.rate,
             gradient_norm=None if norm is None or not is_finite_norm(norm) else norm,
             images_per_second=speed,
@@ -252,10 +252,10 @@ class Log:
             self._time, self._step, self._waited = time.monotonic(), done, waited
 
     def unsaved(self) -> tuple[LogLine, ...]:
-        """Return the lines that belong into a checkpoint."""
+        """Return the lines that a checkpoint has to contain."""
         return () if self._writer is None else self._writer.unsaved()
 
 
 def finite(value: float) -> float | None:
-    """Return the value; None if it is not finite, which JSON cannot express."""
+    """Return the value; None if it is not finite, because JSON cannot express that."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Pretraining in one process or as one of several DeepSpeed workers: `train`, its loop and its metrics.
+"""Pretraining in one process or in one of several DeepSpeed workers: `train`, its loop and its metrics.
 
 In: a configuration, an open dataset, which worker this is. Out, in a folder: the model (with a classifier if the
 objective uses labels) and curve.json [{step, learning_rate, loss, dev_accuracy}]. The code is the same in a plain
@@ -40,8 +40,8 @@ from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Log, LogWriter, Reporting
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef, find_model, make_contract, take_over
-from ray_jobs.training.state import TrainState, own_state
-from ray_jobs.training.steps import Course, Curve, advise_on_memory, evenly, steps
+from ray_jobs.training.state import TrainState, worker_state
+from ray_jobs.training.steps import Curve, TrainSetup, advise_on_memory, evenly, steps
 from ray_jobs.training.task import Evaluation
 from ray_jobs.training.workers import ALONE, Worker, micro_batch_share, this_worker
 from ray_jobs.training.workers.hangs import named_hangs
@@ -56,10 +56,10 @@ _DEV_EVALUATIONS = 5  # over the run, the last one at its end
 
 
 def work(context: Context[Pretrain], group: int, start: Checkpoint | None) -> dict[str, Any]:
-    """Train as a worker of Ray Train; rank 0 returns {files, metrics}, the others nothing.
+    """Train as a worker of Ray Train; rank 0 returns {files, metrics}, the others an empty dict.
 
     Args:
-        group: counts the groups of workers of this attempt.
+        group: the number of this group of workers in the attempt.
         start: the checkpoint to continue from.
     """
     worker, store, config = this_worker(group), context.open_store(), context.config
@@ -94,23 +94,23 @@ def train(
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
-    Every step uses the same images at any world size that divides the batch, and stochastic depth leaves out the same
-    blocks for each, so without dropout the weights agree up to rounding. With the same world size and threads on the
-    same type of CPU, the files are identical, also after any number of interruptions that continue from a checkpoint.
+    Every step uses the same images at any world size that divides the batch, and stochastic depth drops the same blocks
+    for each image, so without dropout the weights agree up to rounding. With the same world size and threads on the
+    same type of CPU, the files are identical, even if the training was interrupted and continued from checkpoints.
 
     Args:
         output: the folder for the model and its curve; None on every rank but 0.
-        manager: writes the checkpoints, and has the one to continue from; None: none are written.
+        manager: writes the checkpoints and has the one to continue from; None: no checkpoints are written.
         init_from: the model whose weights training starts from; None: new weights.
         teacher: the model that objective distillation imitates.
-        writer: of rank 0, writes the log; None: there is none.
+        writer: writes rank 0's log; None: no log is written.
 
     Raises:
         UserError: the workers cannot share a batch evenly, a device has not enough memory, the dataset has no training
-            images, the start's weights do not fit the model, or the teacher does not fit the data.
+            images, the weights of `init_from` do not fit the model, or the teacher does not fit the data.
         DivergenceError: the loss or a gradient is not finite.
         StoreDamaged: the checkpoint does not fit the model.
-        Superseded: while a checkpoint was committed, there was a newer attempt.
+        Superseded: there was a newer attempt when a checkpoint was committed.
     """
     devices.set_threads(config.threads)
     dataset.require("train")
@@ -139,7 +139,7 @@ def train(
 
 
 def describe(method: Method, world: int) -> tuple[str, str]:
-    """Describe what the configuration implies in two lines: how the batch is divided, and the operations.
+    """Describe what the configuration implies in two lines: how the batch is divided, and the FLOPs.
 
     Raises:
         UserError: the workers cannot share a micro-batch evenly.
@@ -147,19 +147,21 @@ def describe(method: Method, world: int) -> tuple[str, str]:
     config, flops = method.config, method.train_flops
     exaflops = flops * config.steps * config.batch_size / 1e18
     images, parts = micro_batch_share(config, world), config.gradient_accumulation_steps
-    of_teacher = f", {method.teacher_flops / 1e9:.4g} of them the teacher's" if method.teacher_flops else ""
+    teacher_share = (
+        f", {method.teacher_flops / 1e9:.4g} of them the teacher's" if method.teacher_flops else ""
+    )
     return (
         f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
         f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
         f"compute: {method.contract.architecture.num_parameters:,} parameters"
         f" · {method.forward_flops / 1e9:.4g} GFLOPs per image forward"
-        f" · {flops / 1e9:.4g} GFLOPs per image in training{of_teacher}"
+        f" · {flops / 1e9:.4g} GFLOPs per image in training{teacher_share}"
         f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images",
     )
 
 
 def _speed(training: Training, first: int, seconds: float) -> dict[str, float | int | str]:
-    """Return the size and the speed of a training that took so many seconds from step `first` on."""
+    """Return the size of a training and its speed, given the seconds that it took from step `first` on."""
     config, architecture = training.method.config, training.method.contract.architecture
     images = (config.steps - first) * config.batch_size  # since the last start
     flops = training.method.train_flops  # per image
@@ -194,7 +196,7 @@ def write_named(
 
 @contextmanager
 def _without_torchs_warnings() -> Iterator[None]:
-    """Ignore warnings of deprecated functions of torch, which DeepSpeed and torch itself call."""
+    """Ignore torch's warnings about deprecated functions, which DeepSpeed and torch itself call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
@@ -229,9 +231,9 @@ def prepare(
 def start(
     method: Method, worker: Worker, saved: TrainState | None, init_from: ModelRef | None = None
 ) -> Engine:
-    """Return the engine, and give the method what it keeps beside the trained module.
+    """Return the engine, and load the modules that the method keeps beside the trained one.
 
-    They are as a checkpoint has them, or else as the init_from and, for what it lacks, the seed give them.
+    Weights come from the checkpoint, or without one from `init_from`; what that does not contain is drawn by the seed.
     """
     config, contract = method.config, method.contract
     model = build(contract.architecture)
@@ -254,7 +256,7 @@ def start(
     os.environ["LOCAL_RANK"] = str(worker.local_rank)  # DeepSpeed reads it
     os.environ.pop(
         "OMPI_COMM_WORLD_LOCAL_RANK", None
-    )  # of an mpirun that started Ray; DeepSpeed compares the two
+    )  # set by an mpirun that started Ray; DeepSpeed compares the two
     engine = make_engine(task, optimizer, config, worker.world)
     if saved is not None:
         engine.load_state(saved.read, saved.step)
@@ -262,7 +264,7 @@ def start(
 
 
 def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: str) -> Network:
-    """Return the model with those weights whose names begin with `prefix`, which is removed."""
+    """Return the model with the weights that have this prefix, without the prefix."""
     model = build(contract.architecture)
     model.load_state_dict(
         {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
@@ -271,7 +273,7 @@ def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: 
 
 
 def full_model(training: Training) -> Network:
-    """Return the model as it would be saved now, float32 and in evaluation mode; all workers call this together."""
+    """Return the model as it would be saved now, in float32 and evaluation mode; all workers call this together."""
     weights = training.engine.full_weights()
     model = as_model(training.method.contract, weights, training.engine.module.model_prefix)
     return model.to(training.method.device).eval()
@@ -280,7 +282,7 @@ def full_model(training: Training) -> Network:
 def _run_steps(
     training: Training, manager: CheckpointManager | None, saved: TrainState | None, writer: LogWriter | None
 ) -> tuple[Curve, dict[str, float | int]]:
-    """Run the steps that remain; return the curve, and the loader's metrics of this worker."""
+    """Run the remaining steps; return the curve, and the metrics of this worker's loader."""
     method, engine, worker, dataset = training.method, training.engine, training.worker, training.dataset
     config, preprocessing = method.config, method.contract.preprocessing
     from_files, images = dataset.info.image is None, Images(dataset, dataset.index("train"))
@@ -294,7 +296,7 @@ def _run_steps(
         world=worker.world,
     )
     guard, loss = Guard(images, sampler, config.steps, manager), partial(method.loss, engine)
-    course = Course(
+    setup = TrainSetup(
         config, config.learning_rate, config.seed, engine, transform, loss, guard, method.device, worker
     )
     with Loader(images, sampler, preprocessing, crop=transform.crop, threads=config.threads) as batches:
@@ -302,10 +304,10 @@ def _run_steps(
         log = Log(config, method.train_flops, len(images.labels), batches, Reporting(writer), worker)
         if saved is not None:
             batches.load_state_dict(saved.states[0].loader)
-            curve.load(own_state(saved.states, worker))
+            curve.load(worker_state(saved.states, worker))
             log.continue_from(saved.step, saved.states[0].log)
         devices.let_gloo_yield()
-        _take_steps(training, course, batches, curve, log, manager)
+        _take_steps(training, setup, batches, curve, log, manager)
     if manager is not None:
         manager.wait()
     return curve, batches.metrics()
@@ -313,16 +315,16 @@ def _run_steps(
 
 def _take_steps(
     training: Training,
-    course: Course,
+    setup: TrainSetup,
     batches: Loader,
     curve: Curve,
     log: Log,
     manager: CheckpointManager | None,
 ) -> None:
-    """Take the steps; write the curve's points, the log, and checkpoints with a manager."""
+    """Take the steps; extend the curve and the log, and write checkpoints if there is a manager."""
     last = training.method.config.steps
     points, evaluations = evenly(last, _CURVE_POINTS), evenly(last, _DEV_EVALUATIONS)
-    for step in steps(course, batches, log.first, last):
+    for step in steps(setup, batches, log.first, last):
         training.method.after_step(training.engine.module, step.done - 1)
         curve.add(step.losses)
         loss, evaluation, few_shot = None, None, None
@@ -334,7 +336,7 @@ def _take_steps(
         log.add(step, loss, evaluation, few_shot)
         is_best = evaluation is not None and curve.best == step.done
         if manager is not None and step.done < last and (manager.is_due(step.done) or is_best):
-            course.guard.check()
+            setup.guard.check()
             manager.save(step.done, curve.best, _state_shards(training), curve.state(batches, log.unsaved()))
 
 
@@ -346,9 +348,9 @@ def _state_shards(training: Training) -> Iterator[StateShard]:
 
 
 def evaluate(training: Training, step: int) -> Evaluation | None:
-    """Return the loss of dev images and the fraction that is classified correctly, after a step.
+    """Return the loss and the accuracy on dev after a step.
 
-    None if the dataset has no dev split or the model no classifier.
+    None if the dataset has no dev split or the model has no classifier.
     """
     dev, method, engine = training.dev, training.method, training.engine
     total = len(dev.labels)
@@ -357,7 +359,7 @@ def evaluate(training: Training, step: int) -> Evaluation | None:
     network: Any = engine
     if method.config.optimizer.ema is not None:
         network = full_model(training).to(method.dtype)
-    # of losses, of images that are right
+    # the sum of the losses, the number of correct images
     sums = torch.zeros(2, dtype=torch.float64, device=method.device)
     engine.module.eval()
     for rows, logits in dev.outputs(network, method.device, method.dtype):

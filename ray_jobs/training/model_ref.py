@@ -1,8 +1,9 @@
-"""Continued pretraining: the model of the store that a pretraining starts from (`init_from`).
+"""Continued pretraining: the model in the store that a pretraining starts from (`init_from`).
 
 In: an artifact's model. Out: the contract of the model to train, its weights before the first step, and what was kept,
-resized, dropped or newly initialised. All else starts anew: the optimizer, the schedule, the order of the images, and
-the parts that an objective adds to the model and that no artifact has (a mask vector, MoCo's projector).
+resized, dropped or newly initialised. Everything else starts anew: the optimizer, the schedule, the order of the
+images, and the parts that an objective adds to the model and that artifacts do not contain (a mask vector, MoCo's
+projector).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class ModelRef(NamedTuple):
     name: str
     """for the log: stage, job and key"""
     objective: Objective = "softmax"
-    """which its classifier was trained with, if it has one; assumed of imported weights"""
+    """the objective that trained its classifier, if it has one; for imported weights, assumed"""
 
 
 def find_model(
     context: Context[Pretrain], field: Literal["init_from", "teacher"] = "init_from"
 ) -> ModelRef | None:
-    """Return the model that a stage names in a field, with its files on this machine; None if it names none."""
+    """Return the model that a field of the stage names, with its files on this machine; None if it is empty."""
     if field not in context.inputs:  # null, or latest without an earlier model
         return None
     (manifest,) = context.inputs[field]
@@ -45,11 +46,11 @@ def find_model(
 
 
 def make_contract(config: Pretrain, info: DatasetInfo, init_from: ModelRef | None = None) -> ModelContract:
-    """Return the contract of a pretraining's model, which may start from another one.
+    """Return the contract of a pretraining's model, which may start from another model.
 
     Raises:
-        UserError: the configured model has another encoder; or, without one, the configuration does not fit the
-            start's.
+        UserError: the configured model has another encoder than `init_from`; or no model is configured, and the
+            configuration does not fit `init_from`.
     """
     labelled = objective_properties(config.objective).classifier is not None
     if init_from is None:
@@ -67,34 +68,38 @@ def make_contract(config: Pretrain, info: DatasetInfo, init_from: ModelRef | Non
 def take_over(
     model: Network, contract: ModelContract, init_from: ModelRef, objective: Objective
 ) -> list[str]:
-    """Copy the start's weights to a new model; return a line for each part that is not just copied.
+    """Copy the weights of `init_from` to a new model; return a line for each part that is not just copied.
 
     Raises:
         UserError: the weights are damaged, or their positions have no counterpart at the new resolution.
     """
-    source, theirs = load_model(init_from.folder)
+    source, source_contract = load_model(init_from.folder)
     classes = None
     # The logits of another cross-entropy have another scale.
     if objective_properties(objective).classifier == objective_properties(init_from.objective).classifier:
-        classes = same_classes(contract, theirs)
+        classes = same_classes(contract, source_contract)
     return [f"starting from the weights of {init_from.name}", *transfer_backbone(model, source, classes)]
 
 
-def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:
-    """Return, for each class of a model, its number in another one; None if its classifier cannot be kept.
+def same_classes(target: ModelContract, source: ModelContract) -> list[int] | None:
+    """Return the number in `source` of each class of `target`; None if the classifier cannot be kept.
 
-    It can if both have the same classes, in any order, the same layers in the head and the same kind of logits.
+    It can be kept if both have the same classes, in any order, the same layers in the head and the same kind of logits.
     """
-    if not ours.class_names or has_tanh(ours) != has_tanh(theirs) or ours.problem_type != theirs.problem_type:
+    if (
+        not target.class_names
+        or has_tanh(target) != has_tanh(source)
+        or target.problem_type != source.problem_type
+    ):
         return None
-    if ours.class_names == theirs.class_names:
-        return list(range(len(ours.class_names)))
-    numbers = {name: number for number, name in enumerate(theirs.class_names)}
-    if len(numbers) < len(theirs.class_names) or sorted(ours.class_names) != sorted(numbers):
+    if target.class_names == source.class_names:
+        return list(range(len(target.class_names)))
+    numbers = {name: number for number, name in enumerate(source.class_names)}
+    if len(numbers) < len(source.class_names) or sorted(target.class_names) != sorted(numbers):
         return None
-    return [numbers[name] for name in ours.class_names]
+    return [numbers[name] for name in target.class_names]
 
 
 def has_tanh(contract: ModelContract) -> bool:
-    """Whether a model has the tanh layer before its classifier."""
+    """Return whether a model has the tanh layer before its classifier."""
     return getattr(contract.architecture, "representation_head", False)

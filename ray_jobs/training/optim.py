@@ -25,22 +25,22 @@ from vit_model.parts import ParameterGroups
 from vit_model.weights import HEADS
 
 BUCKET = 1 << 24
-"""Values that DeepSpeed reduces and gathers at a time, for which it has a buffer (its default is 5e8), and that stage 3
-keeps gathered (1e9, which is all weights of nearly every ViT)."""
+"""The number of values that DeepSpeed reduces and gathers at a time, in a buffer (its default is 5e8), and that stage 3
+keeps gathered (its default is 1e9, which is all weights of nearly every ViT)."""
 
 
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:
     """Return the number of warm-up steps of a training with `steps` steps."""
-    given = optimizer.warmup_steps
-    return round(optimizer.warmup_fraction * steps) if given is None else given
+    configured = optimizer.warmup_steps
+    return round(optimizer.warmup_fraction * steps) if configured is None else configured
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
     """Return the learning rate of update number `step`, counted from 0: linear warm-up times the schedule.
 
     base * min(1, step / warmup) * schedule, counted as in the authors' code: the first warm-up step has rate 0, and
-    `total_steps` itself, at which a decay or cooldown would reach 0, is never run. rsqrt and the cooldown are
-    big_vision's (utils.py; Zhai et al. 2022, section 3.5).
+    step `total_steps`, at which a decay or cooldown would reach 0, is never run. rsqrt and the cooldown are as in
+    big_vision (utils.py; Zhai et al. 2022, section 3.5).
     """
     warmup, cooldown = warmup_steps(optimizer, total_steps), round(optimizer.cooldown_fraction * total_steps)
     rising = min(1.0, step / warmup) if warmup else 1.0
@@ -60,9 +60,9 @@ class Rule(NamedTuple):
     """One of torch's optimizers."""
 
     make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
-    """(groups of weights, settings) -> the optimizer, whose learning rate is set before each step"""
+    """(groups of weights, settings) -> the optimizer; its learning rate is set before each step"""
     averages: tuple[str, ...]
-    """what it keeps for a weight, each float32 and of the weight's shape"""
+    """the averages that it keeps for a weight, each float32 and of the weight's shape"""
 
 
 ADAMW = Rule(
@@ -80,12 +80,12 @@ MUON = Rule(
     ("momentum_buffer",),
 )
 OPTIMIZERS: dict[str, tuple[Rule, Rule]] = {"adamw": (ADAMW, ADAMW), "sgd": (SGD, SGD), "muon": (MUON, ADAMW)}
-"""{`Optimizer.name`: what steps the matrices of a ViT's blocks, what steps all other weights}"""
+"""{`Optimizer.name`: (the rule for the matrices of a ViT's blocks, the rule for all other weights)}"""
 _RULES: dict[type, Rule] = {torch.optim.AdamW: ADAMW, torch.optim.SGD: SGD, torch.optim.Muon: MUON}
 
 
 def average_kinds(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of the averages that an optimizer keeps for a weight, of the weight's shape."""
+    """Return the names of the averages that an optimizer keeps for a weight; they have the weight's shape."""
     if isinstance(optimizer, MuonAndAdamW):
         optimizer = optimizer.part(weight)
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
@@ -101,12 +101,12 @@ def make_optimizer(
     AdamW's decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch,
     timm and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and
     not to the base rate: decay "times_schedule". The module says which parameters are decayed (`ParameterGroups`). SGD
-    adds weight_decay * p to the gradient, as torch's does. Muon steps the matrices of a ViT's blocks and decays them as
+    adds weight_decay * p to the gradient, as torch does. Muon steps the matrices of a ViT's blocks and decays them as
     AdamW would; AdamW steps all other weights.
 
     Args:
         base: the learning rate that the schedule multiplies.
-        head_first: steps in which only the head's learning rate is not 0.
+        head_first: the number of steps during which the learning rate is 0 for all weights but the head.
     """
     _skip_dynamo()
     for_matrices, for_others = OPTIMIZERS[optimizer.name]
@@ -141,9 +141,9 @@ def make_optimizer(
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon and AdamW as one optimizer, with the groups and the states of both.
 
-    Muon (Jordan et al. 2024) has Nesterov momentum and five Newton-Schulz iterations in bfloat16 of each matrix as it
-    is stored; queries, keys and values are one. The update is multiplied by 0.2 * sqrt(max(rows, columns)), so that it
-    is as large as AdamW's and the same learning rates serve (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+    Muon (Jordan et al. 2024) applies Nesterov momentum and five Newton-Schulz iterations in bfloat16 to each matrix as
+    it is stored; queries, keys and values share one. The update is multiplied by 0.2 * sqrt(max(rows, columns)), so it
+    is as large as AdamW's and takes the same learning rates (Liu et al. 2025, arXiv 2502.16982, section 2.2).
     """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
@@ -160,13 +160,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
             step(self.adamw)
 
     def part(self, weight: torch.Tensor) -> torch.optim.Optimizer:
-        """Return the one of both that steps a weight."""
-        is_muons = any(weight is each for group in self.muon.param_groups for each in group["params"])
-        return self.muon if is_muons else self.adamw
+        """Return the optimizer that steps a weight."""
+        is_muon = any(weight is other for group in self.muon.param_groups for other in group["params"])
+        return self.muon if is_muon else self.adamw
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step without torch's wrappers of it, which import torch._dynamo; `make_optimizer` made the optimizer."""
+    """Step an optimizer of `make_optimizer` without torch's wrappers, which import torch._dynamo."""
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
 
@@ -174,8 +174,8 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def _skip_dynamo() -> None:
     """Keep torch's optimizers from importing torch._dynamo, which takes 3 s and which only compiled training needs.
 
-    Some of their methods import it when they are first called, to exclude themselves from compilation, and keep the
-    excluded function in this attribute of the original (torch/_compile.py).
+    Some of their methods import it on their first call, to exclude themselves from compilation, and keep the excluded
+    function in this attribute of the original (torch/_compile.py).
     """
     for method in vars(torch.optim.Optimizer).values():
         if (original := getattr(method, "__wrapped__", None)) is not None:
@@ -183,10 +183,10 @@ def _skip_dynamo() -> None:
 
 
 def freeze(model: Network, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
-    """Exclude weights from training: all but the head's, or the embeddings and the first `what` blocks.
+    """Exclude weights from training: all but the head, or the embeddings and the first `what` blocks.
 
-    "all_but_biases" also trains every bias, as BitFit (Ben Zaken et al. 2022) and VPT's bias-only rows (KMnP/vpt,
-    src/models/vit_models.py, tinytl-bias); "all_but_lora" the matrices of `vit_model.lora`.
+    "all_but_biases" also trains every bias, as in BitFit (Ben Zaken et al. 2022) and VPT's bias-only rows (KMnP/vpt,
+    src/models/vit_models.py, tinytl-bias); "all_but_lora" also trains the matrices of `vit_model.lora`.
     """
     for name, parameter in model.named_parameters():
         if isinstance(what, int):
@@ -201,7 +201,7 @@ def freeze(model: Network, what: Literal["backbone", "all_but_biases", "all_but_
 
 
 def restrict(model: Network, config: Finetune, seed: int = 0) -> None:
-    """Exclude from training what a fine-tuning does not train. With `lora`, first add its matrices to the model."""
+    """Exclude from training what a fine-tuning keeps as it is. With `lora`, first add its matrices to the model."""
     if config.lora is not None:
         assert isinstance(model, ViT), "checked against the backbone"
         lora.add(model, config.lora, seed)
@@ -217,7 +217,7 @@ def set_learning_rate(optimizer: Any, rate: float, step: int = 0) -> None:
 
 
 def is_finite_norm(value: float) -> bool:
-    """Return whether a norm is finite. DeepSpeed gives -1 for a norm that is not."""
+    """Return whether a norm is finite. DeepSpeed returns -1 for a norm that is not."""
     return 0.0 <= value < math.inf
 
 
@@ -237,7 +237,7 @@ class MicroBatch(NamedTuple):
     targets: torch.Tensor
     """labels [n], or probabilities [n, classes]"""
     positions: NDArray[np.int64]
-    """[n], the numbers of the samples over the whole training, which decide what is random about an image"""
+    """[n], the numbers of the samples over the whole training, from which an image's random numbers are drawn"""
 
 
 def micro_batches(count: int, batch: MicroBatch) -> Iterator[MicroBatch]:
@@ -270,9 +270,9 @@ def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:
             "stage3_max_live_parameters": BUCKET,
             "stage3_max_reuse_distance": BUCKET,
         },
-        # DeepSpeed knows AdamW and few others; tests/support/zero_matrix.py proves those that we use.
+        # DeepSpeed lists few optimizers besides AdamW as tested; tests/support/zero_matrix.py tests ours.
         "zero_allow_untested_optimizer": True,
-        # An update with a gradient that is not finite is skipped, as always in float32; `Guard` then ends the run.
+        # Skip an update if a gradient is not finite, as DeepSpeed always does in float32; `Guard` then ends the run.
         "bf16": {"enabled": is_bfloat16, "check_grad_overflow": True},
         "wall_clock_breakdown": False,
         "steps_per_print": None,

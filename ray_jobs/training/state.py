@@ -26,26 +26,26 @@ STATE = "state"  # the key of the worker's JSON in a file's header
 class WorkerState(Frozen):
     """The state of a worker besides its shards."""
 
-    # Between two points of the curve, a loss that is no longer finite is not yet an error.
+    # A loss that is not finite only becomes an error at the next point of the curve.
     model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
 
     loader: dict[str, str | int]
-    """The loader's state, the same for all workers."""
+    """the loader's state, the same for all workers"""
     points: tuple[dict[str, float | int | None], ...]
     """The curve so far, the same for all workers."""
     loss_sum: float
     summed: int
-    """The sum of the losses since the last point, and the number of their steps."""
+    """the number of losses in `loss_sum`, which are those since the last point"""
     substitutes: int = 0
-    """The images so far that were damaged and replaced in this worker's shares of a fit."""
+    """in a fit, how many damaged images were replaced in this worker's shares so far"""
     evaluations: tuple[Evaluation, ...] = ()
-    """The evaluations so far of a trial that may stop early."""
+    """the evaluations so far, in a trial that may stop early"""
     log: tuple[LogLine, ...] = ()
-    """The lines of the log that may not be in the store; only the first worker has any."""
+    """on the first worker, the lines of the log that may not be in the store"""
 
 
-def own_state(states: Sequence[WorkerState], worker: Worker) -> WorkerState:
-    """Return what a worker continues from; more or fewer workers may have written the checkpoint."""
+def worker_state(states: Sequence[WorkerState], worker: Worker) -> WorkerState:
+    """Return the state that a worker continues from; more or fewer workers may have written the checkpoint."""
     if len(states) == worker.world:
         return states[worker.rank]
     damaged = sum(state.substitutes for state in states)
@@ -74,7 +74,7 @@ class TrainState:
         self.step, self.attempt = checkpoint.step, checkpoint.attempt
         self._where = f"{store.uri}/{checkpoint.folder}"
         self.states: list[WorkerState] = []
-        """The state of each worker that wrote the checkpoint, by rank."""
+        """the states of the workers that wrote the checkpoint, by rank"""
         self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
         folder = store.local(checkpoint.folder, checkpoint.files)
         for path in sorted(entry.path for entry in checkpoint.files):
@@ -93,7 +93,7 @@ class TrainState:
                 raise self._damaged(f"the parts of {kind} of {name} do not follow one another")
 
     def require(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the state is that of a module and of its optimizer.
+        """Check that the state belongs to a module and its optimizer.
 
         Raises:
             StoreDamaged: it belongs to another architecture, or to another optimizer.
@@ -103,16 +103,16 @@ class TrainState:
             for kind in (WEIGHTS, *(average_kinds(optimizer, weight) if weight.requires_grad else ())):
                 wanted[kind][name] = weight.numel()
         for kind, sizes in wanted.items():
-            there = {
+            saved = {
                 name: sum(part.size for part in parts)
                 for (k, name), parts in self._parts.items()
                 if k == kind
             }
-            different = sorted(name for name in sizes | there if sizes.get(name) != there.get(name))
+            different = sorted(name for name in sizes | saved if sizes.get(name) != saved.get(name))
             if different:
                 name = different[0]
                 raise self._damaged(
-                    f"it has {there.get(name, 'no')} values of {kind} of {name}, but this training needs "
+                    f"it has {saved.get(name, 'no')} values of {kind} of {name}, but this training needs "
                     f"{sizes.get(name, 'none')}"
                     + (f", and {len(different) - 1} others differ" if different[1:] else "")
                 )
@@ -129,7 +129,7 @@ class TrainState:
         return values
 
     def load(self, module: torch.nn.Module, *kinds: str, prefix: str = "") -> None:
-        """Set all parameters of a module, each from the first of these kinds that the checkpoint has of it."""
+        """Set all parameters of a module, each from the first of these kinds that the checkpoint has for it."""
         with torch.no_grad():
             for name, weight in module.named_parameters():
                 kind = next(kind for kind in kinds if (kind, prefix + name) in self._parts)

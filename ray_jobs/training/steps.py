@@ -27,7 +27,7 @@ _NO_MEMORY_ON_CPU = "DefaultCPUAllocator: can't allocate memory"  # torch raises
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainSetup:
     """What the steps of a training share."""
 
     config: Pretrain | Finetune
@@ -42,37 +42,37 @@ class Course:
 
 
 class Step(NamedTuple):
-    """A step that was made."""
+    """A step that was taken."""
 
     done: int
-    """The number of steps so far, this one included."""
+    """how many steps are done, including this one"""
     rate: float
     norm: Tensor | float | None
-    """The norm of the gradients before clipping, see `Engine.step`."""
+    """the norm of the gradients before clipping, see `Engine.step`"""
     losses: list[Tensor]
-    """The loss of this worker's share of each micro-batch."""
+    """the loss of this worker's share of each micro-batch"""
 
 
-def steps(course: Course, batches: Loader, first: int, last: int) -> Iterator[Step]:
-    """Make the steps from number `first` up to `last`, and yield each when it is made.
+def steps(setup: TrainSetup, batches: Loader, first: int, last: int) -> Iterator[Step]:
+    """Take the steps from number `first` up to `last`, and yield each when it is done.
 
     Every step uses the same images at any world size that divides the batch.
 
     Raises:
         DivergenceError: a gradient is not finite.
     """
-    config, device = course.config, course.device
+    config, device = setup.config, setup.device
     for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
-        torch.manual_seed(dropout_seed(course.seed, step, course.worker.rank))
-        views, targets = course.transform(images.to(device), labels.to(device), positions, step)
+        torch.manual_seed(dropout_seed(setup.seed, step, setup.worker.rank))
+        views, targets = setup.transform(images.to(device), labels.to(device), positions, step)
         batch = optim.MicroBatch(views, targets, positions)
-        rate, losses = optim.learning_rate(step, config.steps, course.learning_rate, config.optimizer), []
+        rate, losses = optim.learning_rate(step, config.steps, setup.learning_rate, config.optimizer), []
         for part in optim.micro_batches(config.gradient_accumulation_steps, batch):
-            loss = course.loss(part)
-            course.engine.backward(loss)
+            loss = setup.loss(part)
+            setup.engine.backward(loss)
             losses.append(loss.detach())
-        norm = course.engine.step(rate)
-        course.guard.watch(step, norm)
+        norm = setup.engine.step(rate)
+        setup.guard.watch(step, norm)
         yield Step(step + 1, rate, norm, losses)
 
 
@@ -81,7 +81,7 @@ def advise_on_memory() -> Iterator[None]:
     """Say what to do if torch cannot allocate the memory that a training needs.
 
     Raises:
-        UserError: a device, or the machine, has not enough memory.
+        UserError: a device or the machine does not have enough memory.
     """
     try:
         yield
@@ -96,18 +96,18 @@ def advise_on_memory() -> Iterator[None]:
 
 
 def evenly(steps: int, count: int) -> set[int]:
-    """Return `count` steps at equal distances, of which the last is `steps`; fewer if there are not so many."""
+    """Return `count` steps at equal distances, the last of which is `steps`; fewer if there are fewer steps."""
     return {math.ceil(steps * part / count) for part in range(1, count + 1)}
 
 
 class Curve:
-    """The training curve: points {step, learning_rate, loss} of which a pretraining's also have dev_accuracy.
+    """The training curve: points {step, learning_rate, loss}; in a pretraining, also with dev_accuracy.
 
     `loss` is the mean over all images since the previous point; `dev_accuracy` is None if it was not measured there.
 
     Args:
-        divides_first: whether the mean is taken in float32 before workers add up theirs, as curves of pretrainings
-            always had it, or in float64 after that, as those of fits.
+        divides_first: whether each worker takes the mean of its losses, in float32, before they are summed, as in the
+            curves of pretrainings; otherwise the sum over workers is divided in float64, as in the curves of fits.
     """
 
     def __init__(self, device: torch.device, worker: Worker, divides_first: bool) -> None:
@@ -116,7 +116,7 @@ class Curve:
         self._sum, self._summed = torch.zeros((), device=device), 0
 
     def add(self, losses: list[Tensor]) -> None:
-        """Add a step's losses of this worker's shares."""
+        """Add the losses of this worker's shares of a step."""
         for loss in losses:
             self._sum += loss
             self._summed += 1
@@ -149,7 +149,7 @@ class Curve:
         return max(measured, key=lambda point: point["dev_accuracy"])["step"] if measured else None
 
     def state(self, loader: Loader, log: tuple[LogLine, ...], **more: Any) -> WorkerState:
-        """Return this worker's state for a checkpoint, with the loader's and the unsaved lines of the log."""
+        """Return this worker's state for a checkpoint, including the loader's state and the unsaved log lines."""
         return WorkerState(
             loader=loader.state_dict(),
             points=tuple(self.points),
@@ -160,6 +160,6 @@ class Curve:
         )
 
     def load(self, state: WorkerState) -> None:
-        """Continue from the state of a checkpoint (`own_state`)."""
+        """Continue from the state of a checkpoint (`worker_state`)."""
         self.points, self._summed = list(state.points), state.summed
         self._sum.fill_(state.loss_sum)

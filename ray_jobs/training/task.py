@@ -1,6 +1,4 @@
-"""What a fine-tuning's entry process and its Ray tasks exchange: tasks and results. Free of torch, as the entry process
-is.
-"""
+"""The tasks and results that a fine-tuning's entry process and its Ray tasks exchange. Needs no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ Folds = list[tuple[Indices, Indices]]
 """Rows to fit on and rows to score on, per fold."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DIVERGED = sys.float_info.max
-"""The loss of a trial that diverged; JSON has no infinity."""
+"""The loss of a trial that diverged, because JSON has no infinity."""
 
 
 class Evaluation(NamedTuple):
@@ -39,7 +37,7 @@ class Evaluation(NamedTuple):
     accuracy: Fraction
     loss: float
     metrics: dict[str, Fraction] = {}  # noqa: RUF012 (never changed)
-    """The metric that selects, by name, if it is not accuracy (`select_by`)."""
+    """The value of the `select_by` metric, by name, unless that is accuracy."""
 
 
 class Measured(Protocol):
@@ -54,9 +52,9 @@ class Measured(Protocol):
 
 
 def rank(folds: Sequence[Measured]) -> tuple[int, float, float]:
-    """Return the key of the results of one setting, on one part of the images or several; the best has the highest.
+    """Return the sort key of one setting's results, one per fold; the best setting has the highest key.
 
-    Results that diverged in fewer folds come first, then those with the higher mean of the metric that selects; the
+    A setting that diverged in fewer folds ranks higher, then one with the higher mean of the `select_by` metric; the
     lower loss breaks ties. Settings that are compared by loss have the same number of losses, so sums rank as means do.
     """
     losses = [result.loss for result in folds if result.loss < DIVERGED]
@@ -64,12 +62,12 @@ def rank(folds: Sequence[Measured]) -> tuple[int, float, float]:
 
 
 def selecting(result: Measured) -> float:
-    """Return the value of the metric that selects."""
+    """Return the value of the `select_by` metric."""
     return next(iter(result.metrics.values()), result.accuracy)
 
 
 def mean(folds: Sequence[Measured]) -> float:
-    """Return the mean over results of the metric that selects."""
+    """Return the mean over results of the `select_by` metric."""
     return float(np.mean([*map(selecting, folds)]))
 
 
@@ -78,40 +76,40 @@ class DivergenceError(UserError):
 
 
 def point_digest(search: Search | None, point: Point) -> str | None:
-    """Return the digest of a point that Optuna proposed, see `FitName`; other points are known by their number."""
+    """Return the digest of a point that Optuna proposed (`FitName`); None for points that their number identifies."""
     return sha256(canonical_json(point))[:8] if isinstance(search, Optuna) else None
 
 
 class Task(NamedTuple):
-    """What all fits of a stage share, or all fits of a point that it tries."""
+    """What all fits of a stage share, or all fits of one point that it tries."""
 
     config: Finetune
     contract: ModelContract
     backbone: Path | None
     point: Point = {}  # noqa: RUF012 (never changed)
-    """The point whose values `config` has; empty if there is none."""
+    """The point that `config` has the values of; empty without one."""
     number: int = 0
-    """The point's number, in the order in which points were tried; 0 without a point."""
+    """The point's number, in the order in which points were tried; 0 without one."""
     digest: str | None = None
     """The point's digest, see `point_digest`."""
     attempts: tuple[int, ...] = ()
-    """Earlier attempts, from whose checkpoints a fit continues."""
+    """Earlier attempts; a fit continues from their checkpoints."""
     last_step: int | None = None
-    """The step that a refit ends after, where its trial was best (`early_stopping`); None: the configured last one."""
+    """A refit's last step, at which the trial was best (`early_stopping`); None: the configuration's last step."""
     temperature: float | None = None
-    """The temperature of a refit's calibrated probabilities, from held-out images; None: they are not calibrated."""
+    """Calibrates a refit's probabilities; fitted on the trials' held-out images. None: no calibrated probabilities."""
 
     @property
     def steps(self) -> int:
-        """How many steps a fit of it does."""
+        """How many steps a fit does."""
         return self.last_step or self.config.steps
 
     def trial(self, fold: int) -> FitName:
-        """Return the name of a trial of its point."""
+        """Return the name of the point's trial on a fold."""
         return FitName("trial", self.number, fold, self.digest)
 
     def refit(self, draw: int) -> FitName:
-        """Return the name of a refit with its point."""
+        """Return the name of the point's refit of a draw."""
         return FitName("refit", self.number, draw, self.digest, self.last_step)
 
     @property
@@ -174,7 +172,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
 
 
 def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
-    """Return the task of one point of the search, with its own settings and perhaps its own resolution.
+    """Return the task of one point of the search, with the point's settings.
 
     Raises:
         UserError: the settings do not fit each other, the data or the backbone.
@@ -183,14 +181,14 @@ def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
         config = task.config.at(point)
     except ValueError as error:
         why = reasons(error) if isinstance(error, ValidationError) else str(error)
-        raise UserError(f"search: {describe(point)} do not go together: {why}") from error
+        raise UserError(f"search: {describe(point)} cannot be combined: {why}") from error
     return make_task(config, dataset, task.backbone)._replace(
         attempts=task.attempts, point=point, number=number, digest=point_digest(task.config.search, point)
     )
 
 
 def describe(point: Point) -> str:
-    """Say a point: `learning rate 0.01, optimizer.weight decay 0.1`."""
+    """Return a point in words: `learning rate 0.01, optimizer.weight decay 0.1`."""
     return ", ".join(
         f"{path.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
         for path, value in point.items()
@@ -198,7 +196,7 @@ def describe(point: Point) -> str:
 
 
 def check_settings(config: Finetune, contract: ModelContract) -> None:
-    """Check what depends on the model and the classes, which the configuration alone does not tell.
+    """Check the settings that depend on the model and the classes.
 
     Raises:
         UserError: a setting does not fit them.
@@ -227,8 +225,8 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
             raise UserError(f"freeze {config.freeze}: the backbone has {architecture.num_blocks} blocks")
         if config.freeze == architecture.num_blocks and config.optimizer.name == "muon":
             raise UserError(
-                f"optimizer.name muon is for the matrices of the blocks, and freeze {config.freeze} trains none of"
-                " them; use adamw or sgd"
+                f"optimizer.name muon steps the matrices of the blocks, but freeze {config.freeze} trains none of them;"
+                " use adamw or sgd"
             )
     if config.activation_checkpointing and not isinstance(architecture, ViTConfig):
         raise UserError("activation_checkpointing needs the blocks of a ViT, but the backbone is a ResNet")

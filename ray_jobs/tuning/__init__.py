@@ -1,1 +1,1 @@
-"""Sweeps of a fine-tuning: the points that they try, their trials on Ray Tune, the refits, and the ledger of both."""
+"""Sweeps of a fine-tuning: the points to try, their trials on Ray Tune, the refits, and the ledger of both."""

@@ -1,7 +1,7 @@
 """The fits of a fine-tuning, each by one process or several: a trial on a fold, and a refit that is scored on test.
 
 In: a task, labelled images. Out: a `Trial` or a `Refit`, also in the ledger (`ray_jobs.tuning.ledger`), so no fit is
-done twice. One that was running when its attempt ended continues from its checkpoint.
+done twice. A fit that was running when its attempt ended continues from its checkpoint.
 
 All workers of a fit call `trial` or `refit` together (`run`). The first scores, records and logs.
 """
@@ -33,10 +33,10 @@ from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title,
 from vit_model.build import Network
 from vit_model.weights import save_model
 
-_START_SECONDS = 30 * 86400.0  # as long as other stages hold the resources, as a trial of one worker waits
+_START_SECONDS = 30 * 86400.0  # wait as long as other stages hold the resources, like a trial of one worker
 
 Report = Callable[[Evaluation], None]
-"""What is called with each evaluation of a trial of ASHA, which it ends by raising SystemExit."""
+"""Called with each evaluation of a trial of ASHA; raises SystemExit to end the trial."""
 
 
 def trial(
@@ -61,9 +61,9 @@ def trial(
     writer = None if worker.rank else make_log(context, name)
     try:
         with writer or nullcontext():
-            given = fetched(context, task), inside, task.learning_rate, task.config.seed, manager
+            inputs = fetched(context, task), inside, task.learning_rate, task.config.seed, manager
             reporting = Reporting(writer, f"{title}, step")
-            fitted = fit(*given, reporting, Validation(held_out, stopping, task.config.select_by), worker)
+            fitted = fit(*inputs, reporting, Validation(held_out, stopping, task.config.select_by), worker)
             if writer is None:
                 return None
             alone = held_out if worker.world == 1 else Evaluator(outside, preprocessing)
@@ -92,7 +92,7 @@ def trial(
 
 
 def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | None:
-    """Return when a trial of so many steps may end early; None if never."""
+    """Return when a trial of `steps` steps may end early; None if never."""
     if isinstance(config.search, ASHA):
         return Stopping(steps, config.search.evaluations, report=report)
     if (early := config.early_stopping) is not None:
@@ -103,7 +103,7 @@ def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | No
 def score_trial(
     model: Network, task: Task, held_out: Evaluator, stopping: Stopping | None, writer: LogWriter
 ) -> Trial:
-    """Return the results of a trial's model; with early stopping, of its best evaluation.
+    """Return the results of a trial's model; with early stopping, its best evaluation.
 
     Raises:
         DivergenceError: the loss is not finite.
@@ -167,7 +167,7 @@ def refit(
         temperature=task.temperature,
         point=task.point,
         images=add_images(context, draw, images),
-        # a class's probability ranks the images; its logarithm has fewer ties
+        # rank the images by the logarithm of a class's probability, which has fewer ties than the probability
         mean_ap=multi_label(logits.log_softmax(dim=1).numpy(), test.rows["labels"].combine_chunks()),
         curve=tuple(CurvePoint.model_validate(point) for point in fitted.curve),
         substitutes=fitted.substitutes,
@@ -194,12 +194,12 @@ def _worker(settings: dict[str, Any]) -> Any:
 
 
 def fetched(context: Context[Finetune], task: Task) -> Task:
-    """Return the task with the backbone's folder on this machine, which may differ from the sender's."""
+    """Return the task with the backbone's folder on this machine, which may differ from the sender's folder."""
     return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
 
 def make_manager(context: Context[Finetune], fit: str, worker: Worker) -> CheckpointManager:
-    """Return a worker's manager of the checkpoints of a fit."""
+    """Return a worker's checkpoint manager for a fit."""
     # Ray may run a task twice at once, if it has lost sight of a node.
     group = worker.group if worker.world > 1 else secrets.randbits(32)
     return CheckpointManager(
@@ -208,6 +208,6 @@ def make_manager(context: Context[Finetune], fit: str, worker: Worker) -> Checkp
 
 
 def make_log(context: Context[Finetune], name: FitName) -> LogWriter:
-    """Return the writer of the log of a fit."""
+    """Return the log writer of a fit."""
     fit = str(name)
     return LogWriter(context.open_store(), context.attempt, fit, Gauges(context.attempt, fit).show)

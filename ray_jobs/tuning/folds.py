@@ -1,7 +1,7 @@
-"""Cross-validated fits of an audit: folds of labelled images, and the probabilities of each from a fit on the others.
+"""Cross-validated fits of an audit: folds of labelled images, and each fold's probabilities by a fit on the others.
 
 In: the fine-tuning's settings, the images with their given labels, and the fold of each. Out: a file of probabilities
-per fold. A finished fold is in the ledger, from which later attempts take it over; a running one has checkpoints.
+per fold. Later attempts reuse a finished fold from the ledger, and continue a running one from its checkpoints.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vit_model.errors import UserError
 
 
 def assign_folds(images: pa.Table, num_folds: int, seed: int) -> NDArray[np.int64]:
-    """Return the fold [n] of each row of an index: classes are spread evenly, and what belongs together stays together.
+    """Return the fold [n] of each row of an index; classes are spread evenly, and groups are not divided.
 
-    Images of one group (a patient, a site), or without one the same bytes, are in one fold, because an image's twin
-    would vouch for its label.
+    Images of one group (a patient, a site), or without groups images with the same bytes, are in one fold: a fit that
+    has learned the label of a copy would confirm the image's label.
 
     Raises:
         UserError: there are fewer groups than folds.

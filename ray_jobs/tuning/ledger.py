@@ -1,16 +1,15 @@
-"""The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over. An
-audit's has its finished folds.
+"""The ledger of a fine-tuning: its finished trials and refits, or an audit's folds, which later attempts reuse.
 
 In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
-in the attempt's folder, created once, by the process that computed the result, as soon as it has it. A point that
-Optuna proposed has `ledger/point-<number>.json` before its first trial, and its trials are
-`trial-<number>-<digest of the point>-<fold>.json`. What a refit predicts of each test image is in a Parquet file beside
-its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry, which has its sha256. An attempt reads the
-ledgers of the attempts before it and writes to its own, so several attempts may run at once.
+in the attempt's folder, which the process that computed the result creates at once. A point that Optuna proposed has
+`ledger/point-<number>.json` before its first trial, and its trials are
+`trial-<number>-<digest of the point>-<fold>.json`. A refit's predictions for the test images are in a Parquet file
+beside its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry, which has its sha256. An attempt
+reads the ledgers of earlier attempts and writes only to its own, so several attempts may run at once.
 
 The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
-so each has a checksum. A damaged entry is computed again, with a line in the log: this costs one fit, while an error
-would block the key until somebody removes the entry.
+so each has a checksum. A damaged entry is recomputed, with a line in the log: this costs one fit, while an error would
+block the key until somebody removes the entry.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ def add_point(context: Context[Finetune], number: int, point: Point) -> bool:
 
 
 def add_refit(context: Context[Finetune], draw: int, refit: Refit) -> None:
-    """Record a finished refit, whose files are in the attempt's folder and whose images `add_images` has written."""
+    """Record a finished refit; its files are in the attempt's folder, and `add_images` has written its images."""
     _add(context, f"refit-{draw}.json", refit)
 
 
 def add_fold(context: Context[Finetune], number: int, files: tuple[FileEntry, ...]) -> None:
-    """Record a finished fold of an audit, whose files are in the attempt's folder."""
+    """Record a finished fold of an audit; its files are in the attempt's folder."""
     _add(context, f"fold-{number}.json", Fold(files=files))
 
 
 def add_images(context: Context[Finetune], draw: int, images: pa.Table) -> FileEntry:
-    """Write the table of a refit's test images. Its name has its digest, so what Ray runs again overwrites nothing."""
+    """Write the table of a refit's test images; its digest is in the name, so a rerun task overwrites nothing."""
     buffer = pa.BufferOutputStream()
     write_parquet(buffer, images)
     data = buffer.getvalue().to_pybytes()
@@ -77,16 +76,16 @@ def add_images(context: Context[Finetune], draw: int, images: pa.Table) -> FileE
 
 
 def images_table(score: Score) -> pa.Table:
-    """Return the table of `IMAGES` of a model's results."""
+    """Return a model's results as a table of `IMAGES`."""
     columns = [pa.array(score.predictions, IMAGES.field(0).type), *score.probabilities.columns]
     return pa.table(columns, schema=IMAGES)
 
 
 class Ledger:
-    """What some attempts at a key have finished; of several entries for the same, the newest attempt's."""
+    """The finished work of some attempts at a key; the newest attempt's entry if several have the same."""
 
     def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
-        """Open the ledgers of the context's attempt and of these attempts, the newest first."""
+        """Open the ledgers of the context's attempt and of `attempts`, the newest first."""
         self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
         self._all = tuple(dict.fromkeys((context.attempt.number, *attempts)))
 
@@ -95,25 +94,25 @@ class Ledger:
         return next(self._find(f"{fit}.json", Trial), None)
 
     def points(self) -> dict[int, Point]:
-        """Return the points that Optuna proposed, by number, in this order."""
+        """Return the points that Optuna proposed, by number, in ascending order."""
         job, key = self._context.attempt.job, self._context.attempt.key
         files = {
             name for attempt in self._all for name in self._store.names(Layout.ledger(job, key, attempt))
         }
-        found: dict[int, Point] = {}
+        proposed: dict[int, Point] = {}
         for file in files:
             if match := re.fullmatch(r"point-(\d+)\.json", file):
                 for _, entry in self._find(file, ProposedPoint):
-                    found.setdefault(int(match[1]), dict(entry.point))
-        return dict(sorted(found.items()))
+                    proposed.setdefault(int(match[1]), dict(entry.point))
+        return dict(sorted(proposed.items()))
 
     def refit(self, task: Task, draw: int) -> Refitted | None:
-        """Return a finished refit with the task's point, last step and temperature, and say so; None if there is none.
+        """Return a finished refit with the task's point, last step and temperature, and log it; None if there is none.
 
         Its files are copied into the folder of the context's attempt.
         """
         for attempt, refit in self._find(f"refit-{draw}.json", Refit):
-            # on GPUs, results vary a little, and the trials of another attempt may have chosen others
+            # results on GPUs vary a little, so the trials of another attempt may have led to another choice
             if (refit.point, refit.step, refit.temperature) != (task.point, task.steps, task.temperature):
                 continue
             try:
@@ -149,7 +148,7 @@ class Ledger:
                 check_name(self._store, name, entry.name)
                 if entry.sha256 != entry.checksum():
                     raise StoreDamaged(
-                        f"{self._store.uri}/{name} is damaged: its checksum is of other contents"
+                        f"{self._store.uri}/{name} is damaged: its checksum does not match its contents"
                     )
             except StoreDamaged as error:
                 print(f"{error}; it is not used", flush=True)
@@ -157,11 +156,11 @@ class Ledger:
             yield attempt, entry
 
     def _images(self, attempt: int, file: FileEntry) -> pa.Table:
-        """Return the table beside an attempt's entry. Raises StoreDamaged if it is not what it was."""
+        """Return the table beside an attempt's entry. Raises StoreDamaged if it is missing or has changed."""
         name = _name(self._context, attempt, file.path)
         data = self._store.read(name, limit=file.size)
         if data is None or hashlib.sha256(data).hexdigest() != file.sha256:
-            problem = "it is not there" if data is None else "its sha256 is not that of its entry"
+            problem = "it is missing" if data is None else "its sha256 differs from its entry's"
             raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {problem}")
         try:
             return pq.read_table(pa.BufferReader(data))
@@ -169,7 +168,7 @@ class Ledger:
             raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {error}") from None
 
     def _copy(self, attempt: int, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-        """Copy an attempt's files into the own attempt's folder. Raises StoreDamaged if one is not what it was."""
+        """Copy an attempt's files into this attempt's folder. Raises StoreDamaged if one is missing or has changed."""
         if not files:
             return ()
         folder = Layout.files(self._context.attempt.job, self._context.attempt.key, attempt)
@@ -178,28 +177,28 @@ class Ledger:
             for file in files:
                 (staging.path / file.path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / file.path, staging.path / file.path)
-        # Staging hashes the copies; `local` may remember the sha256 of bytes that a disk has lost since.
+        # Staging hashes the copies; the sha256 that `local` remembers may be older than damage on the disk.
         if staging.files != files:
             raise StoreDamaged(f"{self._store.uri}/{folder} is damaged: the model's files have changed")
         return staging.files
 
 
 def open_ledger(context: Context[Finetune]) -> Ledger:
-    """Open the ledgers of all attempts by the same code, from the context's own back to the first.
+    """Open the ledgers of all attempts by the same code, from the context's attempt back to the first.
 
-    Its `attempts` include those that have only checkpoints, in which their fits were when they ended.
+    Its `attempts` include attempts that have only checkpoints, from which their fits continue.
     """
-    own, store, usable = context.attempt, context.open_store(), []
-    for number in range(own.number, 0, -1):
-        of = (own.job, own.key, number)
-        if not (store.names(Layout.ledger(*of)) or store.names(Layout.checkpoints(*of))):
+    current, store, usable = context.attempt, context.open_store(), []
+    for number in range(current.number, 0, -1):
+        folder = (current.job, current.key, number)
+        if not (store.names(Layout.ledger(*folder)) or store.names(Layout.checkpoints(*folder))):
             continue
         try:
-            attempt = read_attempt(store, Layout.attempt(own.job, own.key, number))
+            attempt = read_attempt(store, Layout.attempt(*folder))
         except StoreDamaged as error:
             print(f"the work of attempt {number} is not used: {error}", flush=True)
             continue
-        if attempt is not None and attempt.code_digest == own.code_digest:
+        if attempt is not None and attempt.code_digest == current.code_digest:
             usable.append(number)
         else:
             print(f"the work of attempt {number} is not used: it ran other code", flush=True)
@@ -211,7 +210,7 @@ def _name(context: Context[Finetune], attempt: int, file: str) -> str:
 
 
 def _add(context: Context[Finetune], file: str, record: Record) -> bool:
-    """Return False if the entry exists. Of a trial or refit, Ray has run a task again; either result will do."""
+    """Create an entry; return False if it exists. Then Ray has rerun a task, and either result is valid."""
     named = record.model_copy(update={"name": _name(context, context.attempt.number, file)})
     checked = named.model_copy(update={"sha256": named.checksum()})
     return context.open_store().create(named.name, encode(checked))

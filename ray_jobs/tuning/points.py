@@ -1,6 +1,6 @@
-"""The points that a fine-tuning's search tries: known before it starts, or proposed by Optuna meanwhile.
+"""The points that a fine-tuning's search tries: listed before it starts, or proposed by Optuna while it runs.
 
-In: the configuration, and what was tried before. Out: points, {field: value}.
+In: the configuration, and the points that were tried before. Out: points, {field: value}.
 `ray_jobs.tuning.runner` runs their trials.
 """
 
@@ -18,15 +18,15 @@ from pipelines.spec.search import PBT, Choices, Grid, Optuna, Point, Range
 from ray_jobs.randomness import Purpose
 from vit_model.errors import UserError
 
-_DIGITS = 4  # significant ones of a drawn number, so that a person can copy it into a recipe
-_TRIES = 100  # for a point that was not drawn or proposed before
+_DIGITS = 4  # significant digits of a drawn number, so that a person can copy it into a recipe
+_TRIES = 100  # to get a point that was not drawn or proposed before
 
 
 def points(config: Finetune) -> list[Point]:
-    """Return the points to try, in order; without a search one per learning rate, and with Optuna none.
+    """Return the points to try, in order: without a search, one per learning rate; with Optuna, none.
 
-    A random point is a pure function of the seed and its number, so raising `trials` keeps those before. Points do not
-    repeat: if the space has fewer than `trials`, all of them are returned.
+    A random point is a pure function of the seed and its number, so raising `trials` keeps the earlier points. Points
+    do not repeat: if the space has fewer than `trials`, all of them are returned.
     """
     space, search = config.space, config.search
     if search is None or isinstance(search, Grid):
@@ -35,7 +35,7 @@ def points(config: Finetune) -> list[Point]:
     if isinstance(search, Optuna):
         return []
     assert not isinstance(search, PBT), "see require_runnable"
-    found: list[Point] = []
+    drawn: list[Point] = []
     for number in range(search.trials):
         for attempt in range(_TRIES):
             raw = np.random.SeedSequence((search.seed, Purpose.DRAW_POINTS, number, attempt))
@@ -44,14 +44,14 @@ def points(config: Finetune) -> list[Point]:
                 path: _value(values, float(u))
                 for (path, values), u in zip(space.items(), uniform, strict=True)
             }
-            if point not in found:
-                found.append(point)
+            if point not in drawn:
+                drawn.append(point)
                 break
-    return found
+    return drawn
 
 
 def _value(values: Range | Choices, uniform: float) -> Any:
-    """Return the value at a place in [0, 1) of what a field may be."""
+    """Map a number in [0, 1) to a value that a field may have."""
     if not isinstance(values, Range):
         return values[int(uniform * len(values))]
     low, high = float(values.low), float(values.high)
@@ -67,7 +67,7 @@ def _value(values: Range | Choices, uniform: float) -> Any:
 
 
 def size(config: Finetune) -> float:
-    """Return how many points the space has; infinity if a range is not of whole numbers."""
+    """Return how many points the space has; infinity if it has a range of real numbers."""
     return math.prod(
         len(values)
         if not isinstance(values, Range)
@@ -79,13 +79,13 @@ def size(config: Finetune) -> float:
 
 
 def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Point | None:
-    """Return the point that Optuna's TPE proposes next; None if it only repeats those that were tried.
+    """Return the point that Optuna's TPE proposes next; None if it only repeats points that were tried.
 
-    A pure function of the search's seed and its arguments, so an interrupted search goes on as it would have. A trial
-    has the same result each time, so a point that was tried is not proposed again.
+    This is a pure function of the search's seed and the arguments, so an interrupted search resumes as if it had not
+    been. A trial has the same result each time, so a point that was tried is not proposed again.
 
     Args:
-        tried: the points so far, in order, each with its trials' mean of what selects; None: they have not ended.
+        tried: the points so far, in order, each with its trials' mean of the `select_by` metric; None: still running.
 
     Raises:
         UserError: Optuna is not installed.
@@ -100,7 +100,7 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
     assert isinstance(config.search, Optuna)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions = optuna.distributions
-    space: dict[str, Any] = {}  # of a list, its places
+    space: dict[str, Any] = {}  # a list is represented by its indices
     for path, values in config.space.items():
         if not isinstance(values, Range):
             space[path] = distributions.CategoricalDistribution(range(len(values)))
@@ -108,7 +108,7 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
             kind = distributions.IntDistribution if values.is_whole else distributions.FloatDistribution
             space[path] = kind(values.low, values.high, log=values.scale == "log")
     raw = np.random.SeedSequence((config.search.seed, Purpose.PROPOSE_POINT, len(tried)))
-    # with a constant liar, TPE keeps away from the points of running trials and from those that it has repeated
+    # with a constant liar, TPE avoids the points of running trials and those that it has just repeated
     sampler = optuna.samplers.TPESampler(seed=int(raw.generate_state(1)[0]), constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="maximize")
     states, known = optuna.trial.TrialState, []
@@ -124,10 +124,10 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
             optuna.trial.create_trial(state=state, value=result, params=known[-1], distributions=space)
         )
     for _ in range(_TRIES):
-        found = study.ask(space).params
-        if found not in known:
+        asked = study.ask(space).params
+        if asked not in known:
             return {
-                path: found[path] if isinstance(values, Range) else values[found[path]]
+                path: asked[path] if isinstance(values, Range) else values[asked[path]]
                 for path, values in config.space.items()
             }
     return None

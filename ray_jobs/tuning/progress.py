@@ -1,4 +1,4 @@
-"""What the sweep of a fine-tuning says while it runs: its best trial so far, its trials, the time that is left.
+"""Progress of a fine-tuning's sweep: its best trial so far, its trials, the time left.
 
 In: the configuration, the ledger. Out: lines for the log.
 """
@@ -20,9 +20,9 @@ from ray_jobs.tuning.ledger import Ledger
 from ray_jobs.tuning.points import points, size
 from ray_jobs.tuning.trial import TriedPoint
 
-_TABLES = 4  # of a search, the last one at its end
-_FEW = 8  # points, of which there is only the table at the end
-_ROWS = 10  # of a table before the end
+_TABLES = 4  # tables per search, the last one at its end
+_FEW = 8  # a search of fewer points has only the table at the end
+_ROWS = 10  # rows of a table before the end
 
 
 def ended(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: int) -> list[TriedPoint]:
@@ -32,19 +32,19 @@ def ended(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: i
 
 
 def _begun(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: int) -> list[TriedPoint]:
-    """Return the points with the trials that have ended, where there are any."""
+    """Return the points of which at least one trial has ended, with those trials."""
     begun = []
     for number, point in known.items():
         digest = point_digest(config.search, point)
         names = [FitName("trial", number, fold, digest) for fold in range(folds)]
-        trials = [found[1] for name in names if (found := ledger.trial(name)) is not None]
+        trials = [entry[1] for name in names if (entry := ledger.trial(name)) is not None]
         if trials:
             begun.append(TriedPoint(number, point, trials))
     return begun
 
 
 def table(tried: Sequence[TriedPoint], rows: int | None = None) -> str:
-    """Return a line per point, the best first; None for all of them."""
+    """Return a line per point, the best first; at most `rows` lines, None for all."""
     ranked = sorted(tried, key=lambda point: point.rank, reverse=True)
     lines = [
         f"  {point.selecting:.3f}  {point.title}"
@@ -60,7 +60,7 @@ def progress(
 ) -> str:
     """Return how many trials of a sweep have ended, the time left, and the best point so far.
 
-    After each quarter of at least 8 points there is a table.
+    If there are at least 8 points, a table follows after each quarter of them.
 
     Args:
         folds: how many trials each point has.
@@ -87,10 +87,10 @@ def progress(
 
 
 def time_left(seconds: float, deadline: float, is_limit: bool) -> str:
-    """Say how long a sweep still takes, by the mean of what has ended; less if it may begin nothing after a deadline.
+    """Return in words how long a sweep still takes, given the estimated seconds; at most until the deadline.
 
     Args:
-        is_limit: whether it may take less.
+        is_limit: whether the sweep may take less.
     """
     until = max(0.0, deadline - time.time())
     left = f"{'at most ' * is_limit}{timedelta(seconds=round(min(seconds, until)))} left"
@@ -98,7 +98,7 @@ def time_left(seconds: float, deadline: float, is_limit: bool) -> str:
 
 
 def _seconds(config: Finetune, begun: Sequence[TriedPoint]) -> float:
-    """Return the mean seconds of the trials that have ended; of ASHA's, of those that it does not end."""
+    """Return the mean seconds of the trials that have ended; extrapolated to all steps if ASHA has ended them."""
     taken = [
         trial.seconds * (config.at(point.point).steps / trial.step if trial.is_pruned else 1)
         for point in begun

@@ -1,7 +1,7 @@
-"""The sweep of a fine-tuning: the points that it tries, with Ray Tune or in Ray tasks, and which of them it chooses.
+"""The sweep of a fine-tuning: try its points with Ray Tune or in Ray tasks, and choose one.
 
 In: a task, the labelled images of draw 0, its folds, the ledger. Out: each point with its trials, of which `choose`
-takes one. This module is free of torch, as the entry process is; what it runs in others is in `fits`.
+takes one. This module is free of torch, like the entry process; what it runs in other processes is in `fits`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vit_model.errors import UserError
 def sweep(
     context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
 ) -> list[TriedPoint]:
-    """Try points x folds on draw 0; return those that have ended, by number. Trials in the ledger are not run again.
+    """Try points x folds on draw 0; return the points that have ended, by number. Trials in the ledger are reused.
 
     Raises:
         UserError: a point does not fit the data or the backbone; or no trial has ended within the search's minutes.
@@ -55,17 +55,17 @@ def sweep(
         tasks = [at_point(task, number, point, pools[0].dataset) for number, point in known.items()]
         missing, finished = [], []
         for fold, point_task in itertools.product(range(len(folds)), tasks):
-            if (trial := taken_over(context, point_task, fold, folds, ledger)) is None:
+            if (trial := reuse_trial(context, point_task, fold, folds, ledger)) is None:
                 missing.append((point_task, fold))
             else:
                 finished.append((point_task, fold, trial))
         if missing:
             run_trials(context, pools, folds, missing, finished)
-    tried = ended(config, ledger, known, len(folds))  # of the others, the search's minutes were over
+    tried = ended(config, ledger, known, len(folds))  # the others were cut off by search.minutes
     if all(point.is_pruned for point in tried):
-        raise UserError("search.minutes: no trial has ended in this time; give more")
+        raise UserError("search.minutes: no trial has ended in this time; use more minutes")
     if config.search is not None:
-        print(f"the trials by {config.select_by} on what they held out:\n{table(tried)}", flush=True)
+        print(f"the trials by {config.select_by} on their held-out images:\n{table(tried)}", flush=True)
     return tried
 
 
@@ -77,7 +77,7 @@ def choose(tried: Sequence[TriedPoint]) -> TriedPoint:
     best = max((point for point in tried if not point.is_pruned), key=lambda point: point.rank)
     if all(trial.loss == DIVERGED for trial in best.folds):
         raise DivergenceError(
-            "learning_rates: training diverged with every rate of the sweep; give lower ones"
+            "learning_rates: training diverged with every rate of the sweep; use lower rates"
         )
     return best
 
@@ -90,19 +90,19 @@ def last_step(trials: Sequence[Trial]) -> int:
 def held_out_temperature(trials: Sequence[Trial]) -> float | None:
     """Return the geometric mean of the temperatures of a point's trials; None if they have none.
 
-    They were fitted on fewer labels than a refit, which has no images left to be calibrated on.
+    Those models were fitted on fewer labels than a refit, but a refit has no images left to calibrate on.
     """
     temperatures = [trial.temperature for trial in trials if trial.temperature is not None]
     return statistics.geometric_mean(temperatures) if temperatures else None
 
 
-def taken_over(
+def reuse_trial(
     context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger: Ledger
 ) -> Trial | None:
     """Return a trial that is in the ledger, with a line in the log; None if it is not."""
-    if (found := ledger.trial(task.trial(fold))) is None:
+    if (entry := ledger.trial(task.trial(fold))) is None:
         return None
-    attempt, trial = found
+    attempt, trial = entry
     title = fit_title(context.config, task, fold, len(folds))
     print(f"{title}: {trial.outcome} (from attempt {attempt})", flush=True)
     return trial
@@ -116,17 +116,17 @@ def run_trial(
     fold: int,
     report: Callable[[Evaluation], None] | None = None,
 ) -> Trial:
-    """Run a trial in this process, or in as many workers as are configured. `report` is given for a trial of ASHA."""
+    """Run a trial in this process or in the configured number of workers. Only trials of ASHA have `report`."""
     from ray_jobs.tuning import fits
 
-    reports = () if report is None else (report,)
-    result = fits.run(fits.trial, context, task, pool, folds, fold, *reports)
+    callback = () if report is None else (report,)
+    result = fits.run(fits.trial, context, task, pool, folds, fold, *callback)
     assert isinstance(result, Trial)
     return result
 
 
 def run_refit(context: Context[Finetune], task: Task, pool: Images, draw: int) -> Refitted:
-    """Run a refit in this process, or in as many workers as are configured."""
+    """Run a refit in this process or in the configured number of workers."""
     from ray_jobs.tuning import fits
 
     result = fits.run(fits.refit, context, task, pool, draw)
@@ -141,7 +141,7 @@ def run_trials(
     missing: list[tuple[Task, int]],
     finished: list[tuple[Task, int, Trial]],
 ) -> None:
-    """Run the missing trials with Ray Tune. ASHA gets the finished ones again, because it compares with them."""
+    """Run the missing trials with Ray Tune. ASHA gets the finished trials again, because it compares with them."""
     _silence_tune()
     from ray import tune
 
@@ -185,7 +185,7 @@ def run_trials(
     ledger = Ledger(context, [])
     for result in results:
         task, fold, before = trials[result.config["number"]]
-        # ASHA's verdict may reach a process so late that it could not record it.
+        # ASHA's decision may reach a process so late that it cannot record the trial.
         if before is None and "evaluations" in result.metrics and not ledger.trial(task.trial(fold)):
             evaluations = [Evaluation(*values) for values in result.metrics["evaluations"]]
             add_trial(context, task.trial(fold), pruned(evaluations))
@@ -208,7 +208,7 @@ def _tune_trial(
     deadline: float,
     trials: list[tuple[Task, int, Trial | None]],
 ) -> None:
-    """Run one of the given trials; one that has finished before only reports its evaluations to ASHA again."""
+    """Run one of `trials`; one that finished in an earlier attempt only reports its evaluations to ASHA again."""
     from ray import tune
 
     sys.unraisablehook = _show_unraisable
@@ -218,12 +218,12 @@ def _tune_trial(
 
     def report(evaluation: Evaluation) -> None:
         evaluations.append(evaluation)
-        # the last one follows when the result is in the ledger, because ASHA then ends the trial
+        # the last one is reported when the result is in the ledger, because ASHA then ends the trial
         if evaluation.step < task.config.steps or done is not None:
             results = {"selecting": selecting(evaluation), "evaluations": evaluations}
             tune.report(results | {"evaluation": len(evaluations)})
 
-    def say_progress() -> None:
+    def print_progress() -> None:
         ledger = Ledger(context, task.attempts)
         print(progress(context.config, ledger, len(folds), concurrent, deadline), flush=True)
 
@@ -231,13 +231,13 @@ def _tune_trial(
         for evaluation in done.evaluations:
             report(evaluation)
     elif time.time() < deadline:
-        reporter = report if isinstance(search, ASHA) else None
+        callback = report if isinstance(search, ASHA) else None
         try:
-            done = run_trial(context, task, pool, folds, fold, reporter)
+            done = run_trial(context, task, pool, folds, fold, callback)
         except SystemExit:  # ASHA has ended it
-            say_progress()
+            print_progress()
             raise
-        say_progress()
+        print_progress()
     last = search.evaluations if isinstance(search, ASHA) else 1
     tune.report({"selecting": 0.0 if done is None else selecting(done), "evaluation": last})
 
@@ -247,8 +247,8 @@ def run_proposed(
 ) -> dict[int, Point]:
     """Run the trials of the points that Optuna proposes, and return the points by number.
 
-    Each point is a Ray task. First come those that an earlier attempt has begun and not ended. Ray Tune's Optuna is not
-    used: it trains a point again each time it is proposed, and an interruption changes what it proposes.
+    Each point is a Ray task. Points that an earlier attempt began and did not end come first. Ray Tune's Optuna is not
+    used: it trains a point each time it is proposed, and an interruption changes what it proposes.
     """
     import ray
 
@@ -257,7 +257,7 @@ def run_proposed(
     seconds = 0.0
     for number, point in proposals.points.items():
         point_task = at_point(task, number, point, dataset)
-        trials = [taken_over(context, point_task, fold, folds, ledger) for fold in range(len(folds))]
+        trials = [reuse_trial(context, point_task, fold, folds, ledger) for fold in range(len(folds))]
         done = [trial for trial in trials if trial is not None]
         seconds += sum(trial.seconds for trial in done)
         if len(done) == len(folds):
@@ -268,10 +268,10 @@ def run_proposed(
     run, running = cluster.remote(run_point, config.threads, config.workers), dict[Any, int]()
     while True:
         while len(running) < concurrent and time.time() < deadline:
-            if (begins := proposals.next()) is None:
+            if (following := proposals.next()) is None:
                 break
-            point_task = at_point(task, begins, proposals.points[begins], dataset)
-            running[run(context, point_task, pools[0], folds, deadline)] = begins
+            point_task = at_point(task, following, proposals.points[following], dataset)
+            running[run(context, point_task, pools[0], folds, deadline)] = following
         if not running:
             break
         (result,), _ = ray.wait([*running])
@@ -279,12 +279,12 @@ def run_proposed(
         if (mean_result := ray.get(result)) is not None:
             proposals.results[number] = mean_result
             print(progress(config, ledger, len(folds), concurrent, deadline), flush=True)
-    proposals.say_end(time.time() >= deadline)
+    proposals.print_end(time.time() >= deadline)
     return dict(sorted(proposals.points.items()))
 
 
 class Proposals:
-    """The points that Optuna has proposed in a search, by number, with the results of those that have ended."""
+    """The points that Optuna has proposed in a search, by number, and the results of the points that have ended."""
 
     def __init__(self, context: Context[Finetune], known: dict[int, Point]) -> None:
         self._context, self._search = context, context.config.search
@@ -293,7 +293,7 @@ class Proposals:
         self.total = int(min(self._trials, size(context.config)))
         self.points, self.results = known, dict[int, float]()
         self.begun: list[int] = []
-        """those that an earlier attempt has begun and not ended"""
+        """the points that an earlier attempt began and did not end"""
 
     def next(self) -> int | None:
         """Return the number of the point to try next; None if there is none now."""
@@ -309,12 +309,12 @@ class Proposals:
         self.points[number] = point
         return number
 
-    def say_end(self, is_over_time: bool) -> None:
+    def print_end(self, is_over_time: bool) -> None:
         """Print why the search has ended, if there were fewer trials than configured."""
         if len(self.points) < self.total and not is_over_time:
             print(
-                f"the search ends after {len(self.points)} of {self.total} points: Optuna proposes only points that"
-                " were tried",
+                f"the search ends after {len(self.points)} of {self.total} points: Optuna proposes only points that it"
+                " has tried",
                 flush=True,
             )
         elif self.total < self._trials:
@@ -324,18 +324,18 @@ class Proposals:
 def run_point(
     context: Context[Finetune], task: Task, pool: Images, folds: Folds, deadline: float
 ) -> float | None:
-    """Run a point's trials, fold by fold, and return their mean of what selects; None if they begin too late."""
+    """Run a point's trials, fold by fold, and return their mean of the `select_by` metric; None after the deadline."""
     if time.time() >= deadline:
         return None
     ledger, trials = Ledger(context, task.attempts), []
     for fold in range(len(folds)):
-        found = ledger.trial(task.trial(fold))
-        trials.append(run_trial(context, task, pool, folds, fold) if found is None else found[1])
+        entry = ledger.trial(task.trial(fold))
+        trials.append(run_trial(context, task, pool, folds, fold) if entry is None else entry[1])
     return mean(trials)
 
 
 def _deadline(config: Finetune, seconds: float, concurrent: int) -> float:
-    """Return the time after which no trial begins; trials of earlier attempts have taken `seconds` of it."""
+    """Return the time after which no trial begins; trials of earlier attempts have used `seconds` of it."""
     minutes = None if config.search is None else config.search.minutes
     return math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
 
@@ -343,7 +343,7 @@ def _deadline(config: Finetune, seconds: float, concurrent: int) -> float:
 def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
     """Show an exception that cannot be caught, unless it only ends the process.
 
-    Ray's SIGTERM handler raises SystemExit wherever a finished trial's process happens to be, even in a destructor.
+    Ray's SIGTERM handler raises SystemExit wherever the process of a finished trial is, even in a destructor.
     """
     if not isinstance(error.exc_value, SystemExit):
         sys.__unraisablehook__(error)

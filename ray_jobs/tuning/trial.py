@@ -1,6 +1,6 @@
-"""What the ledger stores of a fine-tuning's finished work, and a point with the trials that it had.
+"""The records of a fine-tuning's finished work in the ledger, and a point with its trials.
 
-A record is created without `name` and `sha256`, which it gets in the ledger.
+A record is created without `name` and `sha256`; the ledger sets them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vit_model.fields import Frozen
 
 
 class Record(Frozen):
-    """What all records have."""
+    """The fields that all records have."""
 
     name: str = ""
-    """The object's name in the store."""
+    """The record's name in the store."""
     sha256: str = ""
     """The digest of the other fields, see `checksum`."""
 
@@ -45,21 +45,21 @@ class Trial(Record):
     accuracy: Fraction
     loss: float
     metrics: dict[str, Fraction] = Field(default={})
-    """The metric that selects, by name, if it is not accuracy."""
+    """the value of the `select_by` metric, by name, unless that is accuracy"""
     step: PositiveInt
-    """The step after which it had these results: the best one with `early_stopping`, otherwise the last."""
+    """the step with these results: the best with `early_stopping`, otherwise the last"""
     evaluations: tuple[Evaluation, ...] = ()
-    """The evaluations that ASHA decides by; empty without it."""
+    """the evaluations that ASHA decides by; empty without ASHA"""
     is_pruned: bool = False
-    """Whether ASHA ended it after that step."""
+    """whether ASHA ended the trial at this step"""
     seconds: float = 0.0
-    """The time that it took."""
+    """the time that the trial took"""
     temperature: PositiveFloat | None = None
-    """The temperature with the lowest loss on these images; None: it ended early, or its model is not the last one."""
+    """the temperature that minimises the loss on these images; None: the trial ended early"""
 
     @property
     def outcome(self) -> str:
-        """Its results in words."""
+        """The results in words."""
         if self.loss == DIVERGED:
             return "diverged"
         pruned = f", ended by ASHA at step {self.step}" if self.is_pruned else ""
@@ -86,7 +86,7 @@ class Refit(Trial):
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
-    """The model's, in the folder `files` of the same attempt; empty if it is not kept."""
+    """The model's files, in the folder `files` of the same attempt; empty if the model is not kept."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -102,11 +102,11 @@ class Fold(Record):
     """A finished fold of an audit's cross-validation: the file with its images' probabilities."""
 
     files: tuple[FileEntry, ...]
-    """In the folder `files` of the same attempt."""
+    """The files, in the folder `files` of the same attempt."""
 
 
 class Refitted(NamedTuple):
-    """A refit and the table of its test images, of `ledger.IMAGES`."""
+    """A refit, and its test images as a table of `ledger.IMAGES`."""
 
     record: Refit
     images: pa.Table
@@ -120,7 +120,7 @@ def pruned(evaluations: Sequence[Evaluation], seconds: float = 0.0) -> Trial:
 
 
 def storable(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
-    """Return evaluations as JSON can have them, which has no infinity."""
+    """Return evaluations without infinite losses, which JSON does not have."""
     return tuple(evaluation._replace(loss=min(evaluation.loss, DIVERGED)) for evaluation in evaluations)
 
 
@@ -139,31 +139,31 @@ class TriedPoint(NamedTuple):
 
     @property
     def is_pruned(self) -> bool:
-        """Whether ASHA ended it."""
+        """Whether ASHA ended the point's trial."""
         return self.folds[0].is_pruned
 
     @property
     def accuracy(self) -> float:
-        """The mean over folds."""
+        """The mean accuracy over folds."""
         return float(np.mean([trial.accuracy for trial in self.folds]))
 
     @property
     def selecting(self) -> float:
-        """The mean over folds of the metric that selects."""
+        """The mean over folds of the `select_by` metric."""
         return mean(self.folds)
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """What points are sorted by, see `rank`."""
+        """The sort key of points, see `rank`."""
         return rank(self.folds)
 
     @property
     def title(self) -> str:
-        """Name it: `trial 3: learning rate 0.01`."""
+        """The point's name in the log: `trial 3: learning rate 0.01`."""
         return f"trial {self.number}: {describe(self.point)}"
 
     def in_sweep(self, config: Finetune) -> dict[str, Any]:
-        """Return what sweep.json says of it."""
+        """Return the point's entry in sweep.json."""
         entry: dict[str, Any] = {
             "learning_rate": self.point["learning_rate"],
             "accuracies": [trial.accuracy for trial in self.folds],

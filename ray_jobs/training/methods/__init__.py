@@ -1,6 +1,6 @@
-"""Pretraining methods, one module per objective: what it trains around a model, the loss of a batch, what both cost.
+"""Pretraining methods, one module per objective: the module to train around a model, the loss of a batch, their cost.
 
-In: the stage's configuration and the contract of the model. Out: a `Method`, which the training loop asks.
+In: the stage's configuration and the contract of the model. Out: a `Method`, which the training loop calls.
 docs/add-an-objective.md shows how to add one.
 """
 

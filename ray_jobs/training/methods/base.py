@@ -1,4 +1,4 @@
-"""What a pretraining method states of itself; the values here are for one pass over the model and nothing else."""
+"""The base class of pretraining methods, with the costs of a method that only runs the model once per step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from vit_model.preprocessing import normalise
 class Method(ABC):
     """An objective of a pretraining.
 
-    It is asked for the module to train (`module`, once), for losses, and for what they cost.
+    The loop calls it for the module to train (`module`, once), for losses, and for their cost.
     """
 
     passes = 1
-    """how often a step computes each image"""
+    """how often a step runs the model on each image"""
 
     def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device) -> None:
         self.config, self.contract, self.device = config, contract, device
         self.dtype = devices.torch_dtype(config.dtype, device)
         self.beside: dict[str, torch.nn.Module] = {}
-        """{kind of its shards in a checkpoint: a module that the optimizer does not train}, made by `module`"""
+        """{kind of its shards in a checkpoint: a module that the optimizer does not train}, filled by `module`"""
 
     @abstractmethod
     def module(self, model: Network) -> ParameterGroups:
@@ -52,33 +52,33 @@ class Method(ABC):
         return CROSS_ENTROPIES[kind](logits, labels, label_smoothing)
 
     def after_step(self, module: Any, step: int) -> None:
-        """Update what is `beside` the module after step number `step`, counted from 0."""
+        """Update the modules in `beside` after step number `step`, counted from 0."""
         return
 
     @property
     def teacher_flops(self) -> int:
-        """The operations of an image's forward pass through a teacher."""
+        """The FLOPs of an image's forward pass through a teacher."""
         return 0
 
     @property
     def forward_flops(self) -> int:
-        """The operations of a step's forward passes per image."""
+        """The FLOPs of a step's forward passes per image."""
         return self.passes * compute.forward_flops(self.contract.architecture)
 
     @property
     def train_flops(self) -> int:
-        """The operations of a step per image, those of weights that are not trained included."""
+        """The FLOPs of a step per image, including weights that are not trained."""
         return self.passes * compute.train_flops(self.contract.architecture)
 
     @property
     def vit(self) -> ViTConfig:
-        """The architecture, of an objective that uses patches."""
+        """The architecture, for objectives that use patches."""
         architecture = self.contract.architecture
         assert isinstance(architecture, ViTConfig), "the configuration allows only ViTs here"
         return architecture
 
     def inputs(self, view: Tensor) -> Tensor:
-        """Return uint8 images [n, h, w, c] as the model takes them."""
+        """Return uint8 images [n, h, w, c] normalised for the model."""
         return normalise(view, self.contract.preprocessing, self.dtype)
 
     def drop_path_draws(self, batch: MicroBatch) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from vit_model.parts import ParameterGroups
 
 
 class Contrastive(Method):
-    """Recognises an image's other view among a batch's."""
+    """Recognises an image's other view among the other views of the batch."""
 
     passes = 2
 
@@ -30,21 +30,20 @@ class Contrastive(Method):
         return task
 
     def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
-        one, other = map(self.inputs, batch.views)
+        first, second = map(self.inputs, batch.views)
         depth = self.drop_path_draws(batch)
-        with torch.autocast(one.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            keys = self._momentum_encoder.keys(one, other, *depth)
-        return engine(one, other, *keys, *depth)
+        with torch.autocast(first.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            keys = self._momentum_encoder.keys(first, second, *depth)
+        return engine(first, second, *keys, *depth)
 
     def after_step(self, module: Any, step: int) -> None:
-        kept = momentum(step, self.config.steps, self.config.contrastive.momentum)
-        self._momentum_encoder.update(module, kept)
+        share = momentum(step, self.config.steps, self.config.contrastive.momentum)
+        self._momentum_encoder.update(module, share)
 
     @property
     def train_flops(self) -> int:
         hidden, output = self.config.contrastive.hidden_width, self.config.contrastive.output_width
-        # weights, the norms' included
-        projector = hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden
+        projector = hidden * (self.vit.width + hidden + output) + 2 * 2 * hidden  # weights, including norms
         predictor = 2 * hidden * output + 2 * hidden
         keys = compute.forward_flops(self.vit) + 2 * projector
         return super().train_flops + self.passes * (6 * (projector + predictor) + keys)

@@ -1,6 +1,6 @@
-"""Objective distillation: a frozen model of the store, the teacher, is imitated beside the labels.
+"""Objective distillation: the model learns the labels and imitates the teacher, a frozen model in the store.
 
-The teacher is in every worker. Checkpoints do not contain it, because the stage's key names it.
+Every worker loads the teacher. Checkpoints do not contain it, because the stage's key names it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _NAMED = 5  # classes in a message
 
 
 class Distillation(Method):
-    """Learns labels, and the teacher's answers to the same pixels."""
+    """Learns labels, and the teacher's outputs for the same pixels."""
 
     def __init__(
         self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef
     ) -> None:
         super().__init__(config, contract, device)
-        self._folder, self._theirs = teacher.folder, read_teacher(teacher, config, contract)
+        self._folder, self._teacher_contract = teacher.folder, read_teacher(teacher, config, contract)
         is_by_class = config.distillation.kind != "features"
-        self._classes = columns(teacher, contract, self._theirs) if is_by_class else None
+        self._classes = columns(teacher, contract, self._teacher_contract) if is_by_class else None
 
     @property
     def teacher_flops(self) -> int:
-        return compute.forward_flops(self._theirs.architecture)
+        return compute.forward_flops(self._teacher_contract.architecture)
 
     def module(self, model: Network) -> ParameterGroups:
         network, _ = load_model(self._folder)
         network.to(self.device, self.dtype)
         kind = self.config.distillation.kind
-        self._teacher = Teacher(network, self._theirs.preprocessing, kind, self._classes)
-        width = self._theirs.architecture.width if kind == "features" else None
+        self._teacher = Teacher(network, self._teacher_contract.preprocessing, kind, self._classes)
+        width = self._teacher_contract.architecture.width if kind == "features" else None
         return Student(model, width, seed=self.config.seed)
 
     def loss(self, engine: Engine, batch: MicroBatch) -> Tensor:
@@ -65,47 +65,48 @@ def read_teacher(teacher: ModelRef, config: Pretrain, contract: ModelContract) -
     """Return the contract of a teacher that the model with this contract can imitate.
 
     Raises:
-        UserError: it takes images of another size or with other channels, or lacks the classifier or a class.
+        UserError: it takes images of another size or with other channels, or does not have the needed classifier.
     """
-    theirs = read_contract(teacher.folder)
-    config.check_teacher(f"teacher {teacher.name}", theirs.preprocessing.resolution, bool(theirs.class_names))
-    if theirs.preprocessing.channels != contract.preprocessing.channels:
+    taught = read_contract(teacher.folder)
+    config.check_teacher(f"teacher {teacher.name}", taught.preprocessing.resolution, bool(taught.class_names))
+    if taught.preprocessing.channels != contract.preprocessing.channels:
         raise UserError(
-            f"teacher {teacher.name} takes images with {theirs.preprocessing.channels} channels; those of"
+            f"teacher {teacher.name} takes images with {taught.preprocessing.channels} channels, but the images of"
             f" {config.data} have {contract.preprocessing.channels}"
         )
-    if config.distillation.kind != "features" and theirs.problem_type != "single_label_classification":
+    if config.distillation.kind != "features" and taught.problem_type != "single_label_classification":
         raise UserError(
-            f"teacher {teacher.name} gives each class a probability of its own ({theirs.problem_type}); "
-            f"distillation.kind {config.distillation.kind} imitates one of all classes. Use kind features, or"
-            " fine-tune the teacher"
+            f"teacher {teacher.name} predicts each class independently ({taught.problem_type}); distillation.kind"
+            f" {config.distillation.kind} needs one distribution over all classes. Use kind features, or fine-tune"
+            " the teacher"
         )
-    return theirs
+    return taught
 
 
-def columns(teacher: ModelRef, ours: ModelContract, theirs: ModelContract) -> list[int]:
+def columns(teacher: ModelRef, student: ModelContract, taught: ModelContract) -> list[int]:
     """Return, for each class of the student, the number of the teacher's class with the same name.
 
-    The teacher may know more classes. Their logits are left out, so its probabilities are those of an image that is
-    known to be of one of the student's classes. Classes with one name are told apart by their order alone.
+    The teacher may know more classes. Their logits are left out, so its probabilities are conditional on the image
+    being in one of the student's classes. If classes share a name, only their order distinguishes them.
 
     Raises:
-        UserError: the teacher does not know a class, or has several with one name.
+        UserError: the teacher does not know a class, or several of its classes have the same name.
     """
-    if ours.class_names == theirs.class_names:
-        return list(range(len(ours.class_names)))
-    numbers = {name: number for number, name in enumerate(theirs.class_names)}
-    if missing := sorted({*ours.class_names} - numbers.keys()):
+    names = student.class_names
+    if names == taught.class_names:
+        return list(range(len(names)))
+    numbers = {name: number for number, name in enumerate(taught.class_names)}
+    if missing := sorted({*names} - numbers.keys()):
         more = f" and {len(missing) - _NAMED:,} others" if missing[_NAMED:] else ""
-        theirs_begin = ", ".join(map(repr, theirs.class_names[:_NAMED]))
+        known = ", ".join(map(repr, taught.class_names[:_NAMED]))
         raise UserError(
             f"teacher {teacher.name} does not know the classes {', '.join(map(repr, missing[:_NAMED]))}{more} of the"
-            f" data; its {len(theirs.class_names):,} classes begin with {theirs_begin}. Fine-tune it on this data, or"
-            " use distillation.kind features"
+            f" data; its {len(taught.class_names):,} classes begin with {known}. Fine-tune it on this data, or use"
+            " distillation.kind features"
         )
-    if len(numbers) < len(theirs.class_names):
+    if len(numbers) < len(taught.class_names):
         raise UserError(
-            f"teacher {teacher.name} has several classes with one name, and other classes than the data, so that they"
+            f"teacher {teacher.name} has several classes with the same name, and other classes than the data, so they"
             " cannot be matched by name; rename them"
         )
-    return [numbers[name] for name in ours.class_names]
+    return [numbers[name] for name in names]

@@ -1,4 +1,4 @@
-"""Objective mae: a masked autoencoder, whose decoder is thrown away after training."""
+"""Objective mae: a masked autoencoder; its decoder is discarded after training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objective masked_patches, and the same as an auxiliary task beside labels."""
+"""Objective masked_patches, alone and as an auxiliary task beside labels."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ class LabelsAndPatches(Patches):
         assert self.config.auxiliary is not None
         (images,) = batch.views
         draws = self.draws(batch)
-        logits, of_patches = engine(self.inputs(images), images, draws, *self.drop_path_draws(batch))
+        logits, patch_loss = engine(self.inputs(images), images, draws, *self.drop_path_draws(batch))
         supervised = self.cross_entropy(logits, batch.targets, self.config.label_smoothing)
-        return supervised + self.config.auxiliary.masked_patches * of_patches
+        return supervised + self.config.auxiliary.masked_patches * patch_loss

@@ -1,5 +1,4 @@
-"""Groups of Ray Train workers, of a pretraining or of one trial or refit of a fine-tuning, and their shares of a batch.
-Free of torch.
+"""Groups of Ray Train workers, for a pretraining or a fit of a fine-tuning, and their shares of a batch. No torch.
 
 In: a function that can be sent to other processes, and its settings. Out: what the first worker returns.
 """
@@ -17,28 +16,28 @@ from vit_model.errors import UserError
 
 
 class Worker(NamedTuple):
-    """This process's place among the workers."""
+    """This process's rank among the workers."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     group: int = 0
-    """a number that no other group of workers of the same training has"""
+    """a number that is unique among the groups of workers of a training"""
 
 
 ALONE = Worker()
 
 
 def this_worker(group: int = 0) -> Worker:
-    """Return the place of the process that Ray Train has started as a worker."""
+    """Return the rank of this process, which Ray Train has started as a worker."""
     import ray.train
 
-    own = ray.train.get_context()
-    return Worker(own.get_world_rank(), own.get_world_size(), own.get_local_rank(), group)
+    context = ray.train.get_context()
+    return Worker(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), group)
 
 
 def micro_batch_size(config: Pretrain) -> int:
-    """Return the images per micro-batch, over all workers: the number of workers must divide it."""
+    """Return the images per micro-batch over all workers; the number of workers must divide it."""
     return config.batch_size // config.gradient_accumulation_steps
 
 
@@ -73,10 +72,10 @@ def run_group(
     """Call `function(settings)` in each of a group of workers, and return what the first one returns.
 
     Args:
-        threads: of each worker.
-        name: of this group; unique, because Ray Train resumes a run of the same name.
+        threads: the number of threads of each worker.
+        name: the group's name; unique, because Ray Train resumes a run of the same name.
         start_seconds: how long to wait for resources that other groups hold.
-        starts: how often to try.
+        starts: how often to try to start the group.
     """
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
@@ -100,7 +99,7 @@ def run_group(
             run_config=RunConfig(
                 name=name,
                 storage_path=str(scratch),  # not kept: the workers write to the store
-                # The caller answers failures: Ray Train would repeat a user's mistakes, too.
+                # The caller handles failures: Ray Train would also retry user errors.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=starts - 1),
                 # Lower levels log where each worker runs.
                 logging_config=LoggingConfig(log_level="WARNING"),

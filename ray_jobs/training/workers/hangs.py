@@ -1,8 +1,8 @@
-"""Say which worker the others wait for when one hangs, and end the waiting.
+"""Report which worker the others wait for when one hangs, and end the waiting.
 
-Each worker has a thread that watches its counter of steps. When a step has lasted for nearly as long as a collective
-operation may, the thread writes where its worker's training is into the group's store, and reads what the others wrote.
-A suspended worker writes nothing. Nothing is communicated in a training that goes on.
+Each worker has a thread that watches its step counter. When a step has lasted nearly as long as a collective operation
+may, the thread writes the line of code that its worker is at into the group's store, and reads what the others wrote. A
+suspended worker writes nothing. A training that makes progress communicates nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from torch.distributed import distributed_c10d
 
 from ray_jobs.process.heartbeat import Steps
 
-_SUSPICIOUS, _HEARD = 0.8, 0.9  # shares of the limit: a worker says where it is; then all have
+_SUSPICIOUS, _HEARD = (
+    0.8,
+    0.9,
+)  # shares of the limit after which a worker reports, and reads the others' reports
 
 
 def limit_collectives(seconds: float) -> None:
-    """Limit the collective operations of all groups that this process makes from now on.
+    """Limit the collective operations of all groups that this process creates from now on.
 
-    DeepSpeed makes groups without giving them a limit, so torch's default is the place to set it: for gloo it is half
-    an hour.
+    DeepSpeed creates groups without a limit, so this sets torch's default, which is half an hour for gloo.
     """
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timedelta(seconds=seconds))
@@ -35,13 +37,13 @@ def limit_collectives(seconds: float) -> None:
 
 @contextmanager
 def named_hangs(rank: int, world: int, steps: Steps, seconds: float) -> Iterator[None]:
-    """During the block, which trains, print which workers are missing before a collective operation ends by its limit.
+    """During the block, which trains, print which workers are missing before a collective operation times out.
 
-    The error with which it ends says so, too. With NCCL, torch ends the process instead.
+    The error of the operation names them, too. With NCCL, torch ends the process instead.
 
     Args:
         steps: the counter that this worker's training sets.
-        seconds: the limit of the process group.
+        seconds: the time limit of the process group.
     """
     if world == 1:
         yield
@@ -59,7 +61,7 @@ def named_hangs(rank: int, world: int, steps: Steps, seconds: float) -> Iterator
 
 
 class _Watch(threading.Thread):
-    """The thread; `message` says which workers are missing, while a step lasts too long."""
+    """The watching thread; while a step lasts too long, `message` says which workers are missing."""
 
     def __init__(self, rank: int, world: int, steps: Steps, seconds: float) -> None:
         super().__init__(name="hangs", daemon=True)
@@ -84,12 +86,12 @@ class _Watch(threading.Thread):
                     print(self.message, flush=True)
 
     def _place_of(self, step: int, rank: int) -> str | None:
-        """Return where a worker is; if it hangs right after its update, it is still at the step before."""
+        """Return where a worker is; one that hangs right after its update is still at the previous step."""
         keys = (f"{near}/{rank}" for near in (step, step - 1, step + 1))
         return next((self._store.get(key).decode() for key in keys if self._store.check([key])), None)
 
     def _place(self) -> str:
-        """Return where the training is, file:line in function, after a `*` if it waits for the other workers there."""
+        """Return where the training is (file:line in function), with a leading `*` if it waits there for the others."""
         frame = sys._current_frames()[self._training]
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         waits = name == "_is_requested" or re.search(
@@ -99,9 +101,9 @@ class _Watch(threading.Thread):
 
 
 def describe(step: int, seconds: float, places: dict[int, str | None]) -> str:
-    """Say which workers are missing. `places` are where each rank is, as `_Watch._place` says it, None if it is silent.
+    """Return which workers are missing. `places` has the `_Watch._place` of each rank, None if it is silent.
 
-    If some are silent, they are missing; otherwise, those that do not wait for the others.
+    Silent workers are missing; if there are none, the workers that do not wait for the others are.
     """
     silent = [rank for rank, place in places.items() if place is None]
     elsewhere = [rank for rank, place in places.items() if place and not place.startswith("*")]

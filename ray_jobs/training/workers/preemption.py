@@ -1,6 +1,6 @@
-"""Notices that a training will be interrupted: its process is told to end, or one of its machines is going away.
+"""Preemption notices: SIGTERM to the stage's process, or a machine of the cluster that is draining.
 
-In the stage's process. Both make the workers save a checkpoint, which they are asked for through the store.
+Runs in the stage's process. After either notice the workers save a checkpoint, which is requested through the store.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOOK_SECONDS = 3.0
 
 @contextmanager
 def save_on_notice(context: Context[Pretrain]) -> Iterator[None]:
-    """Ask for a checkpoint during the block on SIGTERM, and when a machine of the cluster is draining.
+    """During the block, request a checkpoint on SIGTERM and when a machine of the cluster is draining.
 
-    After SIGTERM the process ends when the checkpoint is there, or after `GRACE_SECONDS`. Ray sends SIGKILL to a job
-    that it stops 3 s after SIGTERM, or after RAY_JOB_STOP_WAIT_TIME_S of the head's environment.
+    After SIGTERM the process ends when the checkpoint is committed, or after `GRACE_SECONDS`. When Ray stops a job, it
+    sends SIGKILL 3 s after SIGTERM, or after RAY_JOB_STOP_WAIT_TIME_S of the head's environment.
     """
     over = threading.Event()
     threading.Thread(
@@ -58,17 +58,17 @@ def _watch_machines(context: Context[Pretrain], over: threading.Event) -> None:
 
 
 def _save(context: Context[Pretrain], why: str) -> None:
-    """Ask for a checkpoint, and wait until there is one."""
+    """Request a checkpoint, and wait until it is committed."""
     store, attempt = context.open_store(), context.attempt
     deadline = time.monotonic() + GRACE_SECONDS
     try:
-        there = checkpoints(store, attempt.job, attempt.key)[:1]
+        existing = checkpoints(store, attempt.job, attempt.key)[:1]
         request_checkpoint(store, attempt)
         print(f"{why}: saving a checkpoint", flush=True)
-        while checkpoints(store, attempt.job, attempt.key)[:1] == there:
+        while checkpoints(store, attempt.job, attempt.key)[:1] == existing:
             if time.monotonic() > deadline:
-                print(f"{why}: there was no checkpoint within {GRACE_SECONDS:.0f} s", flush=True)
+                print(f"{why}: no checkpoint was saved within {GRACE_SECONDS:.0f} s", flush=True)
                 return
             time.sleep(0.2)
     except StoreError as error:
-        warn(f"{why}: no checkpoint, because {error}")
+        warn(f"{why}: cannot save a checkpoint: {error}")

@@ -1,9 +1,8 @@
 """Set up torch's process group under Ray Train: through a file and over loopback if all workers are on one machine.
 
-Workers on several machines meet in a TCPStore and connect over the interfaces that have the addresses under which Ray
-knows their nodes. torch's defaults are a TCPStore that listens on every interface, and whatever address the host's name
-resolves to, which is loopback on many machines. The TCPStore accepts any client; infra/README.md says which ports to
-close.
+Workers on several machines meet in a TCPStore and connect over the interfaces that have the nodes' addresses in Ray. By
+default, torch uses a TCPStore that listens on every interface, and the address that the host name resolves to, which is
+loopback on many machines. The TCPStore accepts any client; infra/README.md says which ports to close.
 
 Ray Train's configuration for torch also imports torch in the stage's process and in the controller that it starts for
 every group of workers: 2.5 s each. Here only the workers import it.
@@ -28,12 +27,12 @@ from vit_model.errors import UserError
 
 COLLECTIVE_SECONDS = 600  # the longest time that a worker waits for the others in one operation
 _LEAVE_SECONDS = 10.0
-_DEATH_SECONDS = 10.0  # after which the death of a worker, of which others have heard, is known
-_REASON = 160  # characters of a library's error
+_DEATH_SECONDS = 10.0  # after a failure that a worker's death may have caused, until Ray reports that death
+_REASON = 160  # characters of a library's error in a message
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what gloo and NCCL read
 _CONTROLLER = "ray.train.v2._internal.execution.controller.controller"
 
-# Of the first worker: the folder or the TCPStore in which the group meets.
+# On the first worker: the folder or the TCPStore in which the group meets.
 _folder = ExitStack()
 _store: Any = None
 
@@ -77,7 +76,7 @@ class _LocalBackend(Backend):
         while joining:
             [joined], joining = ray.wait(joining)
             if (reason := ray.get(joined)) is not None:
-                # The others may wait for that worker until the time limit. If one has died, that was the reason.
+                # The others may wait for that worker until the time limit. If a worker died, report that instead.
                 ray.get(ray.wait(joining, num_returns=len(joining), timeout=_DEATH_SECONDS)[0])
                 logging.getLogger(
                     _CONTROLLER
@@ -87,7 +86,7 @@ class _LocalBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Leave the group. Not called if a worker or the controller was killed."""
         leaving = worker_group.execute_async(_leave)
-        # not longer, because a worker hangs if it waits for one that has died
+        # A limit, because a worker that waits for one that has died hangs.
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
 
 
@@ -117,21 +116,23 @@ def stay_on_loopback() -> None:
 
 
 def choose_interface(address: str) -> str:
-    """Make gloo and NCCL use the interface that has this address, and say which ones they use.
+    """Make gloo and NCCL use the interface that has this address, and return which interfaces they use.
 
-    An interface that the environment names is kept. If no interface has the address, as behind network address
+    Interfaces that the environment names take precedence. If no interface has the address, as behind network address
     translation, the libraries choose.
     """
-    found = [
+    matches = [
         name
         for name, entries in psutil.net_if_addrs().items()
         if any(entry.address.partition("%")[0] == address for entry in entries)
     ]
-    given = {name: value for name in _INTERFACES if (value := os.environ.get(name))}
-    if found:  # "=": NCCL takes the name for a prefix otherwise
-        os.environ.update({"GLOO_SOCKET_IFNAME": found[0], "NCCL_SOCKET_IFNAME": f"={found[0]}"} | given)
-    chosen = found[0] if found else "no interface has this address"
-    return ", ".join([chosen, *(f"{name}={value}" for name, value in given.items())])
+    configured = {name: value for name in _INTERFACES if (value := os.environ.get(name))}
+    if matches:  # "=": NCCL takes the name for a prefix otherwise
+        os.environ.update(
+            {"GLOO_SOCKET_IFNAME": matches[0], "NCCL_SOCKET_IFNAME": f"={matches[0]}"} | configured
+        )
+    chosen = matches[0] if matches else "no interface has this address"
+    return ", ".join([chosen, *(f"{name}={value}" for name, value in configured.items())])
 
 
 def _choose_interface() -> str:

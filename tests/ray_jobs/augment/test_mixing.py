@@ -27,7 +27,7 @@ def batch(n: int, height: int = 6, width: int = 9) -> tuple[torch.Tensor, torch.
 
 def test_mixup_is_the_weighted_mean_with_the_image_before() -> None:
     images, labels = batch(5)
-    mixed, targets = mix(images, labels, CLASSES, Mix(own=int(0.75 * WHOLE), box=None))
+    mixed, targets = mix(images, labels, CLASSES, Mix(share=int(0.75 * WHOLE), box=None))
     for number in range(5):
         before = (number - 1) % 5
         mean = 0.75 * images[number].numpy() + 0.25 * images[before].numpy()
@@ -36,14 +36,14 @@ def test_mixup_is_the_weighted_mean_with_the_image_before() -> None:
         expected[labels[number]] += 0.75
         expected[labels[before]] += 0.25
         np.testing.assert_allclose(targets[number], expected)
-    same, one_hot = mix(images, labels, CLASSES, Mix(own=WHOLE, box=None))
+    same, one_hot = mix(images, labels, CLASSES, Mix(share=WHOLE, box=None))
     assert torch.equal(same, images)
     assert torch.equal(one_hot.argmax(1), labels) and one_hot.max(1).values.min() == 1
 
 
 def test_cutmix_takes_a_box_of_the_image_before() -> None:
     images, labels = batch(4)
-    mixed, targets = mix(images, labels, CLASSES, Mix(own=WHOLE // 2, box=(1, 3, 4, 5)))
+    mixed, targets = mix(images, labels, CLASSES, Mix(share=WHOLE // 2, box=(1, 3, 4, 5)))
     expected = images.numpy().copy()
     expected[:, 1:5, 3:8] = np.roll(images.numpy(), 1, axis=0)[:, 1:5, 3:8]
     np.testing.assert_array_equal(mixed.numpy(), expected)
@@ -54,7 +54,7 @@ def test_cutmix_takes_a_box_of_the_image_before() -> None:
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 3.0])
 def test_mixups_weight_is_the_larger_part_of_a_beta(alpha: float) -> None:
     found = [plan(alpha, 0, 1, step, 8, 8) for step in range(2000)]
-    weights = [how.own / WHOLE for how in found if how is not None and how.box is None]
+    weights = [how.share / WHOLE for how in found if how is not None and how.box is None]
     assert len(weights) == 2000 and min(weights) >= 0.5
     # of b and 1 - b, which have the same distribution, the larger one
     parts = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
@@ -71,7 +71,7 @@ def test_cutmix_cuts_what_a_beta_says_and_counts_what_lies_inside() -> None:
         top, left, tall, wide = how.box
         assert top >= 0 and left >= 0 and top + tall <= height and left + wide <= width
         areas.append(tall * wide / (height * width))
-        shares.append(how.own / WHOLE)
+        shares.append(how.share / WHOLE)
     np.testing.assert_allclose(np.add(shares, areas), 1, atol=1e-5)
     # Alpha 1: the area is uniform before it is cut off at the border, which only makes it smaller.
     assert max(areas) > 0.8 and 0.3 < np.mean(areas) < 0.5
@@ -89,7 +89,7 @@ def test_with_both_a_step_is_one_or_the_other_and_without_either_neither() -> No
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_of_mixed_labels_are_torchs_and_the_weighted_sum_of_both(smoothing: float) -> None:
     images, labels = batch(6)
-    _, targets = mix(images, labels, CLASSES, Mix(own=int(0.625 * WHOLE), box=None))
+    _, targets = mix(images, labels, CLASSES, Mix(share=int(0.625 * WHOLE), box=None))
     logits = 3 * torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
         softmax_cross_entropy(logits, targets, smoothing),

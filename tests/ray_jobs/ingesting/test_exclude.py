@@ -168,7 +168,7 @@ def test_a_list_of_an_audit_by_a_hopeless_model_warns(
     if warns:
         (store.local(Layout.files("audit", "audited", 1), staging.files) / FILE).write_bytes(b"damaged")
         ingest._warn_of_audits(context, ["1"])
-        assert "exclude was not compared with audit doubtful (audited): " in capsys.readouterr().out
+        assert "cannot compare exclude with audit doubtful (audited): " in capsys.readouterr().out
 
 
 @pytest.mark.slow

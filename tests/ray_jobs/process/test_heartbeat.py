@@ -144,4 +144,4 @@ def test_signs_go_on_after_an_outage_and_after_a_damaged_one(
         record.wait(2)
         record.store.objects[NAME] = b""
         record.wait(2)
-    assert capsys.readouterr().err == "warning: cannot show a sign of life: no answer to test_heartbeat\n"
+    assert capsys.readouterr().err == "warning: cannot write a heartbeat: no answer to test_heartbeat\n"

@@ -53,7 +53,7 @@ def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Suppo
 
 def test_vtabs_augmentation_is_that_of_the_task(dataset):
     config, opened = configuration(augment="vtab"), shards.open_dataset(dataset)
-    with pytest.raises(UserError, match="augment vtab is for VTAB-1k's tasks; halves is not one of them"):
+    with pytest.raises(UserError, match=r"augment vtab needs a task of VTAB-1k.*halves"):
         make_task(config, opened, None)
     for name, policy in (("DMLab", "flip"), ("sNORB-Azimuth", "squash_crop")):
         opened.info = opened.info.model_copy(update={"name": name})
@@ -205,7 +205,7 @@ def test_a_weight_for_a_class_without_images_is_the_users_mistake(dataset):
     opened = shards.open_dataset(dataset)
     opened.info = opened.info.model_copy(update={"class_names": (*task.contract.class_names, "absent")})
     config = configuration(labels=Labels(), class_weights={"absent": 2.0})
-    with pytest.raises(UserError, match="class_weights: no image of class 'absent'"):
+    with pytest.raises(UserError, match="class_weights: class 'absent' has no labelled image"):
         finetune.labelled(config, opened)
 
 

@@ -239,7 +239,7 @@ MODEL = Path(Layout.files("finetune", "k", 1), "model.safetensors")
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another accuracy": (
         lambda root: rewrite(folder(root) / "trial-0-1.json", sealed=False, accuracy=0.75),
-        "its checksum is of other contents; it is not used",
+        "its checksum does not match",
     ),
     "half": (lambda root: (folder(root) / "trial-1-0.json").write_text('{"accuracy": 0.'), "is not used"),
     "a copy of another": (
@@ -250,8 +250,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder": (a_folder, "it is not a file"),
     "a bit of the model": (lambda root: flip(root / MODEL), "the refit is not used"),
     "files outside": (outside, "files: "),
-    "a bit of its images": (lambda root: flip(images(root)), "its sha256 is not that of its entry"),
-    "no images": (lambda root: images(root).unlink(), "it is not there; the refit is not used"),
+    "a bit of its images": (lambda root: flip(images(root)), "its sha256 differs"),
+    "no images": (lambda root: images(root).unlink(), "it is missing; the refit is not used"),
     "images elsewhere": (
         lambda root: rewrite(
             folder(root) / "refit-1.json", images={"path": "../attempt.json", "size": 2, "sha256": "0"}

@@ -69,7 +69,7 @@ def test_without_an_answer_the_process_ends_all_the_same(context, draining, monk
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended == [True]
-    assert "there was no checkpoint within" in capsys.readouterr().out
+    assert "no checkpoint was saved within" in capsys.readouterr().out
 
 
 def test_each_draining_machine_is_one_request(store, context, draining):
