@@ -26,8 +26,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.running import carry_out
 from pipelines.recipe.load import parse_pipeline, read_yaml
-from pipelines.recipe.pinning import pin
-from pipelines.recipe.pipeline import stage_name
+from pipelines.recipe.pipeline import pin, stage_name
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
 from pipelines.store import model_folder

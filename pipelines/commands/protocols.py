@@ -28,7 +28,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.running import carry_out
 from pipelines.engine.plan import plan_pipeline
-from pipelines.recipe.pinning import pin
+from pipelines.recipe.pipeline import pin
 from pipelines.results import explain as explaining
 from pipelines.results.explain import Difference, Repetitions, Side
 from pipelines.results.published import find_published, repetition, verdict

@@ -44,8 +44,7 @@ from pipelines.engine.runs import Run, is_over, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
 from pipelines.recipe.load import load_pipeline
-from pipelines.recipe.pinning import pin
-from pipelines.recipe.pipeline import Pipeline, members
+from pipelines.recipe.pipeline import Pipeline, members, pin
 from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError

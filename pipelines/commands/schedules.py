@@ -29,7 +29,7 @@ from pipelines.commands.common import (
 )
 from pipelines.engine.submission import check_address, check_store
 from pipelines.recipe.load import load_pipeline
-from pipelines.recipe.pinning import pin
+from pipelines.recipe.pipeline import pin
 from pipelines.schedules.cron import check_cron, check_timezone
 from pipelines.schedules.schedule import (
     Schedule,

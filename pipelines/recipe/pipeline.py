@@ -15,6 +15,7 @@ from pipelines.spec import (
     TRAINED,
     WITHOUT_LABELS,
     Finetune,
+    Import,
     Pretrain,
     RecipeError,
     Stage,
@@ -225,3 +226,22 @@ def unknown_stage(selector: str, names: Iterable[str]) -> str:
     same = dict.fromkeys(base(name) for name, job in jobs.items() if job in trained)
     hint = f"; with job {' or '.join(trained)} there are: {', '.join(same)}"
     return f"no stage is called {selector!r}{hint if same else nearest(selector, dict.fromkeys(map(base, stages)))}"
+
+
+def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
+    """Return the pipeline with each of these stages' paths on the Hugging Face hub pinned to a commit.
+
+    Raises:
+        RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
+    """
+    hub = {
+        name: stage
+        for name in names
+        if isinstance(stage := pipeline.stages[name], Import) and stage.path.startswith("hf:")
+    }
+    if not hub:
+        return pipeline
+    from pipelines.files.hub import pinned
+
+    stages = {name: stage.model_copy(update={"path": pinned(stage.path)}) for name, stage in hub.items()}
+    return pipeline.model_copy(update={"stages": pipeline.stages | stages})

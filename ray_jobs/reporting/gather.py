@@ -24,7 +24,6 @@ from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
     costs,
     figures,
-    label_issues,
     lines,
     measures,
     mistakes,
@@ -179,7 +178,7 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
             "audited": manifest.metrics["audited"],
             "agreement": manifest.metrics["agreement"],
             "headline": headline_of_audit(manifest.metrics),
-            **label_issues.describe(read_issues(folder / FILE)),
+            **lines.label_issues(read_issues(folder / FILE)),
         }
         for stage, manifest, folder in parts
         if manifest.kind == "audit"

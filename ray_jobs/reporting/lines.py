@@ -1,4 +1,4 @@
-"""The lines of report.json about comparisons, accuracies and mistakes.
+"""The lines of report.json about comparisons, accuracies, mistakes and likely wrong labels.
 
 In: `Verdict`s and `Entry`s, the datasets that they were scored on, and the metrics of their artifacts. Out: plain
 dictionaries.
@@ -7,11 +7,13 @@ dictionaries.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
@@ -22,6 +24,8 @@ from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
 
 MAX_CONFUSION = 30  # classes; a larger matrix is unreadable
 MAX_CLASSES = 200  # lines of the table of classes, the worst first
+MAX_ISSUES = 100  # images with a likely wrong label
+MAX_PAIRS = 10  # pairs of label and suggested class
 Metrics = Mapping[str, float | int | str]
 
 
@@ -190,4 +194,19 @@ def mistakes_line(
             for result in per_class[:MAX_CLASSES]
         ],
         "confusion": confusion,
+    }
+
+
+def label_issues(table: pa.Table) -> dict[str, Any]:
+    """Return the number of likely wrong labels, the first MAX_ISSUES, and the most frequent pairs of classes."""
+    labels, suggested = table["label"].to_pylist(), table["suggested"].to_pylist()
+    counts = Counter(zip(labels, suggested, strict=True))
+    pairs = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return {
+        "num_issues": len(table),
+        "issues": table.slice(0, MAX_ISSUES).to_pylist(),
+        "pairs": [
+            {"label": label, "suggested": other, "images": count}
+            for (label, other), count in pairs[:MAX_PAIRS]
+        ],
     }

@@ -13,7 +13,7 @@ from pipelines.engine.plan import plan_pipeline
 from pipelines.files import hub
 from pipelines.files.fetch import fetched
 from pipelines.recipe.load import load_pipeline, parse_pipeline
-from pipelines.recipe.pinning import pin
+from pipelines.recipe.pipeline import pin
 from pipelines.spec import Import, RecipeError
 from pipelines.store import StoreError, StoreUnreachable, open_store
 from tests.support.hub import Hub, running_hub

@@ -50,10 +50,10 @@ from ray_jobs.evaluation.rows import (
     write_predictions,
     write_table,
 )
-from ray_jobs.reporting import label_issues, page
+from ray_jobs.reporting import page
 from ray_jobs.reporting.figures import measured_in_training
 from ray_jobs.reporting.gather import _why_ended
-from ray_jobs.reporting.lines import uncalibrated
+from ray_jobs.reporting.lines import MAX_ISSUES, uncalibrated
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.reports import make_report
@@ -810,13 +810,11 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
     assert audit["num_issues"] == 126
     doubt = "the model agrees with only 50.0% of the labels"
     assert audit["headline"].startswith(doubt) and doubt in files["report.html"].decode()
-    assert audit["issues"] == rows[: label_issues.SHOWN]
+    assert audit["issues"] == rows[:MAX_ISSUES]
     assert audit["pairs"] == [{"label": HOSTILE[1], "suggested": HOSTILE[2], "images": 126}]
     text = files["report.html"].decode()
     section = text[text.index("<h2>Likely wrong labels") : text.index("<h2>Provenance")]
-    assert (
-        section.count("<img") == label_issues.SHOWN and "<script" not in section and HOSTILE[0] not in section
-    )
+    assert section.count("<img") == MAX_ISSUES and "<script" not in section and HOSTILE[0] not in section
     assert section.index(ids["dev"][5]) < section.index(ids["train"][119]) and "12.5%" in section
     assert "Nothing to compare" not in text
     alone = made.make("audit")["report.html"].decode()
