@@ -465,7 +465,7 @@ def test_of_many_bad_images_all_are_listed_where_the_message_says(tmp_path: Path
 def test_arrays_of_pixels_are_not_stored_smaller(tmp_path: Path) -> None:
     source = {"kind": "shapes", "label": "colour", "images": 20, "dev_images": 2, "test_images": 4}
     config = Ingest.model_validate({"job": "ingest", "source": source, "short_side": 32})
-    with pytest.raises(ValueError, match="shapes has arrays of pixels.*Remove short_side"):
+    with pytest.raises(ValueError, match=r"shapes has arrays of pixels.*Remove short_side"):
         ingest.main(make_context(open_store(str(tmp_path / "store")), config))
 
 
