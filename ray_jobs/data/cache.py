@@ -1,7 +1,7 @@
 """An LRU cache of bytes from S3 on this machine's disk: one folder of files, shared by threads and processes.
 
-A file appears in it only when it is complete. The cache does not verify contents; its readers check them against their
-own checksums.
+A file appears in it only when it is complete. The cache does not verify contents; its readers compare them with their
+checksums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelines.scratch import named_if_full
 
 
 class Descriptor:
-    """A file that is open for reading until its last reference is gone, so that threads can share it."""
+    """A file that stays open for reading until its last reference is gone, so that threads can share it."""
 
     def __init__(self, path: str | Path) -> None:
         self.number = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
 """The columns of a dataset's tables, each declared once; the schemas are derived from them.
 
     ENTRIES    the entries of a source, before any image is read        in memory
-    FACTS      what ingest found out about each entry, usable or not    facts/*.parquet
+    FACTS      ingest's results for each entry, usable or not           facts/*.parquet
     INDEX      the images of a dataset and where their bytes are        index.parquet
     SHARD      the bytes of the images, and what readers need           shards/*.parquet, rows of `Sample`
 
@@ -45,7 +45,7 @@ COLUMNS = (
     Column("sample_id", pa.string(), "facts? index shard", "a hash of the image's bytes and its key"),
     Column("key", pa.string(), "entries facts? index shard", "unique; never a path outside the source"),
     Column("image", pa.binary(), "shard", "see `Sample`"),
-    # A shard numbers all classes of the source, the index only those that are not set aside. The index is right.
+    # Shards number all classes of the source, the index only the classes that are not set aside. The index counts.
     Column("label", pa.int32(), "entries facts? index shard", "the number of the class"),
     Column("labels", pa.list_(pa.int32()), "entries? facts? index?", "all correct labels, if several (ReaL)"),
     Column("split", pa.string(), "entries? facts? index", "train, dev or test; null: not given, to be drawn"),

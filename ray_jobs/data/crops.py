@@ -1,6 +1,6 @@
 """Crop images: an image file while it is decoded, or a batch of images that are already at the model's resolution.
 
-`Crops` says which parts; `ray_jobs.augment.crops` draws them.
+`Crops` are the parts to take; `ray_jobs.augment.crops` draws them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALES = (8, 4, 2)  # decoding a JPEG at an eighth, a quarter or half of its si
 
 
 class Crops(NamedTuple):
-    """Boxes in whole pixels, int64 [n] each, inside their images; `flipped`, bool [n], marks mirrored crops."""
+    """Boxes in whole pixels inside their images, int64 [n] per field; `flipped`, bool [n], marks mirrored crops."""
 
     top: Pixels
     left: Pixels
@@ -34,23 +34,23 @@ class Crops(NamedTuple):
 
 
 Draw = Callable[[Pixels, Pixels, Pixels], Crops]
-"""Draws crops for samples, from their positions in the training stream, heights and widths, [n] each."""
+"""Draws crops for samples from their positions in the training stream, heights and widths, all [n]."""
 
 
 def decode_crops(draw: Draw, preprocessing: Preprocessing) -> DecodeCrops:
-    """Return what decodes crops in a `DecodePool`."""
+    """Return the function that decodes crops in a `DecodePool`."""
 
-    def of_task(positions: Pixels, heights: Pixels, widths: Pixels) -> DecodeImage:
+    def decoder(positions: Pixels, heights: Pixels, widths: Pixels) -> DecodeImage:
         crops = draw(positions, heights, widths)
         return lambda image, number: decode_crop(image, preprocessing, crops, number)
 
-    return of_task
+    return decoder
 
 
 def decode_crop(image: Stored, preprocessing: Preprocessing, crops: Crops, number: int) -> NDArray[np.uint8]:
     """Decode the crop with this number of an image file, resized with antialiasing: uint8 [side, side, channels].
 
-    Large crops are decoded at a fraction of the size.
+    Large crops are decoded at a fraction of their size.
 
     Raises:
         DamagedError: the image cannot be decoded; the message has its key.
@@ -83,11 +83,11 @@ def decode_crop(image: Stored, preprocessing: Preprocessing, crops: Crops, numbe
 def crop(images: torch.Tensor, crops: Crops) -> torch.Tensor:
     """Crop images [n, h, w, c], resize to [h, w] and mirror as `crops` says.
 
-    Bilinear without antialiasing, as TensorFlow's resize.
+    Resizing is bilinear without antialiasing, as in TensorFlow.
     """
     n, height, width, channels = images.shape
     top, left, crop_height, crop_width, flipped = crops
-    # Maps the output square [-1, 1] to the crop's place in the input square; a flip reverses x.
+    # Map the output square [-1, 1] to the crop's position in the input square; a flip reverses x.
     scale_x = crop_width / width * np.where(flipped, -1.0, 1.0)
     matrix = np.zeros((n, 2, 3), np.float32)
     matrix[:, 0, 0], matrix[:, 0, 2] = scale_x, (2 * left + crop_width) / width - 1

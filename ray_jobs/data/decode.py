@@ -1,7 +1,7 @@
 """Decode a stored image for a model, mostly in C and without the GIL.
 
-In: an image's bytes as stored in a shard. Out: uint8 [resolution, resolution, channels], the same pixels as those of
-`load_image`. A crop is decoded by `ray_jobs.data.crops`.
+In: an image's bytes as stored in a shard. Out: uint8 [resolution, resolution, channels], the same pixels as
+`load_image` returns. `ray_jobs.data.crops` decodes crops.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ def square(image: Stored, preprocessing: Preprocessing) -> NDArray[np.uint8]:
 
 @contextmanager
 def damage_of(image: Stored) -> Iterator[None]:
-    """Raise DamagedError with the image's key for what the block cannot decode."""
+    """Raise DamagedError with the image's key if the block cannot decode the image."""
     try:
         yield
     except UserError as error:
-        raise DamagedError(
-            f"image {image.key!r} was readable at ingest, but no longer is: {error}"
-        ) from error
+        raise DamagedError(f"image {image.key!r} was readable at ingest, but not now: {error}") from error
 
 
 def raw_pixels(image: Stored) -> NDArray[np.uint8] | None:
@@ -69,13 +67,13 @@ def raw_pixels(image: Stored) -> NDArray[np.uint8] | None:
 
 
 def is_plain_jpeg(image: Stored) -> bool:
-    """Return whether a file is a JPEG for which libjpeg gives the same pixels as Pillow."""
+    """Return whether a file is a JPEG that libjpeg decodes to the same pixels as Pillow."""
     jpeg = plain_jpeg(image.data) if image.format == "jpeg" else None
     return jpeg is not None and (jpeg.height, jpeg.width) == (image.height, image.width)
 
 
 def decode_jpeg(data: bytes, height: int = 0, width: int = 0) -> NDArray[np.uint8] | None:
-    """Return RGB pixels, of the given size if there is one; None if Pillow has to decode the image."""
+    """Return RGB pixels, of this size unless it is 0; None if Pillow has to decode the image."""
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width, min_factor=2)
     except ValueError:  # damaged in a way that Pillow may tolerate, as it did at ingest

@@ -20,16 +20,16 @@ _CHUNK = 16  # images per task: with fewer, the overhead of a task outweighs its
 Indices = NDArray[np.int64]
 Image = NDArray[np.uint8]
 DecodeImage = Callable[[Stored, int], Image]
-"""Decodes an image, given its number in a task."""
+"""Decodes an image, given its number in the task."""
 DecodeCrops = Callable[[Indices, Indices, Indices], DecodeImage]
-"""Returns what decodes the images of a task, from their positions in the training stream, heights and widths."""
+"""Returns the decoder of a task, from its images' positions in the training stream, heights and widths."""
 
 
 class DecodePool:
-    """A thread pool that fills arrays with decoded images of a reader: crops with `crops`, else whole images.
+    """A thread pool that fills arrays with a reader's decoded images: crops with `crops`, otherwise whole images.
 
-    With the name of the dataset, an image that was damaged in storage is replaced by the next row's, and the
-    replacement is printed once. Without it, DamagedError is raised.
+    If `dataset` (its name) is set, an image that was damaged in storage is replaced by the next row's image, and the
+    replacement is printed once; otherwise DamagedError is raised.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class DecodePool:
     ) -> Callable[[], Indices]:
         """Start to fill `out` [m, h, w, c] with the images of `rows` [n], cropped by their `positions` [n].
 
-        `slots` [n] are their places in `out`; by default they are in order.
+        `slots` [n] are their indices in `out`; by default they are in order.
 
-        Returns a function that waits for the images and returns the rows [n] that were used: for a damaged image
-        another row.
+        Returns a function that waits for the images and returns the rows [n] that were used; a damaged image's row is
+        replaced by another.
         """
         if self.is_raw:  # copying pixels is too cheap for a thread
             assert slots is None
@@ -95,7 +95,7 @@ class DecodePool:
         return used
 
     def _next(self, row: int, position: Indices, error: DamagedError) -> tuple[int, Image]:
-        """Return (row, image) of the next row that is not damaged: the same row on every rank, in every epoch."""
+        """Return (row, image) of the next row that is not damaged; it is the same on every rank and in every epoch."""
         if self._dataset is None:
             raise error
         with self._lock:

@@ -22,18 +22,18 @@ from ray_jobs.data.jpeg import plain_jpeg
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, flatten, is_supported, on_colour, open_image, upright
 
-MAX_SCANS = 500  # of a JPEG; programs write about 10, and a film appended to it may look like 100
+MAX_SCANS = 500  # in a JPEG; programs write about 10, and an appended film may look like 100
 _START_OF_SCAN = b"\xff\xda"
 DECODING = 2  # the version of the decoder; raise it if it reads the pixels of some images differently
 STORED_QUALITY = 95  # JPEG quality of images that are stored smaller
-_HASHED_SIDE = 64  # minimum pixels per side of a hashed image, if it has as many
+_HASHED_SIDE = 64  # minimum pixels per side of a hashed image, if it has so many
 
 _SIDE = 32  # pixels per side of the input of a perceptual hash
 _COSINES = np.round(
     1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
 )
-_SIGNS = np.array([-1, 1] * 4)  # of the frequencies 1..8 when their axis is reversed
-_CUT = (0.025, 0.09, 0.125)  # cut off each end of a side, which leaves .95, .82 and .75 of it
+_SIGNS = np.array([-1, 1] * 4)  # factors of the frequencies 1..8 if their axis is reversed
+_CUT = (0.025, 0.09, 0.125)  # cut off each end of a side, which leaves .95, .82 and .75 of the side
 _BORDER = 16  # grey levels by which a border of one colour may vary, because JPEG adds noise
 
 
@@ -52,7 +52,7 @@ class Hashes(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about a decoded image. Width and height are those after rotation by EXIF's orientation."""
+    """Facts about a decoded image. Width and height are measured after rotation by EXIF's orientation."""
 
     format: str
     """"jpeg", "png", ...; "raw" for pixels."""
@@ -62,7 +62,7 @@ class Facts(NamedTuple):
     """1: grey, else 3."""
     hashes: Hashes
     decoding: int | None = None
-    """DECODING, if an earlier decoder read other pixels; it marks the image in the dataset's content digest."""
+    """DECODING, if earlier decoders read other pixels; it marks the image in the dataset's content digest."""
 
     def columns(self) -> dict[str, Any]:
         """Return the facts as columns of the index, with one column per hash."""
@@ -72,9 +72,9 @@ class Facts(NamedTuple):
 
 
 def examine(data: bytes) -> Facts:
-    """Decode an image file completely; of an animation, the first frame.
+    """Decode an image file completely (the first frame of an animation).
 
-    Files that pass can be read by `vit_model.preprocessing.load_image`.
+    `vit_model.preprocessing.load_image` can read every file that passes.
 
     Raises:
         UserError: a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans (bomb)",
@@ -91,7 +91,7 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
     """Return an image file whose shorter side has at most `short_side` pixels, and its facts.
 
     A larger image is resized, bilinear and antialiased as in evaluation, and becomes a JPEG of quality 95, upright and
-    without transparency. Any other image is returned unchanged. The hashes stay those of the original.
+    without transparency. Any other image is returned unchanged. The hashes are always the original's.
 
     Raises:
         UserError: as `examine`.
@@ -129,8 +129,8 @@ _Decoded = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8]
 def _decoded_plain(data: bytes) -> _Decoded | None:
     """Decode a plain JPEG in a third of Pillow's time; None: Pillow has to decode it.
 
-    libjpeg reads every coefficient, and any warning leaves the image to Pillow. The hashes need only a fraction of the
-    pixels, which these coefficients give.
+    libjpeg reads every coefficient, and on any warning Pillow decodes the image. The hashes need only a fraction of the
+    pixels.
     """
     jpeg = plain_jpeg(data)
     if (
@@ -155,7 +155,7 @@ def _decoded(data: bytes) -> _Decoded:
             raise UserError("too many pixels (bomb)")
         if not is_supported(image):
             raise UserError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
-        # Pillow has a format of its own for several JPEGs in one file; the first one is used
+        # Pillow calls several JPEGs in one file MPO; the first one is used
         form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
         if form == "jpeg" and not _has_few_scans(data):
             raise UserError("too many scans (bomb)")
@@ -176,7 +176,7 @@ def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
     """Return the facts about raw pixels, uint8 [h, w, 1 or 3].
 
     Raises:
-        UserError: another type or shape.
+        UserError: the pixels have another type or shape.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size:
         raise UserError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
@@ -186,12 +186,12 @@ def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
 
 
 def content_id(sha256: bytes) -> str:
-    """Return the identity of an image's bytes, from their sha256. Copies under several names share it."""
+    """Return the identity of an image's bytes, from their sha256; copies under several names share it."""
     return sha256.hex()[:32]
 
 
 def sample_id(sha256: bytes, key: str) -> str:
-    """Return the identity of a sample, from its bytes' sha256 and its name in the source, which differs for copies."""
+    """Return the identity of a sample, from its bytes' sha256 and its name in the source, which copies do not share."""
     return hashlib.sha256(sha256 + key.encode()).hexdigest()[:32]
 
 
@@ -209,7 +209,7 @@ def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -
     - `phash_crop95`, `..82` and `..75` of the middle of the image: that share of each side. Their ratios to each other
       and to the whole (.95, .91, .86, .82, .79, .75) cover every centred crop that leaves three quarters of each side;
     - `phash_inside` of the part inside a border of one colour;
-    - `phash_on_black` of `on_black`, the image on black if part of it is transparent (the others see it on white).
+    - `phash_on_black` of `on_black`, the image on black if part of it is transparent (the others use white).
 
     0 means no hash: the view is one flat colour, there is no border, nothing is transparent, or, except for `phash`,
     a side has fewer than 32 pixels (many views of different small images look alike). All numbers are integers that
@@ -234,7 +234,7 @@ def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -
         if on_black is not None:
             views[8] = _frequencies(Image.fromarray(on_black))
     frequencies = views.reshape(len(views), -1)
-    # > the 32nd of 64 values, the lower median: 32 bits are set unless values are equal
+    # greater than the 32nd of 64 values, the lower median: 32 bits are set unless values are equal
     bits = frequencies > np.partition(frequencies, 31)[:, 31:32]
     return Hashes._make(np.packbits(bits, axis=1).view(">u8")[:, 0].tolist())
 

@@ -13,8 +13,8 @@ from PIL import ExifTags, Image
 
 _START = b"\xff\xd8"
 _SCAN, _PROGRESSIVE = 0xDA, 0xC2
-# Segments that Pillow reads and libjpeg mostly ignores -> the length of a harmless one: JFIF without a thumbnail,
-# Adobe's. EXIF, ICC profiles, Photoshop's and others have to be read by Pillow, which refuses the file if it cannot.
+# Segments that Pillow reads and libjpeg mostly ignores -> the length of a harmless segment (JFIF without a thumbnail,
+# Adobe's). Pillow has to read EXIF, ICC profiles, Photoshop's and others, and refuses the file if it cannot.
 _APPS = {0xE0: 16, 0xEE: 14} | dict.fromkeys((*range(0xE1, 0xEE), 0xEF), 0)
 # sequential and progressive frames, Huffman and quantisation tables, restarts, APPn, comments
 _USUAL = frozenset({0xC0, 0xC1, _PROGRESSIVE, 0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})

@@ -29,9 +29,12 @@ from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 MEMORY_BYTES = 2**30  # uncropped images are decoded once and kept if they fit into this
-_RING_BYTES = 2**30  # of decoded batches that wait
+_RING_BYTES = 2**30  # for waiting decoded batches
 _AHEAD = 16  # batches to fetch from S3 ahead of decoding
-_SPARED, _SPARED_FRACTION = 10, 0.001  # substitutes allowed: a number, and a fraction of the images delivered
+_SPARED, _SPARED_FRACTION = (
+    10,
+    0.001,
+)  # allowed substitutes: a number, plus a fraction of the images delivered
 
 Indices = NDArray[np.int64]
 
@@ -50,7 +53,7 @@ class Loader:
     """An endless iterator of batches of images, in a sampler's order.
 
     `crop` draws the crop to take while an image is decoded (`TrainTransform.crop`); None: whole images. An image
-    that was damaged in storage is replaced by the next row's, counted and reported.
+    that was damaged in storage is replaced by the next row's image, counted and reported.
 
     Raises:
         UserError: the cache is too small; while iterating: too many images are damaged.
@@ -78,7 +81,7 @@ class Loader:
             dataset=self._name,
         )
         if sampler.stream["order"] == "global":
-            self._reader.check_room(None, "order: window needs less at a time")
+            self._reader.check_room(None, "order: window needs less")
         else:
             self._reader.check_room(STREAMS * (WINDOW + 1) * PIECE_BYTES, "that is one window")
         fits = len(self._labels) * math.prod(self._shape) <= MEMORY_BYTES
@@ -145,7 +148,7 @@ class Loader:
         return self._kept() if self._is_kept else self._decoded()
 
     def _kept(self) -> Generator[Batch]:
-        """Yield batches of images that are the same in every epoch and are decoded before the first."""
+        """Yield batches of images that are the same in every epoch and are decoded before the first batch."""
         every = np.lexsort(
             (self._reader.offset, self._reader.shard)
         )  # in storage order, to read each piece once
@@ -173,7 +176,7 @@ class Loader:
                 yield self._batch_of(positions, images, rows, used())
 
     def _fetched(self) -> Iterator[tuple[Indices, Indices]]:
-        """Yield (positions, rows) of each batch, `_AHEAD` batches after its bytes were requested."""
+        """Yield (positions, rows) of each batch; its bytes were requested `_AHEAD` batches earlier."""
         ahead: deque[tuple[Indices, Indices]] = deque()
         for positions, rows in self._sampler.batches(self.samples):
             self._reader.fetch(rows)

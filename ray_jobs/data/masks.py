@@ -1,8 +1,8 @@
 """Segmentation masks of a dataset's images: the class of each pixel.
 
 A dataset whose source has `masks: true` has `masks/NNNNN.parquet` beside each shard, with a row per image: its
-sample_id and the mask as a PNG of 8 bits. A pixel is the place of its class in `mask_classes` of dataset.json, or
-IGNORED.
+sample_id and the mask as a PNG of 8 bits. A pixel's value is the index of its class in `mask_classes` of dataset.json,
+or IGNORED.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ray_jobs.data.images import translate_errors
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, open_image
 
-IGNORED = 255  # a pixel without a class, which is neither learned from nor scored
+IGNORED = 255  # a pixel without a class; it is neither used for training nor scored
 MASKS = pa.schema([pa.field("sample_id", pa.string(), False), pa.field("mask", pa.binary(), False)])
 Mask = NDArray[np.uint8]
 """[h, w]"""
 
 
 class StoredMask(NamedTuple):
-    """A mask as a PNG, which loses nothing, and a hash of its size and pixels."""
+    """A mask as a PNG (lossless), and a hash of its size and pixels."""
 
     png: bytes
     digest: str
@@ -76,7 +76,7 @@ def mask_file(shard: str) -> str:
 
 
 def write_masks(path: Path, masks: Mapping[str, StoredMask]) -> None:
-    """Write the masks of a shard's images by sample_id; the same ones in the same order give the same bytes."""
+    """Write the masks of a shard's images by sample_id; the same masks in the same order give the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table([list(masks), [mask.png for mask in masks.values()]], schema=MASKS)
     pq.write_table(table, path, compression="NONE", write_page_checksum=True)
@@ -95,10 +95,10 @@ def read_masks(paths: Sequence[Path], sample_ids: pa.Array) -> list[bytes]:
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} is missing or damaged: {error}") from error
         parts.append(table.filter(pc.is_in(table["sample_id"], sample_ids)))
-    found = pa.concat_tables([MASKS.empty_table(), *parts])
-    places = pc.index_in(sample_ids, found["sample_id"].combine_chunks())
+    stored = pa.concat_tables([MASKS.empty_table(), *parts])
+    places = pc.index_in(sample_ids, stored["sample_id"].combine_chunks())
     if places.null_count:
         missing = sample_ids.filter(pc.is_null(places))[0].as_py()
         raise UserError(f"{paths[0].parent}: no mask of image {missing}; the dataset is damaged")
-    masks: list[bytes] = found["mask"].take(places).to_pylist()
+    masks: list[bytes] = stored["mask"].take(places).to_pylist()
     return masks

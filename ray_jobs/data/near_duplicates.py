@@ -1,9 +1,9 @@
 """An exact search for all pairs of 64-bit hashes that differ in a few bits.
 
 If two hashes differ in at most r bits, they agree in at least m - r of m blocks of bits. The search sorts the hashes
-C(m, r) times, each time by a different choice of m - r blocks, and compares only hashes that agree in these (Manku et
-al., "Detecting near-duplicates for web crawling", 2007). It misses no pair. m minimises the time of sorting and
-comparing.
+C(m, r) times, each time by a different choice of m - r blocks, and compares only hashes that agree in these blocks
+(Manku et al., "Detecting near-duplicates for web crawling", 2007). It misses no pair. m minimises the time of sorting
+and comparing.
 
     10^8 hashes, r = 4: m = 6, 15 sorts by 21 bits. A sort takes 10^8 x 27 x about 8 ns = 22 s, its
     comparisons (10^8)^2 / 2 / 2^21.3 = 1.9 x 10^9 x 5 ns = 10 s: 8 minutes of one core, and 8 GB of memory (hashes,
@@ -54,7 +54,7 @@ def near_pairs(hashes: Hashes, distance: int) -> Pairs:
 
 
 def is_near(hashes: Hashes, others: Hashes, distance: int) -> NDArray[np.bool_]:
-    """Return for each of `hashes` [n] whether one of `others` [m] differs from it in at most `distance` bits."""
+    """Return whether each of `hashes` [n] differs from one of `others` [m] in at most `distance` bits."""
     near = np.isin(hashes, others)
     for mask in _masks(len(others), distance) if distance else ():
         ordered = others[np.argsort(others & mask)]

@@ -28,7 +28,7 @@ from ray_jobs.data.cache import Cache, Descriptor
 from ray_jobs.data.decode import DamagedError, Stored
 from vit_model.errors import UserError
 
-PIECE_BYTES = 16 * 2**20  # of one request to S3; Amazon recommends 8 to 16 MB
+PIECE_BYTES = 16 * 2**20  # per request to S3; Amazon recommends 8 to 16 MB
 _GAP = 2**20  # bytes between two images up to which one request for both is better than two
 _RETRIES = 3
 _THREADS = 8  # parallel requests
@@ -45,7 +45,7 @@ class Shards(Protocol):
         """The cache of the pieces; None: the shards are local files."""
 
     def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
-        """Open a file with the bytes [start, end) of a shard; return it and the position in the shard where it begins.
+        """Open a file with the bytes [start, end) of a shard; return it and its first position in the shard.
 
         With `again`, a cached file is fetched anew. Raises OSError or UserError if there is no such file.
         """
@@ -77,9 +77,9 @@ class RemoteShards:
 
 
 def pieces(rows: pa.Table) -> NDArray[np.int64]:
-    """Return the number of each row's piece, [n]: neighbouring images in a shard, within `PIECE_BYTES`.
+    """Return the number of each row's piece, [n]. A piece is neighbouring images in a shard, at most `PIECE_BYTES`.
 
-    Pieces are numbered in storage order. They depend on the rows alone, and not on where the shards are.
+    Pieces are numbered in storage order. They depend on the rows alone, not on where the shards are.
     """
     if not len(rows):
         return np.empty(0, np.int64)
@@ -104,7 +104,7 @@ class _Opened(NamedTuple):
 
 
 class Reader:
-    """A thread-safe reader of the bytes of the images of `rows`, which it checks. Methods take row numbers."""
+    """A thread-safe reader that returns and checks the bytes of the images of `rows`. Methods take row numbers."""
 
     def __init__(self, shards: Shards, rows: pa.Table) -> None:
         self._shards = shards
@@ -116,7 +116,7 @@ class Reader:
         self._checksum = rows["checksum"].to_numpy()
         self._piece = self.shard if shards.cache is None else pieces(rows)
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
-        self._asked: dict[int, Future[None]] = {}
+        self._pending: dict[int, Future[None]] = {}
         self._mapped: dict[int, tuple[int, NDArray[np.uint8]]] = {}
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(_THREADS)
@@ -181,12 +181,12 @@ class Reader:
         )
 
     def stored(self, row: int) -> Stored:
-        """Return an image with its columns of the index. Raises as `read`."""
+        """Return an image with its columns of the index. Raises the errors of `read`."""
         key, form = self._key[row].as_py(), self._format[row].as_py()
         return Stored(key, self.read(row), form, *self.size[row].tolist())
 
     def gather(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[tuple[int, DamagedError]]:
-        """Copy the bytes of rows of equal length into `out` [n, length]; return (slot, error) of damaged ones."""
+        """Copy the bytes of rows of equal length into `out` [n, length]; return (slot, error) per damaged row."""
         size = out.shape[1]
         pieces_of_rows = self._piece[rows]
         order = np.argsort(pieces_of_rows)
@@ -206,21 +206,21 @@ class Reader:
         return damaged
 
     def fetch(self, rows: NDArray[np.int64]) -> None:
-        """Start to fetch the pieces of these rows into the cache, without waiting. Does nothing if shards are local."""
+        """Start to fetch the pieces of these rows into the cache, without waiting. Do nothing if shards are local."""
         if self._shards.cache is None:
             return
         with self._lock:
             for piece in np.unique(self._piece[rows]).tolist():
-                asked = self._asked.get(piece)
-                if piece not in self._opened and (asked is None or asked.done()):
-                    self._asked[piece] = self._pool.submit(self._bring, piece)
+                pending = self._pending.get(piece)
+                if piece not in self._opened and (pending is None or pending.done()):
+                    self._pending[piece] = self._pool.submit(self._bring, piece)
 
     def _map(self, piece: int, size: int) -> tuple[int, NDArray[np.uint8]]:
         """Return (where the piece begins, its file as windows [position, size] of the bytes at each position)."""
         if piece not in self._mapped:
             file, begin = self._open(piece)
             windows: NDArray[np.uint8] = np.empty((0, size), np.uint8)
-            if os.fstat(file.number).st_size >= size:  # else the file is damaged, which `read` reports
+            if os.fstat(file.number).st_size >= size:  # otherwise it is damaged, and `read` reports it
                 mapped = np.frombuffer(mmap.mmap(file.number, 0, access=mmap.ACCESS_READ), np.uint8)
                 windows = sliding_window_view(mapped, size)
             if len(self._mapped) >= _OPEN:
@@ -235,10 +235,10 @@ class Reader:
             elif piece in self._opened:
                 self._opened.move_to_end(piece)
                 return self._opened[piece]
-            asked = self._asked.get(piece)
+            pending = self._pending.get(piece)
         try:
-            if asked is not None:
-                asked.result()
+            if pending is not None:
+                pending.result()
             opened = self._start(piece, again)
         except StoreUnreachable:
             raise
@@ -247,7 +247,7 @@ class Reader:
             raise UserError(f"shard {name} is missing or damaged: {error}") from error
         finally:
             with self._lock:
-                self._asked.pop(piece, None)  # a failed request is repeated the next time
+                self._pending.pop(piece, None)  # a failed request is repeated the next time
         with self._lock:
             self._opened[piece] = opened
             if len(self._opened) > _OPEN:
@@ -259,4 +259,4 @@ class Reader:
         return _Opened(*self._shards.open(shard, start, end, again))
 
     def _bring(self, piece: int) -> None:
-        self._start(piece)  # the result is dropped: the piece is in the cache now
+        self._start(piece)  # ignore the result: the piece is in the cache now

@@ -2,8 +2,8 @@
 
 Training reads one endless stream, epoch after epoch; global batch s is positions s * G ... (s + 1) * G of it. An epoch
 drops no sample: its last batch is filled from the next epoch, and a set may be smaller than a batch. Each rank takes a
-contiguous share of a global batch. The state of a loader is the number of samples delivered, because the row of any
-position is computed from its number alone, without memory of what came before.
+contiguous share of a global batch. A loader's only state is the number of samples delivered, because the row at a
+position is computed from the position alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from ray_jobs.data.reading import pieces
 from ray_jobs.data.shards import Images
 from ray_jobs.randomness import GOLDEN, splitmix64
 
-_ROUNDS = 8  # of two halves each; fewer are enough for large n, but visibly too few for n below ten
-STREAMS = 64  # parts of an epoch that are read in parallel; up to this many nodes share no row group
+_ROUNDS = (
+    8  # Feistel rounds on both halves; fewer are enough for large n, but visibly too few for n below ten
+)
+STREAMS = 64  # parts of an epoch that are read in parallel; up to so many nodes share no row group
 WINDOW = 4  # row groups of a stream that are shuffled together
-_PLANNED = 4096  # positions for which rows are computed at once, at the cost of a few
+_PLANNED = 4096  # positions whose rows are computed at once, which costs as much as computing a few
 
 
 class Order(Protocol):
@@ -33,7 +35,7 @@ class Order(Protocol):
 
 
 def sample_positions(step: int, global_batch: int, rank: int, world: int) -> NDArray[np.int64]:
-    """Return a rank's positions in the endless stream at one step, [global_batch / world]. They seed augmentation."""
+    """Return a rank's positions in the endless stream at a step, [global_batch / world]. They seed augmentation."""
     share = global_batch // world
     start = step * global_batch + rank * share
     return np.arange(start, start + share, dtype=np.int64)
@@ -104,8 +106,8 @@ class GlobalOrder:
 
 
 class WindowOrder:
-    """An order in which every epoch is a permutation that reads few row groups at a time: for data on S3 that does not
-    fit on the local disk.
+    """An order in which every epoch is a permutation that reads few row groups at a time, for data on S3 that exceeds
+    the local disk.
 
     The row groups are permuted and cut into `STREAMS` parts. A global batch takes an equal share of each part, so that
     ranks read different parts. Within a part, the rows of `WINDOW` row groups at a time are permuted. Rows of one row
@@ -153,7 +155,7 @@ class WindowOrder:
         return self._by_group[self._starts[group] + sequence - (group_ends - self._sizes[groups])[number]]
 
     def _slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of earlier positions of each stream, for each position: [n] -> [n, streams]."""
+        """Return, for each position, the number of earlier positions in each stream: [n] -> [n, streams]."""
         whole, part = np.divmod(positions[:, None], self._batch)
         sizes = np.diff(self._edges)
         return whole * sizes + np.clip(part - self._edges[:-1], 0, sizes)
@@ -162,7 +164,7 @@ class WindowOrder:
 class BalancedOrder:
     """An order in which all classes are equally frequent: every K positions have each of the K classes once.
 
-    The images of a class come in permutations of all of them, so those of a small class come more often.
+    A class cycles through permutations of its images, so the images of a small class come more often.
     `labels` is the class of each row, [n].
     """
 
@@ -188,8 +190,8 @@ def permute(index: ArrayLike, n: ArrayLike, key: NDArray[np.uint64]) -> NDArray[
     """Return the image of each `index` under the permutation of 0..n-1 with this `key`; n and key may differ per index.
 
     A Feistel network on the numbers below a * b >= n, with a about the square root of n, is repeated until its output
-    is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so every position
-    costs the same.
+    is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Without a table, every position costs
+    the same.
     """
     index, n = np.atleast_1d(index).astype(np.uint64), np.atleast_1d(n).astype(np.uint64)
     a = np.ceil(np.sqrt(n)).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Datasets from samples in memory, for measurements and tests: ingest writes its own from a source."""
+"""Datasets from samples in memory, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_samples(
 ) -> DatasetInfo:
     """Write a dataset of these samples, as ingest would; each split starts a new shard.
 
-    The checksum of an image stands in for its content_id and its perceptual hash, so different images are no copies.
+    An image's checksum takes the place of its content_id and its perceptual hash, so different images are not copies.
     """
     rows: list[dict[str, object]] = []
     shards: list[Shard] = []

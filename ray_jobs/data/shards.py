@@ -5,11 +5,11 @@ In one folder:
     dataset.json              the dataset's name, classes, splits and shards
     index.parquet             one row per image: identity, label, split, position of its bytes
     shards/00000.parquet ...  the images, ordered by a hash of their names
-    masks/00000.parquet ...   of some sources, the masks of each shard's images (`ray_jobs.data.masks`)
+    masks/00000.parquet ...   for some sources, the masks of each shard's images (`ray_jobs.data.masks`)
 
-Shards do not contain splits. Splits depend on copies and groups and can only be decided after all images were read,
-while each image is read, decoded and written once. Rows of a split are ordered by a hash of their sample_id, which does
-not depend on the shards.
+Shards do not contain splits: each image is read, decoded and written once, but splits depend on copies and groups, so
+they are decided after all images were read. Rows of a split are ordered by a hash of their sample_id, which does not
+depend on the shards.
 
 An image's bytes are at [offset, offset + length) of the shard file; `index.parquet` has these positions and the bytes'
 xxh3_64. `ray_jobs.data.writing` writes these files.
@@ -58,7 +58,7 @@ SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 CACHE_BYTES = 64 * 2**30
 _AHEAD = 1024  # images whose bytes are fetched from S3 while others are decoded
 
-# columns that every index has; an index written by ingest version 4 or earlier does not have hashes of views
+# columns that every index has; indexes of ingest version 4 or earlier do not have hashes of views
 _READ = [name for name in INDEX.names if not name.startswith("phash_")]
 
 
@@ -95,9 +95,9 @@ class DatasetInfo(_Frozen):
     """The column `shard` of `index.parquet` is a position in this tuple."""
     content_digest: str
     notes: tuple[str, ...] = ()
-    """How the images or their splits came about, as far as a reader of results must know it."""
+    """How the images or their splits came about, if a reader of results must know it."""
     short_side: PositiveInt | None = None
-    """Pixels; larger images were shrunk to it and encoded again. None: all images are the authors' bytes."""
+    """In pixels; larger images were downsized to it and encoded again. None: all images are the original bytes."""
     mask_classes: tuple[str, ...] = ()
     """The names of the values in the images' masks (`ray_jobs.data.masks`); empty, and not written: no masks."""
 
@@ -125,7 +125,7 @@ def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYT
     `cache_bytes` that all processes on this machine share.
 
     Raises:
-        UserError: as `open_dataset`.
+        UserError: see `open_dataset`.
         StoreError: the store cannot be read, or files are damaged.
     """
     is_remote = store.uri.startswith("s3://")
@@ -151,7 +151,7 @@ def _read_info(folder: Path) -> DatasetInfo:
 
 
 class Dataset:
-    """A dataset for reading. Every method raises UserError with the file's name if a file is missing or damaged."""
+    """A readable dataset. Every method raises UserError with the file's name if a file is missing or damaged."""
 
     def __init__(self, folder: Path, info: DatasetInfo, shards: Shards) -> None:
         self.folder = folder
@@ -173,7 +173,7 @@ class Dataset:
         return {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
 
     def index(self, split: Split) -> pa.Table:
-        """Return the rows of a split (INDEX), ordered by a hash of their sample_id, as its labels and images are."""
+        """Return the rows of a split (INDEX); labels and images are in the same order, by a hash of sample_id."""
         return self._index[split]
 
     def require(self, *splits: Split) -> None:
@@ -189,15 +189,15 @@ class Dataset:
         return np.asarray(self.index(split)["label"].to_numpy(), np.int64)
 
     def sample_ids(self, split: Split) -> list[str]:
-        """Return the identities of a split's samples, in the order of its labels and images."""
+        """Return the ids of a split's samples, in the order of its labels and images."""
         return list(self.index(split)["sample_id"].to_pylist())
 
     def images(
         self, split: Split, preprocessing: Preprocessing, indices: ArrayLike | None = None
     ) -> NDArray[np.uint8]:
-        """Return the images [n, resolution, resolution, channels] of a split, or of its rows `indices`, in their order.
+        """Return the images [n, resolution, resolution, channels] of a split, or of its rows `indices` in their order.
 
-        Raw images of the model's size are copied; all others are decoded as by `load_image`, on all cores.
+        Raw images of the model's size are copied; all others are decoded on all cores, as `load_image` does.
 
         Raises:
             UserError: the images do not fit into the free memory.
@@ -206,7 +206,7 @@ class Dataset:
         return self.load(rows if indices is None else rows.take(np.asarray(indices, np.int64)), preprocessing)
 
     def load(self, rows: pa.Table, preprocessing: Preprocessing) -> NDArray[np.uint8]:
-        """Return the images of rows of the index; otherwise as `images`."""
+        """Return the images of these rows of the index, like `images`."""
         shape = (len(rows), preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
@@ -230,7 +230,7 @@ class Dataset:
         return output
 
     def masks(self, split: Split, indices: ArrayLike) -> Iterator[Mask]:
-        """Yield the mask [h, w] of each of these rows of a split, in their order, at the image's own size.
+        """Yield the mask [h, w] of each of these rows of a split, in their order, at the image's original size.
 
         Raises:
             UserError: the dataset has no masks.

@@ -23,8 +23,8 @@ from ray_jobs.data.columns import INDEX, SHARD, Sample
 from ray_jobs.data.shards import SPLITS, DatasetInfo, ImageSize, Shard
 from vit_model.errors import UserError
 
-ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from S3
-_ONE_PAGE = 2**30  # bytes or rows of a page: more than a row group has, so that it is one page
+ROW_GROUP_BYTES = 16 * 2**20  # bytes of images: a good size for a ranged read from S3
+_ONE_PAGE = 2**30  # bytes or rows per page: more than a row group has, so that it is one page
 
 
 def content_digest(
@@ -36,12 +36,12 @@ def content_digest(
     masks: Mapping[str, str] | None = None,
     decoding: Mapping[str, int] | None = None,
 ) -> str:
-    """Return the identity of a dataset's name and content, which does not depend on how its files are laid out.
+    """Return the identity of a dataset's name and content; it does not depend on the layout of the files.
 
     Args:
         samples: (sample_id, label, split, labels), in any order.
         masks: with `mask_classes`, sample_id -> the digest of the image's mask.
-        decoding: sample_id -> `images.DECODING`, of images of which an earlier decoder read other pixels.
+        decoding: sample_id -> `images.DECODING`, for images that earlier decoders read differently.
     """
     digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
     if short_side is not None:
@@ -57,7 +57,7 @@ def content_digest(
 
 
 def shuffle_key(sample_id: str) -> bytes:
-    """Return the key by which the rows of a split are ordered. Draws of labels and batches depend on this order."""
+    """Return the sort key of the rows of a split. Draws of labels and batches depend on this order."""
     return hashlib.sha256(f"shuffle/{sample_id}".encode()).digest()
 
 
@@ -98,7 +98,7 @@ def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = RO
 
 
 def _binary(values: Sequence[bytes], memory: NDArray[np.uint8]) -> pa.Array:
-    """Return `pa.array(values)` in a fifth of its time: copy them once, into `memory`, which is large enough."""
+    """Return `pa.array(values)` in a fifth of the time: copy the values once, into `memory`, which is large enough."""
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     for value, (start, end) in zip(values, pairwise(offsets.tolist()), strict=True):
@@ -122,7 +122,7 @@ def _offsets(path: Path, lengths: list[list[int]]) -> list[int]:
 
 
 class Description(NamedTuple):
-    """What a dataset says about itself beside its images; see `DatasetInfo`."""
+    """The description of a dataset, without its images; see `DatasetInfo`."""
 
     name: str
     class_names: Sequence[str]
@@ -182,7 +182,7 @@ def write_dataset(
         short_side=short_side,
         mask_classes=tuple(mask_classes),
     )
-    # a dataset without masks is as before there were any
+    # without masks, dataset.json is as in versions before masks
     without: set[str] = set() if mask_classes else {"mask_classes"}
     text = json.dumps(info.model_dump(mode="json", exclude=without), indent=1, ensure_ascii=False)
     (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ def save_evaluation(
     overlap: Overlap,
     others: tuple[FileEntry, ...] = (),
 ) -> Result:
-    """Write the two tables of an evaluation, beside `others` that it has written.
+    """Write the two tables of an evaluation; `others` are files that it has already written.
 
     The artifact's metrics are the rows' values, averaged over draws, and the overlap of training and test images.
     """

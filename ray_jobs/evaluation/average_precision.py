@@ -1,7 +1,7 @@
-"""Mean average precision: of retrieval among test images, and of scores for several labels per image.
+"""Mean average precision of retrieval among test images, and of scores for several labels per image.
 
-The average precision of a ranking is the mean, over the relevant items, of the precision at the score of each. Items
-with equal scores share a rank, so it does not depend on their order (as scikit-learn's `average_precision_score`).
+The average precision of a ranking is the mean over the relevant items of the precision at their scores. Items with
+equal scores share a rank, so it does not depend on their order (as in scikit-learn's `average_precision_score`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def average_precision(scores: NDArray[np.floating], relevant: NDArray[np.floatin
     """Return the average precision of one ranking.
 
     Args:
-        scores: [n] of all items, ascending.
-        relevant: [m] of the relevant items among them, ascending; m is at least 1.
+        scores: [n], the scores of all items, ascending.
+        relevant: [m], the scores of the relevant items, ascending; m is at least 1.
     """
     ranks = len(scores) - np.searchsorted(scores, relevant)
     relevant_ranks = len(relevant) - np.searchsorted(relevant, relevant)
@@ -27,45 +27,45 @@ def average_precision(scores: NDArray[np.floating], relevant: NDArray[np.floatin
 
 
 def retrieval(features: NDArray[np.floating], labels: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return the average precision [n] of each image as a query: the others, ranked by cosine similarity to it.
+    """Return the average precision [n] of each image as a query that ranks the others by cosine similarity.
 
-    An image is relevant if it has the query's label. NaN for an image whose label no other image has. On one thread,
-    with at most `BLOCK` similarities in memory.
+    An image is relevant if it has the query's label. The result is NaN if no other image has the label. Runs on one
+    thread, with at most `BLOCK` similarities in memory.
 
     Args:
         features: [n, d].
         labels: [n].
     """
-    count, found = len(labels), np.full(len(labels), np.nan)
+    count, precisions = len(labels), np.full(len(labels), np.nan)
     lengths = np.linalg.norm(features.astype(np.float64), axis=1, keepdims=True)
     directions = (features / np.maximum(lengths, 1e-12)).astype(np.float32)
-    others = np.arange(count)
+    images = np.arange(count)
     step = max(1, BLOCK // count)
     with threadpool_limits(1):
         for start in range(0, count, step):
             similar = directions[start : start + step] @ directions.T
             for query, row in enumerate(similar, start):
-                relevant = np.sort(row[(labels == labels[query]) & (others != query)])
+                relevant = np.sort(row[(labels == labels[query]) & (images != query)])
                 if len(relevant):
-                    found[query] = average_precision(np.sort(np.delete(row, query)), relevant)
-    return found
+                    precisions[query] = average_precision(np.sort(np.delete(row, query)), relevant)
+    return precisions
 
 
 def multi_label(scores: NDArray[np.floating], labels: pa.ListArray) -> float | None:
-    """Return the mean over classes of the average precision of the class's scores; None if no class is relevant.
+    """Return the mean over classes of the average precision of a class's scores; None if no image has a label.
 
-    A class that no image has is left out, and so are images without labels.
+    Classes without images and images without labels are left out.
 
     Args:
         scores: [n, classes].
-        labels: [n], the classes of each image; an empty list or null: it is not scored.
+        labels: [n], the classes of each image; an image with an empty list or null is not scored.
     """
     sizes = labels.value_lengths().fill_null(0).to_numpy()
     owners, classes = np.repeat(np.arange(len(sizes)), sizes), labels.flatten().to_numpy()
     scored = sizes > 0
-    found = []
+    precisions = []
     for number in np.unique(classes):
         column = scores[:, number]
         relevant = np.sort(column[np.unique(owners[classes == number])])
-        found.append(average_precision(np.sort(column[scored]), relevant))
-    return float(np.mean(found)) if found else None
+        precisions.append(average_precision(np.sort(column[scored]), relevant))
+    return float(np.mean(precisions)) if precisions else None

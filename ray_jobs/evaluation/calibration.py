@@ -1,7 +1,7 @@
-"""How far a classifier's probabilities can be believed.
+"""Calibration of a classifier's probabilities.
 
-In: logits or probabilities of n images, and their labels. Out: their columns of predictions.parquet, a temperature (Guo
-et al., "On Calibration of Modern Neural Networks", 2017), the expected calibration error. Free of torch.
+In: logits or probabilities of n images, and their labels. Out: columns of predictions.parquet, a temperature (Guo et
+al., "On Calibration of Modern Neural Networks", 2017), the expected calibration error. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scipy.special import log_softmax
 
 from ray_jobs.evaluation.rows import PROBABILITIES
 
-BINS = 15  # of Guo et al.
+BINS = 15  # as in Guo et al.
 _LIMITS = math.log(0.05), math.log(20)  # if every image is right, the best temperature is 0
 
 
@@ -28,16 +28,16 @@ def probability_table(
     """Return the columns of PROBABILITIES [n], from logits [n, classes] and labels [n].
 
     Args:
-        temperature: of the calibrated columns; None: they are null.
+        temperature: scales the calibrated columns; None: they are null.
     """
     rows = np.arange(len(labels))
-    own = log_softmax(np.asarray(logits, np.float64), axis=1)
-    top = np.argsort(-own, axis=1, kind="stable")[:, :5]
+    logs = log_softmax(np.asarray(logits, np.float64), axis=1)
+    top = np.argsort(-logs, axis=1, kind="stable")[:, :5]
     columns: dict[str, Any] = {
-        "probability": np.exp(own.max(axis=1)),
-        "nll": -own[rows, labels],
+        "probability": np.exp(logs.max(axis=1)),
+        "nll": -logs[rows, labels],
         "top5": top.tolist(),
-        "top5_probabilities": np.exp(np.take_along_axis(own, top, axis=1)).tolist(),
+        "top5_probabilities": np.exp(np.take_along_axis(logs, top, axis=1)).tolist(),
     }
     if temperature is not None:
         scaled = log_softmax(np.asarray(logits, np.float64) / temperature, axis=1)
@@ -53,25 +53,24 @@ def probability_table(
 
 
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
-    """Return the temperature by which to divide logits [n, classes] for the lowest mean cross-entropy with labels [n].
+    """Return the temperature that divides logits [n, classes] for the lowest mean cross-entropy with labels [n].
 
-    It is at least 0.05 and at most 20, see `is_identified`. The images should be ones that the model was not
-    trained on.
+    It is at least 0.05 and at most 20, see `is_identified`. The model should not have been trained on these images.
     """
     logits, rows = np.asarray(logits, np.float64), np.arange(len(labels))
 
     def loss(log_temperature: float) -> float:
         return -float(log_softmax(logits / np.exp(log_temperature), axis=1)[rows, labels].mean())
 
-    found = minimize_scalar(loss, bounds=_LIMITS, method="bounded", options={"xatol": 1e-6})
-    return float(np.exp(found.x))
+    best = minimize_scalar(loss, bounds=_LIMITS, method="bounded", options={"xatol": 1e-6})
+    return float(np.exp(best.x))
 
 
 def is_identified(temperature: float, accuracies: Sequence[float]) -> bool:
-    """Return whether images with these accuracies, one per fold, say what the mean temperature of the folds should be.
+    """Return whether held-out images with these accuracies, one per fold, determine the folds' mean temperature.
 
-    If all images of a fold are right, the lower the temperature the lower the loss, so the fold's temperature is only
-    the lower bound of the search, with which errors on test would be all but certain. The upper bound is as arbitrary.
+    If all images of a fold are right, a lower temperature always has a lower loss, so the fold's temperature is just
+    the lower bound of the search, which would make wrong predictions near-certain. The upper bound is as arbitrary.
     """
     lowest, highest = (math.exp(limit) for limit in _LIMITS)
     return max(accuracies, default=0.0) < 1 and lowest * 1.001 < temperature < highest / 1.001
@@ -80,7 +79,7 @@ def is_identified(temperature: float, accuracies: Sequence[float]) -> bool:
 def calibration_error(probabilities: NDArray[np.floating], correct: NDArray[np.bool_]) -> float:
     """Return the expected calibration error of predictions with these probabilities [n], a fraction.
 
-    This is the mean over images of |accuracy - mean probability| of their bin, of 15 bins of equal width.
+    This is the mean over images of |accuracy - mean probability| in the image's bin, with 15 bins of equal width.
     """
     bins = np.minimum((np.asarray(probabilities, np.float64) * BINS).astype(np.int64), BINS - 1)
     gaps = np.bincount(bins, np.asarray(correct, np.float64) - probabilities, minlength=BINS)

@@ -1,7 +1,7 @@
-"""The cost of a model on one machine, as cost.json of an evaluation or a fine-tuning has it; free of torch.
+"""The cost of a model on one machine, stored in cost.json of an evaluation or a fine-tuning. Needs no torch.
 
-Times differ from run to run, so no key and no digest of a content covers the file. `ray_jobs.evaluation.measuring`
-makes the numbers.
+Times differ from run to run, so keys and content digests do not cover the file. `ray_jobs.evaluation.measuring`
+measures the numbers.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ COST = "cost.json"
 
 
 class Speed(Frozen):
-    """The fastest of several passes of `images` images, whose pixels were already in memory."""
+    """The fastest of several passes over `images` images, with pixels already in memory."""
 
     images: int
     dtype: str
     images_per_second: float
     peak_bytes: int | None
-    """Most memory that the model and these passes took: tensors on a GPU, on a CPU what the process grew by. None: the
-    operating system does not say."""
+    """Peak memory of the model and these passes: tensors on a GPU, growth of the process on a CPU. None: unknown to
+    the operating system."""
 
 
 class Cost(Frozen):
-    """The content of cost.json. `forward` is without gradients; `training` is whole steps, without augmentation."""
+    """The content of cost.json. `forward` is without gradients; `training` is whole steps without augmentation."""
 
     resolution: int
     parameters: int
     gflops: float
-    """10^9 operations of one image's forward pass, two per MAC, by the architecture (`vit_model.compute`)."""
+    """10^9 operations in an image's forward pass, two per MAC, computed from the architecture (`vit_model.compute`)."""
     device: str
     threads: int | None
-    """The threads of a CPU; None on a GPU."""
+    """The number of CPU threads; None on a GPU."""
     forward: Speed
     training: Speed | None = None
 

@@ -1,9 +1,9 @@
 """Features of labelled and test images: from a frozen backbone, from untrained models, and plain pixels.
 
 A backbone's features are part of the evaluation's artifact: `features/KEY.parquet` has one row per image, and KEY is a
-hash of everything that a feature depends on beside the image (`Weights.key`). A later evaluation with the same KEY, of
-other images or with other numbers of labels, computes only what no earlier one has. What an image's feature is does not
-depend on the images beside it.
+hash of everything except the image that a feature depends on (`Weights.key`). A later evaluation with the same KEY,
+with other images or numbers of labels, computes only the missing features. An image's feature does not depend on the
+other images in its batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vit_model.weights import load_model, read_contract, transfer_backbone
 PIXELS_SIDE = 32
 PIXELS, PIXELS_STANDARDISED = "pixels", "pixels, standardised"
 UNTRAINED = "untrained"
-INITIALISATIONS = 3  # of untrained weights, from the stage's seed on
+INITIALISATIONS = 3  # seeds of untrained weights, starting with the stage's seed
 BATCH = 256  # images per forward pass
 DECODED = 4 * BATCH  # images in memory at once; 450 MB at 384 x 384 pixels
 
@@ -57,15 +57,15 @@ class Features(NamedTuple):
 
     method: str
     pairs: list[tuple[NDArray[Any], NDArray[Any]]]
-    """support [n, d] and test [m, d]; of untrained weights, a pair per initialisation"""
+    """support [n, d] and test [m, d]; for untrained weights, a pair per initialisation"""
     standardise: bool
 
 
 @dataclass(frozen=True)
 class Support:
-    """The labelled images that draws are taken from: the split, the row in it and the label of each, all [n].
+    """The labelled images that draws are taken from: each image's split, row in it and label, all [n].
 
-    `needed` [m] are the ascending indices of the images that some draw takes, or of all for a linear probe.
+    `needed` [m] are the ascending indices of the images in any draw, or of all images for a linear probe.
     """
 
     splits: NDArray[Any]
@@ -75,19 +75,19 @@ class Support:
 
 
 class Weights(NamedTuple):
-    """The weights that features are computed with: a model's, or untrained ones of its architecture."""
+    """The weights that compute features: a model's, or untrained weights of its architecture."""
 
     folder: Path
     seed: int | None = None
-    """The seed of untrained weights."""
+    """the seed of untrained weights; None: the model's weights"""
     resolution: int | None = None
-    """The images' resolution; None: the model's own."""
+    """the resolution of the images; None: the model's"""
 
     def contract(self) -> ModelContract:
         """Return the model's contract at this resolution.
 
         Raises:
-            UserError: the model has no such resolution.
+            UserError: the model does not support this resolution.
         """
         contract = read_contract(self.folder)
         if self.resolution is None:
@@ -101,7 +101,7 @@ class Weights(NamedTuple):
             raise UserError(f"resolution {self.resolution}: {reasons(error)}") from None
 
     def key(self, preprocessing: Preprocessing, code: str) -> str:
-        """Return a hash of everything that a feature depends on beside its image.
+        """Return a hash of everything except the image that a feature depends on.
 
         Args:
             code: the digest of this stage's code.
@@ -125,18 +125,18 @@ class Weights(NamedTuple):
         """Build the model."""
         contract = self.contract()
         if self.seed is None:
-            trained, own = load_model(self.folder)
-            if own.architecture == contract.architecture:
-                return trained, own
+            trained, stored = load_model(self.folder)
+            if stored.architecture == contract.architecture:
+                return trained, stored
         network = build(contract.architecture)
         network.initialise(self.seed or 0)
         if self.seed is None:
-            transfer_backbone(network, trained, range(own.architecture.num_classes))
+            transfer_backbone(network, trained, range(stored.architecture.num_classes))
         return network, contract
 
 
 def support_of(dataset: Dataset, config: Evaluate) -> Support:
-    """Return the images of train, and with `support: train+dev` the images of dev after them."""
+    """Return the images of train, followed by dev with `support: train+dev`."""
     splits: tuple[Split, ...] = ("train", "dev") if config.support == "train+dev" else ("train",)
     by_split = [dataset.labels(split) for split in splits]
     labels = np.concatenate(by_split)
@@ -154,7 +154,7 @@ def support_of(dataset: Dataset, config: Evaluate) -> Support:
 
 
 def labelled_rows(dataset: Dataset, support: Support) -> pa.Table:
-    """Return the columns COMPARED of the images that the support needs."""
+    """Return the columns COMPARED of the support's needed images."""
     splits: list[Split] = list(dict.fromkeys(support.splits.tolist()))
     rows = pa.concat_tables([dataset.index(split).select(COMPARED) for split in splits])
     return rows.take(support.needed)
@@ -165,11 +165,11 @@ def features_of(
 ) -> Iterator[Features]:
     """Yield each kind of features, the backbone's first.
 
-    Only support images that some draw takes are read; the features of the others stay zero and are never used.
+    Only support images in some draw are read; the features of the others stay zero and are never used.
 
     Args:
-        backbone: the name of the model's own features: PRETRAINED or SEEN.
-        folder: features that no earlier evaluation has are written to its folder `features`.
+        backbone: the name of the model's features: PRETRAINED or SEEN.
+        folder: new features are written to its subfolder `features`.
     """
     config, model = context.config, context.input("backbone")
     contract = Weights(model, None, config.resolution).contract()
@@ -180,13 +180,13 @@ def features_of(
     parts = _parts(dataset, support)
     seeds = range(config.seed, config.seed + INITIALISATIONS)
     every = [Weights(model, seed, config.resolution) for seed in (None, *seeds)]
-    found = [
+    pairs = [
         _paired(features, support)
         for features in _embedded(context, dataset, every, preprocessing, parts, run, folder)
     ]
     family = FAMILIES[contract.architecture.family]
-    yield Features(f"{family}, {backbone}", found[:1], True)
-    yield Features(f"{family}, {UNTRAINED}", found[1:], True)
+    yield Features(f"{family}, {backbone}", pairs[:1], True)
+    yield Features(f"{family}, {UNTRAINED}", pairs[1:], True)
     small = preprocessing.model_copy(update={"resolution": min(preprocessing.resolution, PIXELS_SIDE)})
     pixels = [_read(dataset, split, rows, small, [_as_vectors])[0] for split, rows in parts]
     pair = _paired(pixels, support)
@@ -195,14 +195,14 @@ def features_of(
 
 
 def _parts(dataset: Dataset, support: Support) -> list[tuple[Split, NDArray[np.int64]]]:
-    """Return (split, rows) of the images that are needed, test last."""
+    """Return (split, rows) of the needed images, test last."""
     rows, splits = support.rows[support.needed], support.splits[support.needed]
     labelled = [(split, rows[splits == split]) for split in dict.fromkeys(splits.tolist())]
     return [*labelled, ("test", np.arange(dataset.info.splits["test"]))]
 
 
 def _paired(parts: Sequence[NDArray[Any]], support: Support) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return (support features, test features) of the features of `_parts`."""
+    """Return (support features, test features), from the features of `_parts`."""
     *labelled, test = parts
     train = np.zeros((len(support.labels), test.shape[1]), test.dtype)
     train[support.needed] = np.concatenate(labelled)
@@ -221,18 +221,18 @@ def _embedded(
     run: Run,
     folder: Path,
 ) -> list[list[NDArray[np.float32]]]:
-    """Return, for each weights and each of the parts, features [n, d]; earlier evaluations' where there are any."""
+    """Return features [n, d] for each of `every` and each part; features of earlier evaluations are reused."""
     ids = [_image_ids(dataset, split).take(pa.array(rows)) for split, rows in parts]
     keys = [weights.key(preprocessing, context.attempt.code_digest) for weights in every]
     known = [_earlier(context, key, pa.chunked_array(ids).unique()) for key in keys]
     if len(known[0]):
-        print(f"features of {len(known[0]):,} images are those of earlier evaluations", flush=True)
+        print(f"features of {len(known[0]):,} images are reused from earlier evaluations", flush=True)
     in_all = known[0].ids
-    for each in known[1:]:
-        in_all = in_all.filter(pc.is_in(in_all, each.ids))
+    for table in known[1:]:
+        in_all = in_all.filter(pc.is_in(in_all, table.ids))
     missing = [
-        (split, rows[~pc.is_in(own, in_all).to_numpy(zero_copy_only=False)])
-        for (split, rows), own in zip(parts, ids, strict=True)
+        (split, rows[~pc.is_in(part_ids, in_all).to_numpy(zero_copy_only=False)])
+        for (split, rows), part_ids in zip(parts, ids, strict=True)
     ]
     tasks = [
         (
@@ -248,10 +248,10 @@ def _embedded(
     done = run(embed_rows, tasks)
     new_ids = [_image_ids(dataset, task[3]).take(pa.array(task[4])) for task in tasks]
     features = []
-    for place, (key, own) in enumerate(zip(keys, known, strict=True)):
+    for place, (key, earlier) in enumerate(zip(keys, known, strict=True)):
         new = Table.of(new_ids, [result[place] for result in done])
         new.write(folder / _file(key))
-        table = own.joined(new)
+        table = earlier.joined(new)
         features.append([table.of_images(part) for part in ids])
     return features
 
@@ -263,7 +263,7 @@ def embed_rows(
     split: Split,
     rows: NDArray[np.int64],
 ) -> list[NDArray[np.float32]]:
-    """Return the features [n, d] of these rows of a split, for the backbone (None) and for untrained weights."""
+    """Return the features [n, d] of these rows of a split, per seed of untrained weights (None: the backbone)."""
     folder, config = context.input("backbone"), context.config
     resolution = config.resolution if isinstance(config, Evaluate) else None
     functions = []
@@ -280,7 +280,7 @@ def _read(
     preprocessing: Preprocessing,
     functions: Sequence[Embed],
 ) -> list[NDArray[Any]]:
-    """Apply each function to these rows of a split, [n, d] each, with few images in memory at once."""
+    """Return the outputs [n, d] of each function for these rows of a split, with few images in memory at once."""
     features: list[list[NDArray[Any]]] = [[] for _ in functions]
     for start in range(0, len(rows), DECODED):
         images = dataset.images(split, preprocessing, rows[start : start + DECODED])
@@ -290,7 +290,7 @@ def _read(
 
 
 def embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
-    """Return the frozen representation [n, width] of images, in float32; computed in bfloat16 on a GPU."""
+    """Return the frozen representation [n, width] of images in float32; a GPU computes it in bfloat16."""
     set_threads(threads)
     target = device()
     dtype = _dtype()
@@ -306,13 +306,13 @@ def embed(model: Network, contract: ModelContract, threads: int, images: NDArray
 
 
 def cost_of_features(context: Context[Evaluate]) -> Cost:
-    """Measure what the backbone's features cost; its classifier, which they do not need, is left out."""
+    """Measure the cost of the backbone's features, without its classifier."""
     contract = Weights(context.input("backbone"), None, context.config.resolution).contract()
     headless = contract.architecture.model_dump() | {"num_classes": 0, "head_bias": 0.0}
     architecture = type(contract.architecture).model_validate(headless)
     contract = contract.model_copy(update={"architecture": architecture, "class_names": ()})
 
-    def untrained() -> Network:  # it takes as long as the trained one
+    def untrained() -> Network:  # takes the same time as the trained one
         network = build(architecture)
         network.initialise(0)
         return network
@@ -332,7 +332,7 @@ def _as_vectors(images: NDArray[Any]) -> NDArray[np.float32]:
 
 
 class Table(NamedTuple):
-    """Features [n, d] by the identities [n] of their images."""
+    """Features [n, d] and the identities [n] of their images."""
 
     ids: pa.Array
     values: NDArray[np.float32]
@@ -341,7 +341,7 @@ class Table(NamedTuple):
     def of(cls, ids: Sequence[Any], values: Sequence[NDArray[np.float32]]) -> Table:
         if not values:
             return cls(pa.array([], pa.string()), np.zeros((0, 0), np.float32))
-        return cls(pa.concat_arrays([_flat(each) for each in ids]), np.concatenate(values))
+        return cls(pa.concat_arrays([_flat(part) for part in ids]), np.concatenate(values))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -368,7 +368,7 @@ class Table(NamedTuple):
 
     @classmethod
     def read(cls, path: Path, wanted: pa.Array) -> Table:
-        """Read the features of those images that are wanted."""
+        """Read the features of the wanted images."""
         table = pq.read_table(path, columns=["image", "feature"])
         table = table.filter(pc.is_in(table["image"], wanted)).combine_chunks()
         if not len(table):
@@ -382,14 +382,14 @@ def _file(key: str) -> str:
 
 
 def _image_ids(dataset: Dataset, split: Split) -> pa.Array:
-    """Return an identity of each image of a split: of its file, its bytes as they are stored, and raw pixels' size."""
+    """Return an identity of each image of a split: of its original bytes, its stored bytes, and its size."""
     index, columns = dataset.index(split), ("content_id", "checksum", "format", "width", "height", "channels")
     parts = [index[name].cast(pa.string()) for name in columns]
     return _flat(pc.binary_join_element_wise(*parts, "/"))
 
 
 def _earlier(context: Context[Evaluate], key: str, wanted: pa.Array) -> Table:
-    """Return what earlier evaluations of this store have of these images' features."""
+    """Return the features of these images that earlier evaluations in this store have."""
     store, table = context.open_store(), Table.of([], [])
     for manifest in all_manifests(store, "evaluate"):
         if not any(file.path == _file(key) for file in manifest.files):
@@ -397,12 +397,12 @@ def _earlier(context: Context[Evaluate], key: str, wanted: pa.Array) -> Table:
         try:
             path = local_file(store, manifest, _file(key))
             assert path is not None
-            found = Table.read(path, wanted)
+            stored = Table.read(path, wanted)
         except (pa.ArrowException, StoreError) as error:
-            print(f"the features of {manifest.stage} are computed again: {error}", flush=True)
+            print(f"the features of {manifest.stage} are recomputed: {error}", flush=True)
             continue
-        own = pc.invert(pc.is_in(found.ids, table.ids)).to_numpy(zero_copy_only=False)
-        table = table.joined(Table(found.ids.filter(pa.array(own)), found.values[own]))
+        is_new = pc.invert(pc.is_in(stored.ids, table.ids)).to_numpy(zero_copy_only=False)
+        table = table.joined(Table(stored.ids.filter(pa.array(is_new)), stored.values[is_new]))
     return table
 
 

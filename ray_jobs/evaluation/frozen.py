@@ -1,7 +1,7 @@
-"""Classifiers of frozen features: which labelled images each one sees, and what it says of test.
+"""Classifiers of frozen features: the labelled images that each one sees, and its predictions for test.
 
 In: features of the labelled images and of test, labels, and the stage's settings. Out: a `Result` for each classifier,
-number of labels and draw. Least squares are in `linear_probe`; the others are here:
+number of labels and draw. `linear_probe` has least squares; the others are here:
 
     k-NN                 a majority of the 20 images with the highest cosine similarity
     DINO k-NN            the same, weighted by exp(similarity / 0.07) (Caron et al. 2021, `eval_knn.py`)
@@ -33,13 +33,13 @@ from ray_jobs.randomness import Purpose
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
 C_GRID = tuple(10.0**power for power in np.linspace(-6, 5, 45).tolist())
-ITERATIONS = 1_000  # of L-BFGS, as DINOv2
+ITERATIONS = 1_000  # of L-BFGS, as in DINOv2
 Labels = NDArray[np.integer]
 Features = NDArray[np.floating]
 
 
 class Result(NamedTuple):
-    """What one classifier says of test after one draw of labels."""
+    """A classifier's results on test after one draw of labels."""
 
     protocol: str
     shots: int | None
@@ -50,7 +50,7 @@ class Result(NamedTuple):
 
 
 def drawn(config: Evaluate, labels: Labels, shots: int, draw: int) -> NDArray[np.int64]:
-    """Return the indices [m] of the labelled images of one draw, by the rule of the stage's protocol."""
+    """Return the indices [m] of the labelled images of a draw, by the rule of the stage's protocol."""
     match config.protocol:
         case "big_vision":
             return draw_as_big_vision(labels, shots, config.seed + draw)
@@ -71,13 +71,13 @@ def results(
     """Yield a result for each classifier, number of shots and draw; with `linear_probe`, also for all labels.
 
     Args:
-        features: pairs (support, test). Of several, as from several untrained models, draw i uses pair i modulo their
-            number, and all labels are used with each pair.
-        dev: the indices of labelled images that are of dev.
+        features: pairs (support, test). If there are several, as from several untrained models, draw i uses pair i
+            modulo their number, and all labels are used with each pair.
+        dev: the indices of the labelled images from dev.
 
     Raises:
-        ValueError: features of another shape than the labels.
-        UserError: features that are not finite.
+        ValueError: features and labels have different shapes.
+        UserError: features are not finite.
     """
     for support, test in features:
         linear_probe.check_features("train", support)
@@ -125,9 +125,9 @@ def _classifier(
 
 
 def most_frequent(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[Result]:
-    """Yield, for each number of shots and draw, the result of a baseline that looks at no image.
+    """Yield, for each number of shots and draw, the result of a baseline that ignores the images.
 
-    It predicts the most frequent class of all labelled images, not of a draw's, which has equally many of each.
+    It predicts the most frequent class of all labelled images; in a draw, all classes are equally frequent.
     """
     tied = supports.most_frequent(labels)
     for shots in [*config.shots, *([None] if config.linear_probe else [])]:
@@ -143,7 +143,7 @@ def nearest_neighbours(
 ) -> Fitted:
     """Let the `NEIGHBOURS` most similar images vote: equally, or weighted by exp(similarity / temperature).
 
-    Of labels with equally many votes, the one with the larger sum of similarities wins.
+    A tie goes to the label with the larger sum of similarities.
     """
     classes, numbers = np.unique(labels, return_inverse=True)
     count, known = min(NEIGHBOURS, len(support)), _of_length_one(np.asarray(support, np.float64))
@@ -152,7 +152,7 @@ def nearest_neighbours(
         similar = _of_length_one(block) @ known.T
         nearest = np.argpartition(similar, -count, axis=1)[:, -count:]
         near = np.take_along_axis(similar, nearest, axis=1)
-        # a similarity is at most 1, so a sum of them over twice their number never outweighs a vote
+        # similarities are at most 1, so their sum divided by twice their number never outweighs a vote
         weights = 1 + near / (2 * count + 1) if temperature is None else np.exp(near / temperature)
         votes = np.zeros((len(block), len(classes)))
         for place in range(count):
@@ -163,7 +163,7 @@ def nearest_neighbours(
 
 
 def nearest_class_mean(support: Features, labels: Labels, test: Features) -> Fitted:
-    """Predict the label of which the mean is nearest by Euclidean distance (Mensink et al. 2013, without a metric)."""
+    """Predict the label with the nearest mean by Euclidean distance (Mensink et al. 2013, without a learned metric)."""
     classes, numbers = np.unique(labels, return_inverse=True)
     sums = np.zeros((len(classes), support.shape[1]))
     np.add.at(sums, numbers, np.asarray(support, np.float64))
@@ -182,12 +182,13 @@ def logistic_regression(
     seed: int,
     truth: Labels,
 ) -> Fitted:
-    """Fit multinomial logistic regression, with C of `C_GRID` chosen on held-out images; then fit all of the support.
+    """Fit multinomial logistic regression, with C of `C_GRID` chosen on held-out images; then refit on all images.
+
+    The smallest of equally good values of C is taken.
 
     Args:
         truth: the labels of test, for the likelihoods.
-        is_held_out: [n], the images of dev; if there are none, a random tenth is held out. The smallest of equally
-            good values of C is taken.
+        is_held_out: [n], the images of dev; if there are none, a random tenth is held out.
     """
     from sklearn import exceptions, linear_model
 
@@ -201,7 +202,7 @@ def logistic_regression(
 
     def fit(c: float, chosen: NDArray[np.bool_]) -> linear_model.LogisticRegression:
         with warnings.catch_warnings():
-            # DINOv2's number of iterations ends some fits, too
+            # some fits reach the limit of iterations in DINOv2, too
             warnings.simplefilter("ignore", exceptions.ConvergenceWarning)
             return linear_model.LogisticRegression(C=c, max_iter=ITERATIONS, tol=1e-6).fit(
                 support[chosen], labels[chosen]

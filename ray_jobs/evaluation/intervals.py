@@ -5,25 +5,25 @@ as fractions. Needs numpy and scipy only.
 
 An interval says how far the number could move with other labelled images and other test images from the same sources.
 It does not cover another pretraining seed, another data set, or a setting that was picked by looking at these results.
-Each 95% interval is for its own comparison; `comparisons` widens the intervals of a family (Bonferroni), so that all of
-them hold together with 95%.
+Each 95% interval is for one comparison; `comparisons` widens the intervals of a family (Bonferroni), so that all of
+them hold together with 95% probability.
 
 One draw: the score intervals of Wilson (1927) for an accuracy, and of Tango (Statistics in Medicine, 1998) for a paired
-difference. They have a width even if all images are right, or if both methods agree on all of them. The draw is given,
-so only the images vary.
+difference. Their width is positive even if all images are right, or if both methods agree on all of them. The draw is
+fixed, so only the images vary.
 
-Several draws: the same intervals, from more images and with a part for the draws. The mean over draws of an image's
+Several draws: the same intervals, from more images and with a term for the draws. The mean over draws of an image's
 result varies less than a single result, by the factor `design`, so n images count as n / design. With few errors that
-factor is unknown; a part of an error that could be the same in all draws (`UNKNOWN`) takes it to 1 there. To z^2 times
-the variance from images comes t(draws - 1)^2 / draws times the variance of the draws' accuracies beyond the noise that
-the images already account for. Where few images are wrong, draws also differ by less, so in the interval of an accuracy
-this part is proportional to p (1 - p), with the p that is asked about.
+factor is unknown; `UNKNOWN`, a part of an error that could be the same in all draws, moves it to 1 then. To z^2 times
+the variance from images, the interval adds t(draws - 1)^2 / draws times the variance of the draws' accuracies beyond
+the noise from images. If few images are wrong, draws also differ by less, so in the interval of an accuracy this term
+is proportional to p (1 - p), where p is the bound in question.
 
 Coverage in simulations (tests/ray_jobs/evaluation/test_intervals.py) for accuracies from .5 to .999, 30 to 10,000
 images and 1, 5 or 20 draws, with draws and images that vary as in the quickstart: at least .93; at most .98 if at least
 five errors, or five images on which the methods disagree, are expected in a draw. With two or three draws it is up to
-.99. Two limits: Wilson's interval covers .84 where about 0.2 errors are expected; and near an accuracy of 1, draws that
-differ much more than the quickstart's have a skewed distribution, of which five draws say too little.
+.99. Two limits: Wilson's interval covers .84 if about 0.2 errors are expected; and near an accuracy of 1, draws that
+differ much more than the quickstart's have a skewed distribution, which five draws do not reveal.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-POWER = 0.8  # of the detectable difference
+POWER = 0.8  # the probability of detecting the detectable difference
 UNKNOWN = {"accuracy": 0.5, "difference": 0.25}  # errors, and images on which the methods disagree; see above
 _BISECTIONS = 40
 
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What an interval needs of a table [draws, images]; values of several such tables may be arrays."""
+    """The moments of a table [draws, images] that an interval needs; for several such tables, they may be arrays."""
 
     draws: int
     images: int
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
     square: Any
     """The mean of the squares of all values."""
     among_draws: Any
-    """The unbiased variance of the draws' means; 0 for a single draw."""
+    """The unbiased variance of the draws' means; 0 for one draw."""
     among_images: Any
     """The variance of the images' means."""
 
@@ -64,15 +64,15 @@ def accuracy_interval(correct: np.ndarray) -> Interval:
 
 
 def mean_interval(table: np.ndarray) -> Interval:
-    """Return the mean of a table [draws, n_test] with its interval; of 0 and 1, or of the images' parts of a metric."""
+    """Return the mean of a table [draws, n_test] with its interval; values are 0 or 1, or contributions to a metric."""
     moments = moments_of(table)
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
 
 
 def mean_difference(a: np.ndarray, b: np.ndarray) -> Interval:
-    """Return a metric of a minus that of b, from the images' parts [draws, n_test], paired by draw and image.
+    """Return the difference a - b of a metric, from contributions [draws, n_test], paired by draw and image.
 
-    The interval is symmetric: the parts are not counts, for which `paired_difference` has a better one.
+    The interval is symmetric; for counts of correct images, `paired_difference` has a better interval.
     """
     moments = moments_of(a - b)
     draws, z = moments.draws, float(ndtri(0.975))
@@ -82,29 +82,29 @@ def mean_difference(a: np.ndarray, b: np.ndarray) -> Interval:
 
 
 def paired_difference(correct_a: np.ndarray, correct_b: np.ndarray, *, comparisons: int = 1) -> Interval:
-    """Return the accuracy of a minus that of b with its interval; both are [draws, n_test], paired by draw and image.
+    """Return the difference a - b of accuracies with its interval; both are [draws, n_test], paired by draw and image.
 
-    What makes a draw or an image hard for both cancels out. An interval without 0 is a difference at the 5% level; with
-    several `comparisons`, at the 5% level for all of them together.
+    The difficulty of a draw or an image for both methods cancels out. An interval without 0 is a difference at the 5%
+    level; with several `comparisons`, at the 5% level for all of them together.
     """
     moments = moments_of(correct_a - correct_b.astype(np.float64))
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05 / comparisons, paired=True)))
 
 
 def detectable_difference(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
-    """Return the smallest difference that these draws and test images would have shown with a probability of 80%.
+    """Return the smallest difference that these draws and test images detect with a probability of 80%.
 
-    Shown means that the 95% interval of `paired_difference` excludes 0. By the usual formula for the power of a test of
-    two-sided level 5%, (z(0.975) + z(0.8)) standard errors, with the standard error behind the interval's half width
-    (Card et al., "With Little Power Comes Great Responsibility", 2020, do the same for McNemar's test). The variance is
-    that of the observed differences; two methods that agree on most images can be told apart more easily.
+    Detected means that the 95% interval of `paired_difference` excludes 0. By the usual formula for the power of a test
+    of two-sided level 5%, this is (z(0.975) + z(0.8)) standard errors, with the standard error behind the interval's
+    half width (Card et al., "With Little Power Comes Great Responsibility", 2020, do the same for McNemar's test). The
+    variance is taken from the observed differences: the more images two methods agree on, the smaller the result.
     """
     low, high = bounds(moments_of(correct_a - correct_b.astype(np.float64)), 0.05, paired=True)
     return float((high - low) / 2 * (1 + ndtri(POWER) / ndtri(0.975)))
 
 
 def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, Any]:
-    """Return both ends of the 1 - alpha interval of the mean, see above.
+    """Return both ends of the 1 - alpha interval of the mean, see the module's docstring.
 
     Args:
         paired: values are differences from -1 to 1; otherwise from 0 to 1.
@@ -112,38 +112,38 @@ def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, A
     draws, images, mean = moments.draws, moments.images, moments.mean
     z = float(ndtri(1 - alpha / 2))
     unknown = UNKNOWN["difference" if paired else "accuracy"]
-    # of right and wrong, the mean is the mean square, too; influences on a metric are compared with right and wrong
+    # for values of 0 and 1, the mean is also the mean square; contributions to a metric are compared with such values
     single = (moments.square if paired else mean) - mean**2
     design = (images * moments.among_images + unknown) / (images * single + unknown)
     by_images = z**2 * design / images
     by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, 1 - alpha / 2))) if draws > 1 else 0.0
     if paired:
         return _tango(moments, by_images, by_draws)
-    centre = (images * mean + z**2 / 2) / (images + z**2)  # of Wilson's interval; never 0 or 1
+    centre = (images * mean + z**2 / 2) / (images + z**2)  # centre of Wilson's interval; never 0 or 1
     return _wilson(mean, by_images + by_draws / (centre * (1 - centre)))
 
 
 def _by_draws(moments: Moments, z: float, t: float) -> Any:
-    """Return the part of the squared half width that comes from draws, beyond what the images account for."""
+    """Return the part of the squared half width that comes from draws, beyond the noise from images."""
     draws, images, among_draws = moments.draws, moments.images, moments.among_draws
     rest = moments.square - moments.mean**2 - moments.among_images - among_draws * (draws - 1) / draws
     interaction = rest * draws * images / ((draws - 1) * max(1, images - 1))
-    # With two or three draws, t^2 would take away more than a variance with so few degrees of freedom can spare.
+    # With two or three draws, t^2 would subtract more noise than so few degrees of freedom justify.
     noise = min(t**2, 2 * z**2) * np.maximum(0, interaction) / images
     return np.maximum(0, t**2 * among_draws - noise) / draws
 
 
 def _wilson(mean: Any, factor: Any) -> tuple[Any, Any]:
-    """Return both p with (mean - p)^2 = factor p (1 - p); for a binomial the factor is z^2 / n."""
+    """Return both solutions p of (mean - p)^2 = factor p (1 - p); for a binomial the factor is z^2 / n."""
     middle = mean + factor / 2
     root = np.sqrt(factor * mean * (1 - mean) + factor**2 / 4)
     return (middle - root) / (1 + factor), np.minimum(1, (middle + root) / (1 + factor))
 
 
 def _tango(moments: Moments, factor: Any, by_draws: Any) -> tuple[Any, Any]:
-    """Return both differences d with (mean - d)^2 = factor variance(d) + by_draws, by bisection.
+    """Return both solutions d of (mean - d)^2 = factor variance(d) + by_draws, by bisection.
 
-    The variance of a pair is the one that is most likely if the true difference is d.
+    variance(d) is the most likely variance of a pair if the true difference is d.
     """
     mean, discordant = moments.mean, moments.square
 

@@ -1,19 +1,19 @@
-"""Likely wrong labels by confident learning (Northcutt et al., "Confident Learning", 2021), and the table of them.
+"""Likely wrong labels by confident learning (Northcutt et al., "Confident Learning", 2021), and their table.
 
-In: the given labels of n images, and each image's probabilities of the classes, from a model that was not trained on
-that image. Out: the images whose label is likely wrong, the most likely wrong first.
+In: the given labels of n images, and each image's class probabilities by a model that was not trained on that image.
+Out: the images with a likely wrong label, the most likely first.
 
-Confident learning says how many these are. A class's threshold is the mean probability of the class over the images
-with that label (the paper, equation 2), so a class that a model is never sure of is judged by what is usual for it. An
-image belongs to the class whose threshold it reaches; if it reaches several, to its most probable class. Those with
-another label are the off-diagonal counts of the paper's confident joint, of which those whose label is their most
-probable class do not count.
+Confident learning estimates how many these are. A class's threshold is the mean probability of the class over the
+images with that label (the paper, equation 2), so a class that the model is never sure of has a low threshold. An image
+is assigned to the class whose threshold it reaches; if it reaches several, to its most probable class. Images that are
+assigned to another class than their label are the off-diagonal counts of the paper's confident joint. They do not count
+if their label is their most probable class.
 
-Self-confidence, the probability of the given label, says which: the lowest ones. On planted wrong labels they are more
-often right than the off-diagonal images themselves, or the lowest margins (benchmarks/results/label_audit.md). cleanlab
-estimates the same number and uses the same order with `filter_by="low_self_confidence"`, but its list may include
-images whose label is their most probable class. It is done here because it takes a few lines, which leave these images
-out and break ties by place; a test compares both.
+The list takes that many images with the lowest self-confidence, the probability of the given label. On planted wrong
+labels it is more often right than the off-diagonal images or the lowest margins (benchmarks/results/label_audit.md).
+cleanlab estimates the same number and uses the same order with `filter_by="low_self_confidence"`, but its list may
+include images whose label is their most probable class. This module takes a few lines, leaves these images out and
+breaks ties by position; a test compares both.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ LABEL_ISSUES = pa.schema(
         pa.field("suggested_probability", pa.float32(), nullable=False),
     ]
 )
-FLIPPED = 0.02  # the share of labels that an audit replaces on purpose at once
-_FLIPS = 1000  # at least so many in all, in several rounds if the images are few
-# How often a model may err, relative to guessing the largest class, for its list to count as evidence. A worse one
-# lists mostly its own mistakes (tests/ray_jobs/evaluation/test_label_issues.py), and `expected_precision` says little.
+FLIPPED = 0.02  # the share of labels that an audit replaces on purpose per round
+_FLIPS = 1000  # the minimum of replaced labels, in several rounds if there are few images
+# The most errors a model may make, relative to guessing the largest class, for its list to count as evidence. A worse
+# one mostly lists its mistakes (tests/ray_jobs/evaluation/test_label_issues.py), and `expected_precision` says little.
 MOST_ERRORS = 0.4
-_TOLERANCE = 1e-6  # of a comparison with a threshold, as cleanlab
+_TOLERANCE = 1e-6  # in comparisons with a threshold, as in cleanlab
 
 
 class Issues(NamedTuple):
-    """The images with a likely wrong label, the most likely wrong first."""
+    """The images with a likely wrong label, the most likely first."""
 
     places: NDArray[np.int64]
-    """[m], of the images."""
+    """[m], the indices of the images."""
     suggested: NDArray[np.int64]
-    """[m], the class that each probably is of."""
+    """[m], the probable class of each."""
 
 
 def find_issues(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> Issues:
-    """Find the images whose label is probably wrong.
+    """Find the images with a probably wrong label.
 
     Args:
-        labels: [n], given.
+        labels: [n], the given labels.
         probabilities: [n, classes], out of sample.
 
     Raises:
@@ -84,30 +84,31 @@ def find_issues(labels: NDArray[np.integer], probabilities: NDArray[np.floating]
     """
     if not (finite := np.isfinite(probabilities).all(axis=1)).all():
         raise UserError(f"probabilities of image {finite.argmin()} are not finite")
-    own = probabilities[np.arange(len(labels)), labels]
+    self_confidence = probabilities[np.arange(len(labels)), labels]
     confident = probabilities >= thresholds(labels, probabilities).astype(probabilities.dtype) - _TOLERANCE
     reached = confident.sum(axis=1)
     guess = np.where(reached > 1, probabilities.argmax(axis=1), confident.argmax(axis=1))
-    is_doubtful = own + _TOLERANCE < probabilities.max(axis=1)
+    is_doubtful = self_confidence + _TOLERANCE < probabilities.max(axis=1)
     count = int(((reached > 0) & (guess != labels) & is_doubtful).sum())
     doubtful = np.flatnonzero(is_doubtful)
-    places = doubtful[np.argsort(own[doubtful], kind="stable")[:count]]
+    places = doubtful[np.argsort(self_confidence[doubtful], kind="stable")[:count]]
     return Issues(places, probabilities[places].argmax(axis=1))
 
 
 def measure_list(
     labels: NDArray[np.integer], probabilities: NDArray[np.floating], listed: int, seed: int
 ) -> dict[str, float]:
-    """Measure what a list of likely wrong labels is worth, on labels that are replaced on purpose.
+    """Measure the quality of a list of likely wrong labels, with labels that are replaced on purpose.
 
-    The probabilities of an image do not depend on its own label, so labels can be replaced after the fits. FLIPPED of
-    them get another class at random, and `find_issues` runs again. Images with a wrong label are listed as often as
-    these are (`flip_recall`). At most such a share of labels is wrong as explains all the images with the lowest
-    self-confidence, of any number that half of the replaced ones or more are among. So the list has at most
-    `expected_precision` wrong labels. Labels that people confuse are harder to find than those drawn at random.
+    An image's probabilities do not depend on its label, so labels can be replaced after the fits. A share FLIPPED of
+    them gets another class at random, and `find_issues` runs again. Its recall for these labels (`flip_recall`)
+    estimates its recall for wrong labels. If wrong labels have self-confidences as low as replaced ones, a threshold
+    below which a share s of the replaced labels lies bounds their number: (images below it) / s. The smallest of these
+    bounds for s of a half or more limits the precision of the list (`expected_precision`). Labels that people confuse
+    are harder to find than random ones.
 
     Args:
-        labels, probabilities: as in `find_issues`.
+        labels, probabilities: see `find_issues`.
         listed: the length of the list for these labels.
     """
     largest = float(np.bincount(labels).max() / max(len(labels), 1)) if len(labels) else 1.0
@@ -115,45 +116,45 @@ def measure_list(
     measured = {"largest_class": largest, "flip_recall": 0.0, "expected_precision": 0.0}
     if len(classes) < 2:
         return measured
-    rng, found, confidence = np.random.default_rng(seed), [], []
+    rng, is_listed, confidence = np.random.default_rng(seed), [], []
     for _ in range(math.ceil(_FLIPS / flips)):
         places = rng.permutation(len(labels))[:flips]
         flipped = labels.copy()
         steps = rng.integers(1, len(classes), flips)
         flipped[places] = classes[(np.searchsorted(classes, labels[places]) + steps) % len(classes)]
-        found.append(np.isin(places, find_issues(flipped, probabilities).places))
+        is_listed.append(np.isin(places, find_issues(flipped, probabilities).places))
         confidence.append(probabilities[places, flipped[places]])
-    recall = float(np.concatenate(found).mean())
-    of_flips = np.sort(np.concatenate(confidence))
-    of_labels = np.sort(probabilities[np.arange(len(labels)), labels])
-    shares = np.arange(1, len(of_flips) + 1) / len(of_flips)
-    as_low = np.searchsorted(of_labels, of_flips, side="right")
-    # two standard errors of a count, because the smallest of many noisy ratios is too small
+    recall = float(np.concatenate(is_listed).mean())
+    flip_confidence = np.sort(np.concatenate(confidence))
+    label_confidence = np.sort(probabilities[np.arange(len(labels)), labels])
+    shares = np.arange(1, len(flip_confidence) + 1) / len(flip_confidence)
+    as_low = np.searchsorted(label_confidence, flip_confidence, side="right")
+    # plus two standard errors of the count, because the minimum of many noisy ratios is too small
     wrong = float(((as_low + 2 * np.sqrt(as_low)) / len(labels) / shares)[shares >= 0.5].min())
     precision = min(1.0, wrong * recall * len(labels) / listed) if listed else 0.0
     return measured | {"flip_recall": recall, "expected_precision": precision}
 
 
 def doubts(metrics: Mapping[str, float | int | str]) -> str | None:
-    """Return why an audit with these metrics is no evidence about labels, in words; None: it is.
+    """Return why an audit with these metrics is not evidence of wrong labels, in words; None if it is.
 
-    It needs an agreement of 60% if there are many classes of one size, of 80% if there are two.
+    Evidence needs an agreement of 60% with many classes of equal size, and of 80% with two.
     """
     agreement, largest = float(metrics["agreement"]), float(metrics.get("largest_class", 0.0))
     needed = 1 - MOST_ERRORS * (1 - largest)
     if agreement >= needed:
         return None
     return (
-        f"the model agrees with only {agreement:.1%} of the labels; below {needed:.1%} most of what it lists are its"
-        " own mistakes"
+        f"the model agrees with only {agreement:.1%} of the labels; below {needed:.1%} it mostly lists its own"
+        " mistakes"
     )
 
 
 def headline(metrics: Mapping[str, float | int | str]) -> str:
-    """Return what an audit says about labels, in one line; of an earlier version's, without `measure_list`."""
+    """Return an audit's result in one line; audits of earlier versions do not have the metrics of `measure_list`."""
     listed, audited = (int(metrics[name]) for name in ("label_issues", "audited"))
     if why := doubts(metrics):
-        text = f"{why}. No number of wrong labels follows from its list of {listed:,} of {audited:,}"
+        text = f"{why}. Its list of {listed:,} of {audited:,} does not show how many labels are wrong"
     else:
         text = f"{listed:,} of {audited:,} labels are listed as likely wrong; the model agrees with"
         text += f" {float(metrics['agreement']):.1%} of all"
@@ -162,42 +163,42 @@ def headline(metrics: Mapping[str, float | int | str]) -> str:
     text += f". It lists {float(metrics['flip_recall']):.0%} of labels that were replaced on purpose"
     if why:
         return text
-    return f"{text}; at most about {float(metrics['expected_precision']):.0%} of the list are wrong labels"
+    return f"{text}; at most about {float(metrics['expected_precision']):.0%} of the listed labels are wrong"
 
 
 def thresholds(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return each class's mean probability over the images with that label; infinity if there are none."""
     classes = probabilities.shape[1]
     counts = np.bincount(labels, minlength=classes)
-    own = probabilities[np.arange(len(labels)), labels]
-    sums = np.bincount(labels, own.astype(np.float64), minlength=classes)
+    self_confidence = probabilities[np.arange(len(labels)), labels]
+    sums = np.bincount(labels, self_confidence.astype(np.float64), minlength=classes)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
 
 
 def left_out_probabilities(
     features: NDArray[np.floating], labels: NDArray[np.integer], classes: int
 ) -> tuple[NDArray[np.float32], dict[str, float]]:
-    """Return the probabilities [n, classes] of each image under least squares fitted to the n - 1 others, and settings.
+    """Return each image's probabilities [n, classes] by least squares fitted to the n - 1 others, and the settings.
 
-    The scores of all images left out come from one decomposition (`RidgePath.leave_one_out`). L2 is the one with the
-    most correct ones; the scores become probabilities by softmax with the temperature that fits the labels best.
+    The leave-one-out scores of all images come from one decomposition (`RidgePath.leave_one_out`). L2 maximises the
+    correct ones; softmax with the temperature that fits the labels best turns scores into probabilities.
 
     Args:
         features: [n, d], from a frozen backbone.
         labels: [n], from 0 to classes - 1. The probability of a class without images is 0.
 
     Raises:
-        UserError: features that are not finite.
+        UserError: features are not finite.
     """
     check_features("labelled", features)
     with threadpool_limits(1):
-        given = Standardised.of(features, labels, standardise=True)
-        path = RidgePath.fit(given.inputs, given.targets)
-        l2 = select_l2(path, given.numbers, L2_GRID) or FIXED_L2
+        support = Standardised.of(features, labels, standardise=True)
+        path = RidgePath.fit(support.inputs, support.targets)
+        l2 = select_l2(path, support.numbers, L2_GRID) or FIXED_L2
         scores = path.leave_one_out(l2)
-    temperature = fit_temperature(scores, given.numbers)
+    temperature = fit_temperature(scores, support.numbers)
     probabilities = np.zeros((len(labels), classes), np.float32)
-    probabilities[:, given.classes] = softmax(scores / temperature, axis=1)
+    probabilities[:, support.classes] = softmax(scores / temperature, axis=1)
     return probabilities, {"l2": l2, "temperature": temperature}
 
 
@@ -210,7 +211,7 @@ def write_probabilities(path: Path, sample_ids: pa.ChunkedArray, probabilities: 
 
 
 def read_probabilities(paths: Iterable[Path], images: pa.Table) -> NDArray[np.float32]:
-    """Return the probabilities [n, classes] of these rows of an index from the files that together have them all."""
+    """Return the probabilities [n, classes] of these rows of an index; together, the files have all of them."""
     table = pa.concat_tables([pq.read_table(path) for path in paths]).combine_chunks()
     column = table["probabilities"].combine_chunks()
     values = column.flatten().to_numpy().reshape(len(table), column.type.list_size)

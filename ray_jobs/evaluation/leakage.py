@@ -3,18 +3,18 @@
 In: a stage's context and the images that it learns from. Out: `Overlap`, or a UserError if its backbone was trained on
 test images.
 
-The lineage says what a model was trained on: the manifests of the model and its ancestors (a fine-tuning's backbone, a
+A model's lineage says what it was trained on: the manifests of the model and its ancestors (a fine-tuning's backbone, a
 pretraining's `init_from` and `teacher`) name their data sets, and `index.parquet` lists the images. A pretraining uses
 train. The stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. Imported weights
-that are those of a model in the store have its lineage. If the store has only the data set that their contract names,
-all of its train and dev count, and their ancestors are unknown. The training images of other weights, and of data sets
-without a manifest or an index, are unknown; the log and the artifact's metrics say so.
+with the same bytes as a model in the store have that model's lineage. If the store has only the data set that their
+contract names, all of its train and dev count, and their ancestors are unknown. The training images of other weights,
+and of data sets without a manifest or an index, are unknown; the log and the artifact's metrics say so.
 
-Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
-in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.
-Near-copies are only counted, because small pictures can look alike without being copies. But if a new test image has
-pushed its copies out of the data set's train, and an ancestor was trained on these before, the image counts as seen. It
-is scored apart and never refused, because nobody could have left the copies out of an earlier training.
+Two images are equal if their bytes are (`content_id`). Test images that the data set also has in train or dev, in its
+authors' splits, are counted but not refused, because any model trained on that data set has seen them. Near-copies are
+only counted, because small pictures can look alike without being copies. But if ingest left copies of a new test image
+out of train, and an ancestor was trained on them before, the image counts as seen. It is scored apart and never
+refused, because nobody could have left the copies out of an earlier training.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ray_jobs.evaluation.supports import support_rows
 from ray_jobs.process.context import Context
 from vit_model.errors import UserError
 
-# How rows name a backbone that was trained on other images, and one that was trained on the images labelled here.
+# Rows use these names for a backbone that was trained on other images, and for one that was trained on these images.
 PRETRAINED, SEEN = "pretrained", "trained on these images"
 COMPARED = ["content_id", "phash"]  # columns of an index
 _INDEX = "index.parquet"
@@ -71,9 +71,9 @@ class Training(NamedTuple):
     stage: str
     """The model's stage, job and key, for messages."""
     data: str
-    """Stage, job and key of its data set."""
+    """The data set's stage, job and key."""
     images: pa.Table
-    """Columns COMPARED."""
+    """The columns COMPARED of the images."""
     uses_labels: bool = True
 
 
@@ -81,10 +81,10 @@ class Overlap(NamedTuple):
     """The overlap of test images with the training images of the backbone, of its ancestors and of the stage itself."""
 
     seen: NDArray[np.bool_]
-    """[n], per test image: the backbone or an ancestor was trained on it, and the data set has it only in test; or on a
-    copy of it that left train because of it."""
+    """[n], per test image: whether the backbone or an ancestor was trained on it and the data set has it only in test,
+    or was trained on a copy that ingest left out of train because of it."""
     also_in_train: int
-    """Test images equal to a training image that the data set itself also has in train or dev."""
+    """Test images equal to a training image that the data set also has in train or dev."""
     near_copies: int
     """Test images with a perceptual hash near a training image's, but not seen and equal to no training image."""
     labels_seen: int
@@ -94,7 +94,7 @@ class Overlap(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, float | int | str]:
-        """The counts, as an artifact records them."""
+        """The counts in an artifact's metrics."""
         counts: dict[str, float | int | str] = {
             "test_images_seen_in_training": int(self.seen.sum()),
             "test_images_also_in_train": self.also_in_train,
@@ -110,7 +110,7 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     Args:
         context: the stage's context.
         dataset: the artifact that `data` names.
-        labelled: the rows of its index that the stage learns from.
+        labelled: the rows of its index that the stage is fitted on.
 
     Raises:
         UserError: the backbone was trained on test images and `seen_in_training` is "fail", or an index is damaged.
@@ -118,9 +118,9 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     """
     trainings, unknown, named = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
     test = dataset.index("test").select(COMPARED)
-    own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
+    not_test = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
     images = [training.images for training in trainings]
-    overlap = find_overlap(test, own, labelled, images)
+    overlap = find_overlap(test, not_test, labelled, images)
     config = context.config  # only stages with a backbone can have seen images
     if (
         overlap.seen.any()
@@ -133,7 +133,7 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     overlap = overlap._replace(unknown=tuple(unknown))
     pushed = _copies_seen(context, dataset, images) & ~overlap.seen
     if pushed.any():
-        others = find_overlap(test.filter(pa.array(~pushed)), own, labelled, images)
+        others = find_overlap(test.filter(pa.array(~pushed)), not_test, labelled, images)
         overlap = overlap._replace(seen=overlap.seen | pushed, near_copies=others.near_copies)
     for line in log_lines(overlap):
         print(line, flush=True)
@@ -141,9 +141,9 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
 
 
 def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: pa.Table) -> tuple[str, ...]:
-    """Check that an audit's backbone has not learned the labels that are audited; it would repeat the wrong ones.
+    """Check that an audit's backbone was not trained on the audited labels, because it would repeat the wrong ones.
 
-    Training without labels, on any images, is no harm.
+    Training without labels is allowed on any images.
 
     Args:
         audited: the rows of the index of the artifact that `data` names.
@@ -160,7 +160,7 @@ def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: p
     seen = int(_is_in_any(audited, [training.images for training in with_labels]).sum())
     by = _counts(audited, with_labels)
     if not seen and unknown and dataset.info.content_digest in named:
-        seen, by = len(audited), "says the contract of its weights"
+        seen, by = len(audited), "by the contract of its weights"
     if seen:
         raise UserError(
             f"backbone {models[0].stage}: trained on the labels of {seen:,} of the {len(audited):,} images to audit"
@@ -169,14 +169,14 @@ def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: p
         )
     for name in unknown:
         print(
-            f"{name}: training images unknown; if these labels were among them, wrong ones are missed",
+            f"{name}: training images unknown; if it was trained on these labels, wrong ones are missed",
             flush=True,
         )
     return tuple(unknown)
 
 
 def _counts(images: pa.Table, trainings: Sequence[Training]) -> str:
-    """Say by which trainings how many of these images were seen."""
+    """Return in words how many of these images each training has seen."""
     counts = [(training, int(_is_in_any(images, [training.images]).sum())) for training in trainings]
     return "; ".join(
         f"{count:,} by {training.stage} on {training.data}" for training, count in counts if count
@@ -191,9 +191,7 @@ def log_lines(overlap: Overlap) -> list[str]:
         count = f"at least {count}" if seen else "unknown"
     lines = [f"test images seen in training: {count}; near-copies of training images: {near:,} more"]
     if overlap.also_in_train:
-        lines.append(
-            f"test images that the data set itself also has in train or dev: {overlap.also_in_train:,}"
-        )
+        lines.append(f"test images that the data set also has in train or dev: {overlap.also_in_train:,}")
     if overlap.labels_seen:
         lines.append(f"labelled images that the backbone was trained on: {overlap.labels_seen:,}")
     lines += [f"{name}: training images unknown, so not counted" for name in overlap.unknown]
@@ -206,25 +204,27 @@ def _refusal(
     by = _counts(test.filter(pa.array(overlap.seen)), trainings)
     return (
         f"backbone {config.backbone}: trained on {overlap.seen.sum():,} of the {len(test):,} test images of"
-        f" {config.data} ({by}). Give `against: [{config.data}]` to the ingest of the training data, which leaves these"
-        " images out, and retrain; or give `seen_in_training: report` to this stage, which scores them apart"
+        f" {config.data} ({by}). Set `against: [{config.data}]` in the ingest of the training data, which leaves these"
+        " images out, and retrain; or set `seen_in_training: report` in this stage, which scores them separately"
     )
 
 
 # ------------------------------------------------------------------------------------------------- comparing
 
 
-def find_overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]) -> Overlap:
-    """Compare a data set's images with those used in training.
+def find_overlap(
+    test: pa.Table, not_test: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]
+) -> Overlap:
+    """Compare a data set's images with the images used in training.
 
     Args:
-        test: COMPARED of the test images.
-        own: `content_id` of all images in the same data set's train and dev.
-        labelled: COMPARED of the images that the stage learns from.
+        test: the columns COMPARED of the test images.
+        not_test: `content_id` of all images in the same data set's train and dev.
+        labelled: COMPARED of the images that the stage is fitted on.
         trainings: COMPARED of the training images of the backbone and of each ancestor.
     """
     in_training, in_labelled = _is_in_any(test, trainings), _is_in_any(test, [labelled])
-    in_own_train = _is_in_any(test, [own])
+    in_own_train = _is_in_any(test, [not_test])
     seen = in_training & ~in_own_train
     equal = in_training | in_labelled
     training_hashes = [table["phash"].to_numpy() for table in (*trainings, labelled)]
@@ -238,7 +238,7 @@ def find_overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: S
 def _copies_seen(
     context: Context[AnyStage], dataset: Dataset, trainings: Sequence[pa.Table]
 ) -> NDArray[np.bool_]:
-    """Return whether a copy of each test image [n] was trained on before ingest left it out because of the image.
+    """Return whether a training used a copy of each test image [n] before ingest left the copy out of train.
 
     Args:
         trainings: COMPARED of the training images of the backbone and of each ancestor.
@@ -257,24 +257,24 @@ def _copies_seen(
     left_out = left_out.filter(pa.array(_is_in_any(left_out, trainings)))
     twins = copies.filter(pc.is_in(copies["key"], left_out["key"].combine_chunks()))["twin"].combine_chunks()
     hashes = left_out["phash"].to_numpy()
-    # a copy has one twin in the list, but may be near to several test images
+    # a copy has one twin in duplicates.parquet, but may be near several test images
     near = is_near(test["phash"].to_numpy(), hashes[hashes != 0], _MAX_DISTANCE)
     return near | pc.is_in(test["key"], twins).to_numpy()
 
 
 def _facts(store: Store, data: Manifest, name: str, copies: pa.Table) -> pa.Table:
-    """Return key and COMPARED of these images of a data set, from a file of the facts of all its source's images."""
+    """Return key and COMPARED of these images of a data set, from a file of facts."""
     facts = pq.read_table(local_file(store, data, name), columns=["key", *COMPARED])
     return facts.filter(pc.is_in(facts["key"], copies["key"].combine_chunks()))
 
 
 def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
-    """Return, for each image [n], whether one of the other tables has an image with the same bytes."""
+    """Return whether one of the other tables has the bytes of each image [n]."""
     is_in = np.zeros(len(images), bool)
     ids = images["content_id"].combine_chunks()
     for other in others:
         other_ids = other["content_id"]
-        # Build the lookup table from the few ids in common, not from a million training images.
+        # Build the lookup table from the few common ids, not from a million training images.
         common = other_ids.filter(pc.is_in(other_ids, ids)).combine_chunks()
         is_in |= pc.is_in(ids, common).to_numpy(zero_copy_only=False)
     return is_in
@@ -286,9 +286,9 @@ def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_
 def read_trainings(
     store: Store, models: Iterable[Manifest]
 ) -> tuple[list[Training], list[str], frozenset[str]]:
-    """Return the training images of models and their ancestors, and which of the models have unknown ones.
+    """Return (training images of models and their ancestors, models with unknown ones, digests of named data sets).
 
-    Third, the digests of data sets that the contracts of the models, and of ancestors with unknown images, name.
+    The digests are named by the contracts of the models and of ancestors with unknown images.
 
     Raises:
         UserError: an index is damaged.
@@ -307,8 +307,8 @@ def read_trainings(
                 unknown.append(f"{reference.job} {reference.key[:12]}, which was removed")
             else:
                 ancestors.append(backbone)
-        if own := _own_trainings(store, manifest):
-            trainings += own
+        if direct := _direct_trainings(store, manifest):
+            trainings += direct
         elif originals := _originals(store, manifest):
             ancestors += originals
         else:
@@ -322,8 +322,8 @@ def read_trainings(
     return trainings, unknown, frozenset(contract.training_data for contract in contracts if contract)
 
 
-def _own_trainings(store: Store, model: Manifest) -> list[Training]:
-    """Return what a pretraining or fine-tuning was trained on itself; empty for other jobs, or if it is unknown."""
+def _direct_trainings(store: Store, model: Manifest) -> list[Training]:
+    """Return what a pretraining or fine-tuning itself was trained on; empty for other jobs, or if it is unknown."""
     if model.job not in TRAINED:
         return []
     uses_labels = model.job != "pretrain" or model.config.get("objective", "softmax") not in WITHOUT_LABELS
@@ -341,10 +341,10 @@ def _own_trainings(store: Store, model: Manifest) -> list[Training]:
 
 
 def _originals(store: Store, model: Manifest) -> list[Manifest]:
-    """Return the trained models of the store, other than this one, that have its weights: it is a copy of them.
+    """Return the other trained models in the store with the same weights, of which this one is a copy.
 
-    A model that was exported and imported again has its weights in the same file, with the same sha256; they may be
-    those of a checkpoint.
+    A model that was exported and imported again has the same file of weights, with the same sha256; it may also be a
+    checkpoint's file.
     """
     weights = {file.sha256 for file in model.files if file.path == _WEIGHTS}
     return [
@@ -357,19 +357,19 @@ def _originals(store: Store, model: Manifest) -> list[Manifest]:
 
 
 def _named_training(store: Store, model: Manifest) -> list[Training]:
-    """Return train and dev of the data sets in the store that a model's contract names."""
+    """Return train and dev of the data sets in the store with the digest that a model's contract names."""
     if (contract := contract_of(store, model)) is None:
         return []
-    found = []
+    trainings = []
     for dataset in all_manifests(store, "ingest"):
         if dataset.content_digest == contract.training_data and (index := _index(store, dataset)) is not None:
             learned = index.filter(pc.not_equal(index["split"], "test")).select(COMPARED)
-            found.append(Training(_described(model), _described(dataset), learned))
-    return found
+            trainings.append(Training(_described(model), _described(dataset), learned))
+    return trainings
 
 
 def training_images(model: Manifest, index: pa.Table) -> pa.Table:
-    """Return the rows of a data set's index (with `split` and `label`) that a pretraining or fine-tuning trained on."""
+    """Return the rows of a data set's index (with `split` and `label`) that a pretraining or fine-tuning used."""
     train = index.filter(pc.equal(index["split"], "train"))
     if model.job != "finetune":
         return train
@@ -379,9 +379,9 @@ def training_images(model: Manifest, index: pa.Table) -> pa.Table:
 
 
 def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
-    """Return the artifact that a stage used, or its replacement by `--force` if that has the same content.
+    """Return the artifact that a stage used, or its replacement by `--force` with the same content.
 
-    None if it was removed, or rebuilt with other content.
+    None if it was removed or rebuilt with other content.
     """
     current = read_current(store, reference.job, reference.key)
     for manifest in (current and current[0], read_manifest(store, reference.job, reference.key)):
@@ -391,7 +391,7 @@ def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
 
 
 def _index(store: Store, dataset: Manifest) -> pa.Table | None:
-    """Return the columns of a data set's index that are needed here; None if it was removed or lacks one of them."""
+    """Return the columns `_READ` of a data set's index; None if it was removed or does not have all of them."""
     if _INDEX not in store.names(dataset.folder) or (path := local_file(store, dataset, _INDEX)) is None:
         return None
     try:

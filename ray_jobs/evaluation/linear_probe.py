@@ -5,7 +5,7 @@ on, and the predicted labels of test. Pure numpy in float64 on one thread, which
 cores and is faster on problems of this size.
 
 This is the evaluation of "An Image is Worth 16x16 Words" (section 4.1), with the details of big_vision's `fewshot_lsr`:
-features standardised by the support's statistics, a constant feature for the bias, sums (not means) of squares, so that
+features standardised by the support's statistics, a constant feature for the bias, and sums of squares, not means, so
 L2 is not divided by the number of images. The protocols differ in how L2 is chosen (`Protocol`).
 """
 
@@ -28,36 +28,36 @@ L2_GRID = tuple(2.0**exponent for exponent in range(-10, 16))
 # big_vision's constant. With one image per class the accuracy hardly depends on it: digits' pixels in [0, 1]
 # give .622 at 2^2, .618 at 2^10 and .619 at 2^14.
 FIXED_L2 = 2.0**10
-# scenic's: 2^-10 to 2^19
+# scenic's grid: 2^-10 to 2^19
 SCENIC_GRID = tuple(2.0**exponent for exponent in range(-10, 20))
 # big_vision's bias feature. The intercept is 100 times its weight, so its penalty is L2 / 10^4, negligible over
 # the grid. That holds for unstandardised pixels too: on digits in [0, 1], [-1, 1] and [0, 16/255] the accuracy at
 # 5, 10 and 25 shots agreed with exact centring (no penalty on the intercept) to .0002, before and after selecting L2.
 BIAS_FEATURE = 100.0
-# Test images in float64 at once. All 70,000 of 3,072 pixels would take 1.7 GB, and the same again in each step.
+# Test images in float64 at once. All 70,000 images of 3,072 pixels would take 1.7 GB, and as much again in each step.
 TEST_BLOCK = 8192
 
 
 class Fitted(NamedTuple):
-    """What a classifier says of test, and how its settings were chosen."""
+    """A classifier's predictions for test, and how its settings were chosen."""
 
     predictions: NDArray[np.int64]
     """labels [n_test]"""
     selected_on: str
     settings: dict[str, float]
     probabilities: pa.Table | None = None
-    """A table of PROBABILITIES [n_test]; None: the classifier has none, or no image with the label of a test image."""
+    """table of PROBABILITIES [n_test]; None: the classifier has none, or was not fitted on some test image's label"""
 
 
 @dataclass(frozen=True)
 class Standardised:
-    """The inputs X [n, d + 1] and the targets Y [n, k] of one support, and how test features become inputs."""
+    """The inputs X [n, d + 1] and the targets Y [n, k] of a support, and how test features become inputs."""
 
     inputs: NDArray[np.float64]
     targets: NDArray[np.float64]
     classes: NDArray[np.int64]
     numbers: NDArray[np.int64]
-    """for each image, the place of its label in `classes`"""
+    """the index of each image's label in `classes`"""
     mean: NDArray[np.float64]
     deviation: NDArray[np.float64]
 
@@ -65,7 +65,7 @@ class Standardised:
     def of(
         cls, support: NDArray[np.floating], labels: NDArray[np.integer], standardise: bool
     ) -> Standardised:
-        """The path for a support [n, d] with labels [n]; without `standardise`, features are taken as they are."""
+        """Make them from a support [n, d] with labels [n]; without `standardise`, features are not scaled."""
         support = np.asarray(support, np.float64)
         mean, deviation = np.zeros(support.shape[1]), np.ones(support.shape[1])
         if standardise:
@@ -75,12 +75,12 @@ class Standardised:
         return cls(inputs, 2.0 * np.eye(len(classes))[numbers] - 1.0, classes, numbers, mean, deviation)
 
     def of_features(self, weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return (slopes [d, k], intercepts [k]) for features as they are, from weights [d + 1, k] of the inputs."""
+        """Return (slopes [d, k], intercepts [k]) for unscaled features, from weights [d + 1, k] of the inputs."""
         slopes = weights[:-1] / self.deviation[:, None]
         return slopes, BIAS_FEATURE * weights[-1] - self.mean @ slopes
 
     def predict(self, weights: NDArray[np.float64], test: NDArray[np.floating]) -> NDArray[np.int64]:
-        """Return the labels [n_test] that weights [d + 1, k] of the inputs give test features [n_test, d]."""
+        """Return the labels [n_test] of test features [n_test, d], predicted by weights [d + 1, k] of the inputs."""
         # standardising the weights costs less than standardising every test image
         slopes, intercepts = self.of_features(weights)
         return self.classes[np.concatenate([_highest(part, slopes, intercepts) for part in parts(test)])]
@@ -89,14 +89,14 @@ class Standardised:
 def _highest(
     features: NDArray[np.floating], slopes: NDArray[np.float64], intercepts: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Return the place [n] of the highest score, features [n, d] @ slopes [d, k] + intercepts [k], in float64.
+    """Return the index [n] of the highest score, features [n, d] @ slopes [d, k] + intercepts [k], in float64.
 
-    A product in float32 takes half the time or less. It decides wherever its two highest scores are farther apart than
-    twice what rounding can change in one: (d + 8) u (|x| |slopes| + |intercept|), after Higham, "Accuracy and Stability
-    of Numerical Algorithms", section 3.1. The other images, a few in a thousand, are scored again in float64.
+    A product in float32 takes half the time or less. It decides if its two highest scores are farther apart than twice
+    the rounding error of a score: (d + 8) u (|x| |slopes| + |intercept|), after Higham, "Accuracy and Stability of
+    Numerical Algorithms", section 3.1. The other images, a few in a thousand, are scored again in float64.
     """
     width, unit, smallest = features.shape[1], np.finfo(np.float32).eps / 2, np.finfo(np.float32).tiny
-    with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is scored in float64
+    with np.errstate(over="ignore", invalid="ignore"):  # values beyond float32 are scored in float64
         single = np.asarray(features, np.float32)
         scores = single @ slopes.astype(np.float32) + intercepts.astype(np.float32)
         rows = np.arange(len(scores))
@@ -113,7 +113,7 @@ def _highest(
 
 
 def parts(test: NDArray[np.floating]) -> Iterator[NDArray[np.floating]]:
-    """Yield `TEST_BLOCK` test features at a time, so that what is computed of them needs little memory."""
+    """Yield `TEST_BLOCK` test features at a time, so that computing with them needs little memory."""
     for start in range(0, len(test), TEST_BLOCK):
         yield test[start : start + TEST_BLOCK]
 
@@ -131,12 +131,12 @@ def leave_one_out(
 
     If every class has a single image, leave-one-out is undefined and `FIXED_L2` is used.
     """
-    given = Standardised.of(support, labels, standardise)
-    path = RidgePath.fit(given.inputs, given.targets)
-    selected = select_l2(path, given.numbers, L2_GRID)
+    standardised = Standardised.of(support, labels, standardise)
+    path = RidgePath.fit(standardised.inputs, standardised.targets)
+    selected = select_l2(path, standardised.numbers, L2_GRID)
     l2 = FIXED_L2 if selected is None else selected
     selected_on = "fixed" if selected is None else "leave-one-out on the support"
-    return Fitted(given.predict(path.weights(l2), test), selected_on, {"l2": l2})
+    return Fitted(standardised.predict(path.weights(l2), test), selected_on, {"l2": l2})
 
 
 def chosen_on_dev(
@@ -146,18 +146,18 @@ def chosen_on_dev(
     standardise: bool,
     is_dev: NDArray[np.bool_],
 ) -> Fitted:
-    """Choose L2 from `L2_GRID` by the accuracy on dev after a fit to the others; then fit to all of the support.
+    """Choose L2 from `L2_GRID` by the accuracy on dev after a fit to the others; then fit to the whole support.
 
-    The largest wins a tie, as in `select_l2`. For VTAB-1k: train800, val200, and a fit to the 1,000.
+    The largest wins a tie, as in `select_l2`. For VTAB-1k: train800, val200, and a fit to all 1,000.
 
     Args:
-        is_dev: [n], whether an image of the support is of dev.
+        is_dev: [n], whether an image of the support is from dev.
     """
-    given = Standardised.of(support[~is_dev], labels[~is_dev], standardise)
-    path = RidgePath.fit(given.inputs, given.targets)
+    standardised = Standardised.of(support[~is_dev], labels[~is_dev], standardise)
+    path = RidgePath.fit(standardised.inputs, standardised.targets)
 
     def correct(l2: float) -> int:
-        return int(np.sum(given.predict(path.weights(l2), support[is_dev]) == labels[is_dev]))
+        return int(np.sum(standardised.predict(path.weights(l2), support[is_dev]) == labels[is_dev]))
 
     l2 = max(sorted(L2_GRID, reverse=True), key=correct)
     return fixed(support, labels, test, standardise, l2)._replace(selected_on="dev")
@@ -170,9 +170,9 @@ def fixed(
     standardise: bool,
     l2: float = FIXED_L2,
 ) -> Fitted:
-    """Use one L2 for all, as big_vision: W = (XᵀX + l2 I)⁻¹ XᵀY if n >= d, else Xᵀ (XXᵀ + l2 I)⁻¹ Y."""
-    given = Standardised.of(support, labels, standardise)
-    x, y = given.inputs, given.targets
+    """Use a fixed L2, as big_vision does: W = (XᵀX + l2 I)⁻¹ XᵀY if n >= d, else Xᵀ (XXᵀ + l2 I)⁻¹ Y."""
+    standardised = Standardised.of(support, labels, standardise)
+    x, y = standardised.inputs, standardised.targets
     dual = len(x) < len(x.T)
     gram = x @ x.T if dual else x.T @ x
     gram[np.diag_indices_from(gram)] += l2
@@ -182,7 +182,7 @@ def fixed(
         if dual
         else cho_solve(factor, x.T @ y, check_finite=False)
     )
-    return Fitted(given.predict(weights, test), "fixed", {"l2": l2})
+    return Fitted(standardised.predict(weights, test), "fixed", {"l2": l2})
 
 
 def best_on_test(
@@ -192,23 +192,23 @@ def best_on_test(
     standardise: bool,
     truth: NDArray[np.integer],
 ) -> Fitted:
-    """Choose L2 from `SCENIC_GRID` by the accuracy on test itself, as scenic does; the smallest wins a tie.
+    """Choose L2 from `SCENIC_GRID` by the accuracy on test, as scenic does; the smallest wins a tie.
 
-    scenic takes one L2 per number of shots for all its data sets, by mean rank; here every data set has its own.
+    scenic chooses one L2 per number of shots for all its data sets, by mean rank; here each data set gets its own L2.
     """
-    given = Standardised.of(support, labels, standardise)
-    path = RidgePath.fit(given.inputs, given.targets)
-    found = {l2: given.predict(path.weights(l2), test) for l2 in SCENIC_GRID}
-    l2 = max(found, key=lambda l2: np.mean(found[l2] == truth))
-    return Fitted(found[l2], "test", {"l2": l2})
+    standardised = Standardised.of(support, labels, standardise)
+    path = RidgePath.fit(standardised.inputs, standardised.targets)
+    predictions = {l2: standardised.predict(path.weights(l2), test) for l2 in SCENIC_GRID}
+    l2 = max(predictions, key=lambda l2: np.mean(predictions[l2] == truth))
+    return Fitted(predictions[l2], "test", {"l2": l2})
 
 
 def select_l2(path: RidgePath, targets: NDArray[np.integer], l2_grid: Sequence[float]) -> float | None:
     """Return the L2 strength with the most correct leave-one-out predictions; the largest wins a tie.
 
     Ties are common (50 images give 51 possible accuracies), and the largest L2 is the simplest of the tied models.
-    Images that are alone in their class are not counted, because nothing is left to predict them from; None if all
-    are. Standardisation is not redone for each image left out.
+    Images that are alone in their class do not count, because nothing is left to predict them from; None if all images
+    are. Features are not standardised anew for each image left out.
     """
     countable = np.bincount(targets)[targets] > 1
     if not countable.any():
@@ -262,9 +262,9 @@ class RidgePath:
 
 
 def check_features(split: str, features: NDArray[np.floating]) -> None:
-    """Raise UserError if features [n, d] of a split are not finite."""
+    """Raise UserError if the features [n, d] of a split are not finite."""
     if not np.isfinite(features).all():
         row, column = np.argwhere(~np.isfinite(features))[0]
         raise UserError(
-            f"{split} features hold {features[row, column]} at [{row}, {column}]; all must be finite"
+            f"{split} features: value {features[row, column]} at [{row}, {column}]; all must be finite"
         )

@@ -1,4 +1,4 @@
-"""Measuring what a model costs on this machine: images per second and memory of its forward pass.
+"""Measure the cost of a model on this machine: images per second and memory of its forward pass.
 
 In: a function that builds a model, or one that runs a pass. Out: a `Cost`. Use: `measure(prepare, device)`.
 """
@@ -24,25 +24,25 @@ from vit_model.contract import ModelContract
 from vit_model.preprocessing import normalise
 
 IMAGES = {"cpu": 32, "cuda": 256}  # in a measured forward pass
-PASSES, SECONDS = 5, 10.0  # the most passes that are timed; none begins after this time
+PASSES, SECONDS = 5, 10.0  # the maximum of timed passes; no pass begins after this time
 _CLEAR_PEAK = "5"  # proc(5), clear_refs
 
 
 class Measured(NamedTuple):
-    """The seconds of the fastest pass, and the peak of memory, see `Speed`."""
+    """The seconds of the fastest pass, and the peak memory, see `Speed`."""
 
     seconds: float
     peak_bytes: int | None
 
 
 def measure(prepare: Callable[[], Callable[[], None]], on: torch.device) -> Measured:
-    """Time a pass on a device, which `prepare` returns after it has built the model.
+    """Time the pass on a device that `prepare` returns after it has built the model.
 
-    It is prepared twice: before the first time, libraries are not yet loaded, which takes time and memory. The first
-    pass is never timed. The fastest of the others is taken, because whatever else runs can only slow one down.
+    The pass is prepared twice, because loading libraries takes time and memory in the first preparation. The first pass
+    is not timed. The fastest of the others counts, because other work on the machine can only slow a pass down.
     """
     prepare()()
-    gc.collect(1)  # of the young objects; a whole collection takes longer than a small model
+    gc.collect(1)  # young objects only; a full collection takes longer than a small model's pass
     before = _forget_peak(on)
     run = prepare()
     seconds: list[float] = []
@@ -61,7 +61,7 @@ def measure(prepare: Callable[[], Callable[[], None]], on: torch.device) -> Meas
 def forward_cost(
     build: Callable[[], Network], contract: ModelContract, dtype: torch.dtype, threads: int
 ) -> Cost:
-    """Return the cost of a model in a dtype, with its forward pass on this process's device."""
+    """Return the cost of a model in a dtype, measured by its forward pass on this process's device."""
     devices.set_threads(threads)
     on = devices.device()
     images = random_images(contract, IMAGES[on.type], on)
@@ -97,19 +97,19 @@ def speed(measured: Measured, images: int, dtype: torch.dtype) -> Speed:
 
 
 def random_images(contract: ModelContract, count: int, on: torch.device) -> torch.Tensor:
-    """Return noise that a model takes, uint8 [count, side, side, channels]; pixels do not change the time."""
+    """Return noise images for a model, uint8 [count, side, side, channels]; pixel values do not change the time."""
     pixels = contract.preprocessing
     shape = (count, pixels.resolution, pixels.resolution, pixels.channels)
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8).to(on)
 
 
 def _forget_peak(on: torch.device) -> int | None:
-    """Return the bytes in use, from which a new peak starts; None if this system cannot start one."""
+    """Reset the peak memory and return the bytes in use; None if this system cannot reset it."""
     if on.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(on)
         return torch.cuda.memory_allocated(on)
-    with suppress(AttributeError):  # another C library keeps less
+    with suppress(AttributeError):  # other C libraries do not have it
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)

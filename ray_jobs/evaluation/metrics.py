@@ -1,11 +1,11 @@
-"""The metrics of results, in one table: what they are called, what they mean, and how they are computed.
+"""The metrics of results in one table: names, meanings, and how they are computed.
 
 Accuracy, mAP and mIoU are stored: the stages write them into rows.parquet. A report, `report compare` and SQL compute
 the others from predictions, so artifacts of any age have them.
 
-A computed metric is a mean over classes of a function of three counts of each class: the images with this label and
-prediction (hits), with this label, and with this prediction. Its interval is that of an accuracy
-(`ray_jobs.evaluation.intervals`), from how much each image moves the metric. Needs numpy, scipy and pyarrow only.
+A computed metric is a mean over classes of a function of three counts per class: the images with this label and
+prediction (hits), with this label, and with this prediction. Its interval is computed as for an accuracy
+(`ray_jobs.evaluation.intervals`), from each image's influence on the metric. Needs numpy, scipy and pyarrow only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, MEAN_IOU
 
 Counts = NDArray[np.float64]  # [classes]
-_STEP = 1e-4  # of a count, for derivatives
+_STEP = 1e-4  # added to a count for its derivative
 
 
 class Metric(NamedTuple):
     """A metric of a result on test, a fraction.
 
-    `of_class` returns a class's part of a computed metric, or NaN if the class does not count, which one without
-    labels and predictions never does; None: stages store it.
+    `of_class` returns a class's value of a computed metric, or NaN if the class does not count (a class without labels
+    and predictions never does); None: stages store the metric.
     """
 
     name: str
@@ -50,7 +50,9 @@ METRICS = (
     Metric(ACCURACY, "Accuracy", "the fraction of images that are classified correctly"),
     Metric(MEAN_AP, "mAP", "the mean average precision, over queries of a retrieval or over classes"),
     Metric(MEAN_IOU, "mIoU", "the mean over classes of the intersection over union of pixels"),
-    Metric("macro-F1", "Macro-F1", "the mean over classes of F1, predicted ones without images included", f1),
+    Metric(
+        "macro-F1", "Macro-F1", "the mean over classes of F1, including predicted classes without images", f1
+    ),
     Metric("balanced accuracy", "Balanced accuracy", "the mean over classes of recall", recall),
 )
 COMPUTED = tuple(metric for metric in METRICS if metric.of_class is not None)
@@ -59,7 +61,7 @@ COMPUTED = tuple(metric for metric in METRICS if metric.of_class is not None)
 def mean_iou(counts: NDArray[np.integer]) -> float:
     """Return the mean of intersection / union over the classes in the masks, from a confusion [classes, classes].
 
-    So every method is measured on the same classes, whichever it predicts.
+    So all methods are measured on the same classes, whatever they predict.
     """
     both, in_masks = np.diag(counts), counts.sum(axis=1)
     union = counts.sum(axis=0) + in_masks - both
@@ -82,10 +84,10 @@ def of_lists(metric: Metric) -> Callable[[Any, Any], Any]:
 
 
 def contributions(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a table [draws, n] whose means over images are the metric of each draw.
+    """Return a table [draws, n] of contributions; their mean over images is the metric of each draw.
 
-    An image's number is the metric plus the image's influence on it: the derivative by the image's weight, which is
-    what the infinitesimal jackknife takes (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982).
+    An image's contribution is the metric plus the image's influence on it: the derivative by the image's weight, as in
+    the infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982).
     """
     table = np.empty(predictions.shape)
     for row, predicted in zip(table, predictions, strict=True):
@@ -106,7 +108,7 @@ def _counts(labels: NDArray[Any], predictions: NDArray[Any]) -> tuple[Counts, Co
 
 
 def _of_classes(metric: Metric, *counts: Counts) -> Counts:
-    """Return the parts of the classes that count."""
+    """Return the values of the classes that count."""
     return _parts(metric, *counts)[_is_counted(metric, *counts)]
 
 

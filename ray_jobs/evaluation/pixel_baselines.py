@@ -21,8 +21,8 @@ Settings = Mapping[str, float]
 Folds = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
-# Smoothest first, because the first of equally accurate settings is taken. C and gamma refer to pixels scaled by
-# `_scaled`, for which gamma = 1 is scikit-learn's gamma="scale".
+# The smoothest first, because the first of equally accurate settings is taken. C and gamma refer to pixels scaled by
+# `_scaled`; gamma = 1 then equals scikit-learn's gamma="scale".
 GRIDS: dict[str, tuple[Settings, ...]] = {
     "majority": ({},),
     "k-NN": tuple({"n_neighbors": k} for k in (1, 3, 5, 10)),
@@ -78,9 +78,9 @@ def _classifier(method: str, settings: Settings) -> Any:
 def _scaled(x_train: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Centre by the train mean and divide by one number, so that train images have mean squared norm 1.
 
-    One number for all pixels, because they share a unit. Dividing each pixel by its own deviation would blow up the
-    nearly constant ones at the border (digits, 100 labels, 5 draws: RBF SVM .899 instead of .926, 1-NN .864
-    instead of .909).
+    All pixels are divided by one number, because they share a unit. Dividing each pixel by its standard deviation would
+    amplify the nearly constant pixels at the border (digits, 100 labels, 5 draws: RBF SVM .899 instead of .926, 1-NN
+    .864 instead of .909).
     """
     train, test = np.asarray(x_train, np.float64), np.asarray(x_test, np.float64)
     mean = train.mean(axis=0)

@@ -1,7 +1,7 @@
 """The two tables that an evaluation writes: rows (one per measured number) and predictions (one per image).
 
-In and out: rows as lists of dicts; predictions, of which there may be millions, as tables of
-PREDICTIONS. The same rows in the same order give the same bytes (with the same pyarrow). Paths are local.
+In and out: rows as lists of dicts; predictions as tables of PREDICTIONS, because there may be millions. The same rows
+in the same order give the same bytes (with the same pyarrow). Paths are local.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ ROWS = pa.schema(
         _column("settings", pa.string()),  # JSON object with sorted keys
     ]
 )
-# Of a method that has probabilities; for the others, and in files of earlier versions, they are null.
+# Null for methods without probabilities, and in files of earlier versions.
 PROBABILITIES = pa.schema(
     [
         _column("probability", pa.float32(), nullable=True),  # softmax probability of the prediction
         _column("nll", pa.float32(), nullable=True),  # negative log-likelihood of the label, in nats
-        # the five most probable classes, or all of fewer, the most probable first
+        # the five most probable classes (all classes if there are fewer), the most probable first
         _column("top5", pa.list_(pa.field("element", pa.int32())), nullable=True),
         _column("top5_probabilities", pa.list_(pa.field("element", pa.float32())), nullable=True),
         # after temperature scaling, see `ray_jobs.evaluation.calibration`
@@ -76,12 +76,12 @@ PREDICTIONS = pa.schema(
         *PROBABILITIES,
     ]
 )
-# The baseline that looks at no image. An earlier one took the lowest of equally frequent classes: wherever labels are
-# drawn, which are equally many of each.
+# The baseline that ignores the images. An earlier one took the lowest of equally frequent classes; in draws of labels,
+# all classes are equally frequent.
 MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"
 ACCURACY, MEAN_AP, MEAN_IOU = "accuracy", "mAP", "mIoU"  # only accuracies have rows in predictions.parquet
 # Every draw repeats the ids of the test split, so they belong in one dictionary. 73,728 ids of 32 letters take 2.7 MB;
-# beyond the default limit of 1 MB, Parquet writers give the dictionary up and write each id every time it occurs.
+# beyond the default limit of 1 MB, Parquet writers drop the dictionary and write each id every time it occurs.
 _DICTIONARY_BYTES = 64 * 2**20
 
 
@@ -90,8 +90,8 @@ class Truth:
     """The truth that predictions of a test split are compared with: ids [n] and labels [n], n >= 1.
 
     `real`, if any, lists for each image all labels that count as correct (ReaL: Beyer et al., "Are we done with
-    ImageNet?", 2020). An image without any, an empty list or null, is not scored.
-    `seen` [n] says which images the model was trained on; they are scored apart from the others.
+    ImageNet?", 2020). An image with an empty list or null is not scored.
+    `seen` [n] says which images the model was trained on; they are scored separately.
     """
 
     task: str
@@ -114,7 +114,7 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 
 def is_reference(method: str) -> bool:
-    """Return whether a method of evaluate or segment is there to compare with, and not a model that could be chosen."""
+    """Return whether a method of evaluate or segment is a reference, and not a model that could be chosen."""
     return method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY)) or "untrained" in method
 
 
@@ -136,8 +136,8 @@ def scored(
 ) -> list[tuple[Row, pa.Table]]:
     """Score predictions of test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image.
 
-    With ReaL's labels there is a second pair, as a task of its own, as in the paper (table 5). If the model was trained
-    on some of the images, each pair becomes two, for these and for the others, as methods of their own.
+    With ReaL's labels there is a second pair, as a separate task, as in the paper (table 5). If the model was trained
+    on some of the images, each pair becomes two, for these images and for the others, as separate methods.
 
     Args:
         common: protocol, method, labels_per_class and draw.
@@ -176,11 +176,11 @@ def scored(
 def mean_of_images(
     common: Row, truth: Truth, metric: str, values: NDArray[np.float64], settings: dict[str, Any]
 ) -> list[Row]:
-    """Return a row of ROWS with the mean over test images; two, as `scored`, if the model was trained on some of them.
+    """Return a row of ROWS with the mean over test images; two rows if the model was trained on some (see `scored`).
 
     Args:
         common: protocol, method, labels_per_class and draw.
-        values: [n]; an image with NaN does not count.
+        values: [n]; NaN does not count.
     """
     places = np.flatnonzero(~np.isnan(values))
     parts = split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
@@ -188,13 +188,13 @@ def mean_of_images(
         measurement(
             {"task": task} | common | {"method": method},
             metric,
-            float(own.mean()),
-            len(own),
+            float(part.mean()),
+            len(part),
             "nothing",
             settings,
         )
-        for task, method, _, own in parts
-        if len(own)
+        for task, method, _, part in parts
+        if len(part)
     ]
 
 
@@ -203,8 +203,8 @@ def mean_ap_of_real(
 ) -> list[Row]:
     """Return a row with the mean average precision of ReaL's labels.
 
-    There is no row without such labels, nor if the model was trained on some of the images, because a ranking of all
-    of them cannot be divided.
+    There is no row without such labels, or if the model was trained on some of the images, because a ranking of all
+    images cannot be divided.
 
     Args:
         common: protocol, method, labels_per_class and draw.
@@ -241,7 +241,7 @@ def measurement(
 def split_by_seen(
     scorings: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
 ) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
-    """Yield (task, method, places, correct) per (task, places, correct), two if some images were seen in training."""
+    """Yield (task, method, places, correct) for each scoring; two if the model was trained on some of the images."""
     for task, places, correct in scorings:
         if seen is None or not seen.any():
             yield task, method, places, correct
@@ -252,7 +252,7 @@ def split_by_seen(
 
 
 def _score_real(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the indices of the images that have a label, and whether each one's prediction is among its labels."""
+    """Return the indices of the images that have labels, and whether each prediction is among the image's labels."""
     sizes = real.value_lengths().fill_null(0).to_numpy()
     owners = np.repeat(np.arange(len(sizes)), sizes)
     correct = np.zeros(len(sizes), bool)
@@ -267,14 +267,14 @@ def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
 
 
 def write_parquet(path: Path | pa.NativeFile, table: pa.Table) -> None:
-    """Write a table as Parquet; texts that are dictionaries in memory are read back as texts."""
+    """Write a table as Parquet; dictionary-encoded texts are read back as plain texts."""
     pq.write_table(
         table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES
     )
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
-    """Write the rows, in the order given, as Parquet. Raises ValueError if a value does not fit its column."""
+    """Write the rows in their order as Parquet. Raises ValueError if a value does not fit its column."""
     write_parquet(path, pa.Table.from_pylist(rows, schema))
 
 
@@ -283,7 +283,7 @@ def digest_rows(rows: Sequence[Row], schema: Any) -> str:
 
     Raises ValueError if a value does not fit its column or is not finite.
     """
-    # Python writes the shortest decimal that reads back as the same float, so different values give different lines.
+    # Python writes the shortest decimal that parses to the same float, so different values give different lines.
     stored = pa.Table.from_pylist(rows, schema).to_pylist()
     lines = sorted(json.dumps(list(row.values()), allow_nan=False) for row in stored)
     columns = ", ".join(

@@ -1,11 +1,11 @@
 """Linear segmentation: least squares from patch tokens to the classes of pixels, in closed form.
 
-The loss is that of pixels: every pixel with a class is one example, its input is the token of its patch, its target is
-one-hot. So an image counts by the area that has a class, and only sums over tokens (`Moments`) have to be in memory. At
-prediction the scores of the tokens are resized to the mask, bilinearly, and the largest wins.
+Every pixel with a class is one example: its input is the token of its patch, its target is one-hot. So an image counts
+by the area that has a class, and only sums over tokens (`Moments`) have to be in memory. For predictions, the scores of
+the tokens are resized to the mask, bilinearly, and the largest score wins.
 
-Where one class covers most pixels, least squares predicts it everywhere. So a pixel's weight is its class's frequency
-to the power of -`balance`: 0 weights pixels equally, 1 classes.
+If one class covers most pixels, least squares predicts it everywhere. So a pixel's weight is its class's frequency to
+the power of -`balance`: 0 weights pixels equally, 1 weights classes equally.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.nn import functional
 
 from ray_jobs.data.masks import IGNORED, Mask
 
-# Per example, not for their sum, which grows with the number of patches. Inputs have variance 1.
+# L2 per example, not for the sum, which grows with the number of patches. Inputs have variance 1.
 L2_GRID = tuple(10.0**exponent for exponent in range(-6, 2))
 BALANCES = (0.0, 0.5, 1.0)
 VARIANTS = tuple((balance, l2) for balance in BALANCES for l2 in L2_GRID)
-"""Of the fit, from which one is chosen on dev."""
+"""The variants of the fit; one is chosen on dev."""
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """For each class, sums over tokens [d], each weighted by the share of its patch that the class has."""
+    """Sums over tokens [d] for each class, weighted by the class's share of the token's patch."""
 
     areas: Floats
     """[k]"""
@@ -42,24 +42,24 @@ class Moments:
 
     @classmethod
     def of(cls, tokens: NDArray[np.floating], shares: Floats) -> Moments:
-        """The path for tokens [n, d], and the share of each class in their patches [n, k]."""
+        """Sum over tokens [n, d], given the share of each class in their patches [n, k]."""
         x = np.asarray(tokens, np.float64)
         grams = []
         for share in shares.T:
-            own = x[share > 0]
-            grams.append((own * share[share > 0, None]).T @ own)
+            present = x[share > 0]
+            grams.append((present * share[share > 0, None]).T @ present)
         return cls(shares.sum(axis=0), shares.T @ x, np.stack(grams))
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(self.areas + other.areas, self.inputs + other.inputs, self.gram + other.gram)
 
     def fit(self, variants: Sequence[tuple[float, float]]) -> Floats:
-        """Return weights [variants, d + 1, k] for tokens as they are, the intercept last.
+        """Return weights [variants, d + 1, k] for unscaled tokens, the intercept last.
 
-        Tokens are standardised; the intercept is not penalised.
+        The fit standardises tokens and does not penalise the intercept.
 
         Args:
-            variants: (balance, L2) of each.
+            variants: (balance, L2) pairs.
         """
         by_balance = {balance: self._path(balance) for balance, _ in variants}
         return np.stack([by_balance[balance].weights(l2) for balance, l2 in variants])
@@ -89,7 +89,7 @@ class _Path(NamedTuple):
     projected: Floats
 
     def weights(self, l2: float) -> Floats:
-        """Return slopes and, last, intercepts: [d + 1, k]."""
+        """Return slopes and then intercepts, [d + 1, k]."""
         solution = self.vectors @ (self.projected / (self.eigenvalues + l2)[:, None])
         slopes = solution / self.deviation[:, None]
         return np.vstack([slopes, self.shares - self.mean @ slopes])
@@ -98,7 +98,7 @@ class _Path(NamedTuple):
 def shares_of_patches(mask: Mask, grid: tuple[int, int], num_classes: int) -> Floats:
     """Return the share of each class in the area of each patch [rows * columns, classes].
 
-    The grid covers the whole mask; a pixel on the edge of two patches counts in both by its parts.
+    The grid covers the whole mask; a pixel on the edge of two patches is divided between both.
     """
     rows, columns = (_overlaps(size, parts) for size, parts in zip(mask.shape, grid, strict=True))
     shares = [rows @ (mask == number) @ columns.T for number in range(num_classes)]
@@ -106,7 +106,7 @@ def shares_of_patches(mask: Mask, grid: tuple[int, int], num_classes: int) -> Fl
 
 
 def _overlaps(size: int, parts: int) -> Floats:
-    """Return the share of each of `size` pixels in each of equal parts of the line that they make, [parts, size]."""
+    """Divide a line of `size` pixels into equal parts; return each pixel's share of each part, [parts, size]."""
     edges, pixels = np.linspace(0, size, parts + 1), np.arange(size)
     inside = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
     return np.asarray(inside.clip(min=0) * (parts / size))
@@ -116,7 +116,7 @@ def confusion(scores: NDArray[np.floating], mask: Mask) -> NDArray[np.int64]:
     """Return how many pixels of each class have each prediction, [variants, classes, classes].
 
     Args:
-        scores: of the patches, [variants, rows, columns, classes].
+        scores: [variants, rows, columns, classes], the scores of the patches.
     """
     classes = scores.shape[-1]
     small = torch.from_numpy(np.ascontiguousarray(np.moveaxis(scores, -1, 1), np.float32))
@@ -125,7 +125,7 @@ def confusion(scores: NDArray[np.floating], mask: Mask) -> NDArray[np.int64]:
     known = mask != IGNORED
     labels = mask[known].astype(np.int64)
     counts = [
-        np.bincount(labels * classes + own[known], minlength=classes**2).reshape(classes, classes)
-        for own in predictions
+        np.bincount(labels * classes + predicted[known], minlength=classes**2).reshape(classes, classes)
+        for predicted in predictions
     ]
     return np.stack(counts).astype(np.int64)

@@ -20,8 +20,8 @@ from vit_model.errors import UserError
 class Supports:
     """The labelled images that a learner sees; the same for every learner with the same `Labels`.
 
-    With few labels, every draw takes its own images of train, and settings are selected on folds of draw 0. With all
-    labels there is one draw: settings are selected on dev, which is then fitted on as well; without a dev split, or
+    With few labels, every draw takes other images of train, and settings are selected on folds of draw 0. With all
+    labels there is one draw: settings are selected on dev, and the final fit includes dev; without a dev split, or
     without `labels.use_dev`, they are selected on folds of train. Test is never used. `train` and `dev` are rows of the
     index; with all labels, at most `max_images` of train are taken.
     """
@@ -45,14 +45,14 @@ class Supports:
 
     @property
     def rows(self) -> np.ndarray:
-        """The rows of the pool [n] that some draw takes, ascending, each once."""
+        """The rows of the pool [n] in any draw, ascending and unique."""
         return np.unique(np.concatenate(self.draws))
 
     @cached_property
     def folds(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(train indices, validation indices) into draw 0; settings are selected on the validation parts.
 
-        Raises UserError if its labels cannot be split into folds.
+        Raises UserError if the labels cannot be split into folds.
         """
         first = self.draws[0]
         if self._is_selected_on_dev:
@@ -77,7 +77,7 @@ class Supports:
 def support_rows(
     train: np.ndarray, num_dev: int, labels: Labels, draw: int, max_images: int | None = None
 ) -> np.ndarray:
-    """Return the rows [m] of one draw, numbered through train (its labels are [n]) and then dev; see `Supports`."""
+    """Return the rows [m] of a draw; rows of train, with labels [n], are numbered before dev. See `Supports`."""
     if labels.per_class is not None:
         return draw_labels(train, labels.per_class, labels.seed, draw)
     kept = np.arange(len(train))
@@ -102,7 +102,7 @@ def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.
 def draw_as_big_vision(labels: np.ndarray, per_class: int, seed: int) -> np.ndarray:
     """Draw as big_vision's `fewshot_lsr` does with this seed; return indices [m], classes ascending.
 
-    Its numbers also depend on the order of the images, which there is that of the TFDS files.
+    big_vision's draws also depend on the order of the images, which it takes from the TFDS files.
     """
     generator = np.random.default_rng(seed)
     by_class = [generator.permutation(np.flatnonzero(labels == number)) for number in range(labels.max() + 1)]
@@ -115,10 +115,10 @@ def first_of_each(labels: np.ndarray, per_class: int) -> np.ndarray:
 
 
 def most_frequent(labels: np.ndarray) -> np.ndarray:
-    """Return the most frequent of the labels; several if they are equally frequent.
+    """Return the most frequent label; several if they are equally frequent.
 
-    A baseline that looks at no image divides them among the images at random. If all are equally frequent, it is right
-    in 1 / classes of them, whatever their classes; the lowest alone would be right in as many as have it.
+    A baseline that ignores the images assigns them to images at random. If all are equally frequent, it is right in
+    1 / classes of the images, whatever their labels; the accuracy of the lowest label alone depends on its frequency.
     """
     classes, counts = np.unique(labels, return_counts=True)
     return np.asarray(classes[counts == counts.max()])
@@ -137,12 +137,12 @@ def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tupl
     """Return (train indices, validation indices) of each fold; the validation parts partition range(n).
 
     Classes are balanced over the folds. A class with fewer images than folds is validated in as many folds as it has
-    images. Raises UserError if not even the largest class reaches every fold (one label per class cannot be split).
+    images. Raises UserError if the largest class has fewer images than folds (one label per class cannot be split).
     """
     largest = int(np.unique(labels, return_counts=True)[1].max())
     if not 2 <= num_folds <= largest:
         raise UserError(
-            f"num_folds is {num_folds}; it must be from 2 to {largest}, the images of the largest class"
+            f"num_folds is {num_folds}; it must be from 2 to {largest}, the size of the largest class"
         )
     from sklearn.model_selection import StratifiedKFold
 

@@ -1,7 +1,7 @@
-"""Tokens of image patches: of a frozen backbone, of untrained models, and the pixels of each patch.
+"""Tokens of image patches: from a frozen backbone, from untrained models, and the pixels of each patch.
 
-In: rows of a dataset with masks. Out: for each kind of tokens, the sums that a linear classifier is fitted from, or how
-its predictions compare with the masks. Tokens themselves are never kept: an image has hundreds.
+In: rows of a dataset with masks. Out: for each kind of tokens, the sums from which a linear classifier is fitted, or
+the confusions of its predictions and the masks. Tokens are never kept, because an image has hundreds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Kind(NamedTuple):
     method: str
     draw: int
     grid: tuple[int, int]
-    """(rows, columns) of patches"""
+    """the numbers of rows and columns of patches"""
 
 
 def kinds_of(context: Context[Segment], backbone: str) -> list[Kind]:
     """Return the kinds of tokens, in the order of the lists below, the backbone's first.
 
     Args:
-        backbone: the name of the model's own tokens: PRETRAINED or SEEN.
+        backbone: the name of the model's tokens: PRETRAINED or SEEN.
     """
     architecture = read_contract(context.input("backbone")).architecture
     family = FAMILIES[architecture.family]
@@ -60,11 +60,10 @@ def moments_of_rows(context: Context[Segment], split: Split, rows: NDArray[np.in
     for tokens, masks in _batches(context, split, rows):
         with threadpool_limits(1):
             shares = [shares_of_patches(mask, tokens[0].grid, tokens[0].num_classes) for mask in masks]
-            own = [Moments.of(each.flat, np.concatenate(shares)) for each in tokens]
-        sums = [
-            new if old is None else old + new for old, new in zip(sums or [None] * len(own), own, strict=True)
-        ]
-    return [each for each in sums if each is not None]
+            batch = [Moments.of(kind.flat, np.concatenate(shares)) for kind in tokens]
+        before = sums or [None] * len(batch)
+        sums = [new if old is None else old + new for old, new in zip(before, batch, strict=True)]
+    return [total for total in sums if total is not None]
 
 
 def confusions_of_rows(
@@ -73,16 +72,16 @@ def confusions_of_rows(
     """Return the confusions [n, variants, classes, classes] of these rows of a split, for each kind of tokens.
 
     Args:
-        weights: of each kind of tokens, [variants, d + 1, classes], as `Moments.fit` returns them.
+        weights: [variants, d + 1, classes] for each kind of tokens, as `Moments.fit` returns them.
     """
-    found: list[list[NDArray[np.int64]]] = [[] for _ in weights]
+    confusions: list[list[NDArray[np.int64]]] = [[] for _ in weights]
     for tokens, masks in _batches(context, split, rows):
-        for own, each, fitted in zip(found, tokens, weights, strict=True):
+        for counts, kind, fitted in zip(confusions, tokens, weights, strict=True):
             with threadpool_limits(1):
-                scores = np.asarray(each.flat, np.float64) @ fitted[:, :-1] + fitted[:, -1:]
-            by_image = scores.reshape(len(fitted), len(masks), *each.grid, -1)
-            own += [confusion(by_image[:, place], mask) for place, mask in enumerate(masks)]
-    return [np.stack(own) for own in found]
+                scores = np.asarray(kind.flat, np.float64) @ fitted[:, :-1] + fitted[:, -1:]
+            by_image = scores.reshape(len(fitted), len(masks), *kind.grid, -1)
+            counts += [confusion(by_image[:, place], mask) for place, mask in enumerate(masks)]
+    return [np.stack(counts) for counts in confusions]
 
 
 class _Tokens(NamedTuple):
@@ -99,7 +98,7 @@ def _batches(
     """Yield, for each batch of these rows, each kind of tokens, and the masks."""
     dataset, folder, config = context.dataset(), context.input("backbone"), context.config
     contract = read_contract(folder)
-    # the whole image: of a crop's outside there would be no patches
+    # the whole image: a crop would leave pixels without patches
     squashed = contract.preprocessing.model_copy(update={"crop": "squash", "crop_fraction": 1.0})
     grid, num_classes = contract.architecture.grid, len(dataset.info.mask_classes)
     set_threads(config.threads)
@@ -112,7 +111,7 @@ def _batches(
         images = dataset.images(split, squashed, rows[start : start + BATCH])
         tokens = [function(images) for function in functions] + [_patches(images, grid)]
         yield (
-            [_Tokens(own.reshape(-1, own.shape[-1]), grid, num_classes) for own in tokens],
+            [_Tokens(values.reshape(-1, values.shape[-1]), grid, num_classes) for values in tokens],
             [next(masks) for _ in range(len(images))],
         )
 
@@ -122,7 +121,7 @@ def _seeds(config: Segment) -> range:
 
 
 def _embedding(model: Network, contract: ModelContract) -> Callable[[NDArray[Any]], NDArray[np.float32]]:
-    """Return a function from images to the tokens of their patches [n, patches, width]; in bfloat16 on a GPU."""
+    """Return a function from images to the tokens of their patches [n, patches, width]; a GPU uses bfloat16."""
     target = device()
     dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
     model = model.to(target, dtype).eval()
@@ -141,7 +140,7 @@ def _embedding(model: Network, contract: ModelContract) -> Callable[[NDArray[Any
 def _patches(images: NDArray[Any], grid: tuple[int, int]) -> NDArray[np.float32]:
     """Return the pixels of each patch in [0, 1], [n, patches, pixels * channels].
 
-    The last patches of a ResNet's grid may lack pixels, so images are padded with zeros to a multiple of it.
+    Images are padded with zeros to a multiple of the grid, because the last patches of a ResNet's grid may be cut off.
     """
     count, height, width, channels = images.shape
     rows, columns = (-(-size // parts) for size, parts in zip((height, width), grid, strict=True))

@@ -25,8 +25,8 @@ from ray_jobs.sources.archives.entries import Unusable
 from ray_jobs.sources.readers.features import listed
 from vit_model.contract import Preprocessing
 
-SAMPLE, SIDE = 128, 64  # images, and their pixels per side, from which means are computed
-SHOWN = 40  # classes and reasons in card.md; card.json has all
+SAMPLE, SIDE = 128, 64  # number of images, and their pixels per side, that means are computed from
+SHOWN = 40  # classes and reasons in card.md; card.json has all of them
 _GAP = 2  # pixels between pictures
 
 
@@ -45,7 +45,7 @@ def shown_split(splits: Iterable[str]) -> Split:
 
 
 def copies_note(number: int, kind: str, done: str) -> str:
-    """Say how many copies of a kind were found, and what was done with them."""
+    """Return in words how many copies of a kind there are, and what was done with them."""
     if kind == CONFLICT:
         return f"{quantity(number, 'copy', 'copies')} with {kind}, {done}"
     return f"{quantity(number, f'{kind} copy', f'{kind} copies')}, {done}"
@@ -81,7 +81,7 @@ def write_card(
     copies: pa.Table,
     trainable: Trainable,
 ) -> None:
-    """Write card.json, card.md and contact_sheet.jpg. Only the dataset's shard number `shard` is read."""
+    """Write card.json, card.md and contact_sheet.jpg. This reads only shard number `shard` of the dataset."""
     split = shown_split(split for split, images in dataset.info.splits.items() if images)
     rows = np.flatnonzero(dataset.index(split)["shard"].to_numpy() == shard)
     shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, split, rows)
@@ -120,13 +120,13 @@ def _counts(dataset: Dataset, unusable: Sequence[Unusable], copies: pa.Table) ->
             for name, values in sizes.items()
         },
         "copies": [{"kind": kind, "done": done, "images": n} for (kind, done), n in sorted(kinds.items())],
-        "quarantine": dict(Counter(one.reason for one in unusable).most_common()),
+        "quarantine": dict(Counter(image.reason for image in unusable).most_common()),
         "notes": list(info.notes),
     }
 
 
 def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
-    """Return mean and standard deviation of each channel, of values from 0 to 1."""
+    """Return the mean and standard deviation of each channel, scaled to values from 0 to 1."""
     size = dataset.info.image
     channels = size.channels if size else 3
     half = (0.5,) * channels
@@ -169,7 +169,7 @@ def _markdown(card: dict[str, Any]) -> str:
     sizes, pixels = card["sizes"], card["pixels"]
     span = " x ".join(f"{sizes[name]['least']}-{sizes[name]['most']}" for name in ("width", "height"))
     middle = " x ".join(str(sizes[name]["median"]) for name in ("width", "height"))
-    classes = sorted(card["classes"], key=lambda one: -one["train"])
+    classes = sorted(card["classes"], key=lambda row: -row["train"])
     splits = ", ".join(f"{card['splits'][split]:,} {split}" for split in SPLITS)
     lines = [
         f"# {_plain(card['name'])}",
@@ -181,7 +181,7 @@ def _markdown(card: dict[str, Any]) -> str:
         f"{pixels['split']} images at {pixels['side']} pixels a side.",
         "",
         *[f"- {_plain(note)}" for note in card["notes"]],
-        *[f"- {copies_note(one['images'], one['kind'], one['done'])}" for one in card["copies"]],
+        *[f"- {copies_note(row['images'], row['kind'], row['done'])}" for row in card["copies"]],
         *[
             f"- {count:,} quarantined: {_plain(why)}"
             for why, count in list(card["quarantine"].items())[:SHOWN]
@@ -194,8 +194,8 @@ def _markdown(card: dict[str, Any]) -> str:
         "| class | train | dev | test |",
         "|---|---:|---:|---:|",
         *[
-            f"| {_plain(one['name'])} | {one['train']:,} | {one['dev']:,} | {one['test']:,} |"
-            for one in classes[:SHOWN]
+            f"| {_plain(row['name'])} | {row['train']:,} | {row['dev']:,} | {row['test']:,} |"
+            for row in classes[:SHOWN]
         ],
         *([f"| and {len(classes) - SHOWN:,} more | | | |"] if len(classes) > SHOWN else []),
     ]

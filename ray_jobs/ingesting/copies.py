@@ -1,11 +1,11 @@
-"""Find copies of images, and leave out those that have a copy in another split.
+"""Find copies of images, and leave out images that have a copy in another split.
 
-Copies are the same bytes ("exact"), near-copies (perceptual hashes within `max_distance` bits), and mirrored, rotated
-and cropped views (their hashes, within as many bits). Test beats dev, and dev beats train. The image of the weaker
-split is **left out** if
+Copies have the same bytes ("exact"), near perceptual hashes (within `max_distance` bits), or a mirrored, rotated or
+cropped view with a near hash. Test takes precedence over dev, and dev over train. The image of the weaker split is
+**left out** if
 
 - the draw put the two images into different splits, or
-- the stronger one is a test image of another set, named by `against`, or
+- the stronger image is a test image of another set, named by `against`, or
 - the recipe says `duplicates: drop`, which also leaves out all copies but the first (by sample_id) within train and
   within dev.
 
@@ -14,8 +14,8 @@ the same class, or the twin is in another set that does not have a class with th
 are listed and kept: official splits and other sets' test images stay as their authors made them, and small pictures
 (8x8 digits, flat shapes) look alike without being copies.
 
-Identical bytes in two classes ("conflicting labels") are always listed, including the first image.
-`duplicates: drop` leaves all of them out of train and dev, because the right label is unknown.
+Images with identical bytes in two classes ("conflicting labels") are always listed, including the first image.
+`duplicates: drop` leaves all of them out of train and dev, because the correct label is unknown.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _Views = Sequence[tuple[str, str]]
 
 
 def _both_ways(views: Iterable[tuple[str, str]]) -> _Views:
-    return [pair for one, other in views for pair in ((one, other), (other, one))]
+    return [pair for first, second in views for pair in ((first, second), (second, first))]
 
 
 # kind of copy -> pairs of hashes to compare: (of an image, of its twin)
@@ -68,7 +68,7 @@ _TURNS: dict[str, _Views] = {
     "mirrored": _both_ways(product(_UPRIGHT, _REVERSED)),
     "rotated": _both_ways([_UPRIGHT, _REVERSED]),
 }
-# Never the same crop of both images, nor the inside of both: the middles of all digits look alike.
+# Never compare the same crop or the inside of both images: the middles of all digits look alike.
 _CUTS: dict[str, _Views] = {
     "cropped": _both_ways([*combinations(("phash", *_CROPS), 2), ("phash", "phash_inside")])
 }
@@ -95,14 +95,13 @@ def find_copies(
     duplicates: Literal["keep", "drop"],
     max_distance: int | None,
 ) -> pa.Table:
-    """Return DUPLICATES: a row for each image that is a copy of an image that ranks before it, with one such twin.
+    """Return DUPLICATES: a row for each image that is a copy of an image with a lower rank, with one such twin.
 
     If identical bytes are in several classes, each image has a row, with a twin of another class.
 
     Args:
-        name: of the dataset with these images.
-        images: columns key, sample_id, content_id, label, the hashes, and `split` as the source gives it (null: not
-            given).
+        name: the name of the dataset with these images.
+        images: columns key, sample_id, content_id, label, the hashes, and the source's `split` (null: not given).
         class_names: the names of the labels.
         splits: as returned by `assign_splits`.
         others: name of another dataset -> its test images.
@@ -133,7 +132,7 @@ def find_copies(
 
 
 class _Images(NamedTuple):
-    """The images of all sets, this set's first."""
+    """The images of all sets, this set first."""
 
     table: pa.Table
     classes: pa.Array
@@ -185,7 +184,7 @@ def _numbers(values: pa.Array) -> _Ints:
 def _first_twins(
     every: _Images, others: Mapping[str, OtherSet], max_distance: int | None
 ) -> tuple[dict[str, _Ints], dict[str, _Ints]]:
-    """Return the first rank of a twin, [standing of the twin, image], by kind: of all, and of a compatible class."""
+    """Return {kind: first rank of a twin, [standing of the twin, image]}, of all twins and of compatible classes."""
     first = partial(
         _first, standing=every.standing, standings=len(every.standings), rank=every.rank, count=every.number
     )
@@ -209,7 +208,7 @@ def _first_twins(
 def _table(
     every: _Images, at: _Ints, best: _Ints, kinds: NDArray[np.str_], is_left_out: NDArray[np.bool_]
 ) -> pa.Table:
-    """Return DUPLICATES of the images `at` and their twins `best`."""
+    """Return DUPLICATES for the images `at` and their twins `best`."""
     differs = (every.content[at] == every.content[best]) & (every.class_ids[at] != every.class_ids[best])
     kinds = np.where(differs & (best < every.number), CONFLICT, kinds)
     return pa.table(
@@ -246,7 +245,7 @@ def _has_class(classes: pa.Array, others: Mapping[str, OtherSet]) -> NDArray[np.
 
 
 def _ranks(sample_ids: pa.ChunkedArray, strength: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank of each image among all: stronger splits first, then by sample_id."""
+    """Return the rank of each image among all images: stronger splits first, then by sample_id."""
     order = pc.sort_indices(
         pa.table({"strength": strength, "sample_id": sample_ids}),
         sort_keys=[("strength", "ascending"), ("sample_id", "ascending")],
@@ -257,7 +256,7 @@ def _ranks(sample_ids: pa.ChunkedArray, strength: NDArray[np.int64]) -> NDArray[
 
 
 def _compared(hashes: Mapping[str, _Hashes], kinds: Mapping[str, _Views]) -> dict[str, _Hashes]:
-    """Return the columns that these kinds compare; for cropped views alone, without images that have no such view."""
+    """Return the columns that these kinds compare; for cropped views, 0 for images without such a view."""
     columns = {column: hashes[column] for views in kinds.values() for pair in views for column in pair}
     if "near" not in kinds:
         has_views = np.any([values > 0 for column, values in columns.items() if column != "phash"], axis=0)
@@ -266,7 +265,7 @@ def _compared(hashes: Mapping[str, _Hashes], kinds: Mapping[str, _Views]) -> dic
 
 
 def _cells(values: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], dict[str, _Ints]]:
-    """Return the distinct values of all columns, and for each column the cells: positions in these; -1 for value 0."""
+    """Return the distinct values of all columns, and each column's cells: indices into them, -1 for value 0."""
     different = np.unique(np.concatenate([*values.values()]))
     different = different[different > 0]
     return different, {
@@ -279,17 +278,17 @@ def _of_one_class(
 ) -> tuple[dict[str, _Ints], Pairs]:
     """Split cells and pairs of near cells by class, so that each cell has images of one class."""
     classes = class_ids.max(initial=-1) + 1
-    # 0 is for images that are in no cell
+    # 0 is for images without a cell
     keys, divided = _cells(
-        {column: np.where(own < 0, 0, own * classes + class_ids + 1) for column, own in cells.items()}
+        {column: np.where(cell < 0, 0, cell * classes + class_ids + 1) for column, cell in cells.items()}
     )
     keys -= 1
-    one, other = pairs
-    start = np.searchsorted(keys, one * classes)
-    counts = np.searchsorted(keys, (one + 1) * classes) - start
+    low, high = pairs
+    start = np.searchsorted(keys, low * classes)
+    counts = np.searchsorted(keys, (low + 1) * classes) - start
     # every class of the first cell of a pair, and the same class of the second cell if it has images of that class
     first = np.repeat(start - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-    wanted = np.repeat(other, counts) * classes + keys[first] % max(classes, 1)
+    wanted = np.repeat(high, counts) * classes + keys[first] % max(classes, 1)
     second = np.searchsorted(keys, wanted)
     exists = keys[np.minimum(second, len(keys) - 1)] == wanted
     return divided, (first[exists], second[exists])
@@ -306,7 +305,7 @@ def _first(
 ) -> _Ints:
     """Return the first rank of a twin, [standing of the twin, image], for the first `count` images.
 
-    Twins are the images with a view in one of the image's cells, or in a cell near to it.
+    Twins are images with a view in the image's cell or in a cell near it.
     """
     number = 1 + max((column.max(initial=-1) for column in cells.values()), default=-1)
     first = np.full((standings, count), _NONE)
@@ -315,9 +314,9 @@ def _first(
         first_in_cell = np.full((standings, number), _NONE)
         np.minimum.at(first_in_cell, (standing[in_cell], cells[twin_column][in_cell]), rank[in_cell])
         first_near = first_in_cell.copy()
-        for one, other in (pairs, pairs[::-1]):
+        for at, near_cell in (pairs, pairs[::-1]):
             for near, exact in zip(first_near, first_in_cell, strict=True):
-                np.minimum.at(near, one, exact[other])
+                np.minimum.at(near, at, exact[near_cell])
         for column in (column for column, twin in views if twin == twin_column):
             images = np.flatnonzero(cells[column][:count] >= 0)
             first[:, images] = np.minimum(first[:, images], first_near[:, cells[column][images]])
@@ -339,25 +338,27 @@ def _first_of_another_class(content: _Ints, class_ids: _Ints, rank: _Ints) -> _I
 def _distances(
     hashes: Mapping[str, _Hashes], kind: NDArray[np.str_], at: _Ints, best: _Ints
 ) -> NDArray[np.int32]:
-    """Return the bits between the images `at` and their twins `best`, for the nearest views of that kind of copy."""
+    """Return the distance in bits of the images `at` and their twins `best`, by the nearest views of their kind."""
     distance = np.bitwise_count(hashes["phash"][at] ^ hashes["phash"][best]).astype(np.int32)
-    for one_kind, views in (_TURNS | _CUTS).items():
-        rows = kind == one_kind
+    for name, views in (_TURNS | _CUTS).items():
+        rows = kind == name
         pairs = [(hashes[column][at[rows]], hashes[twin][best[rows]]) for column, twin in views]
-        bits = [np.where((own > 0) & (twin > 0), np.bitwise_count(own ^ twin), 64) for own, twin in pairs]
+        bits = [
+            np.where((hash_ > 0) & (twin > 0), np.bitwise_count(hash_ ^ twin), 64) for hash_, twin in pairs
+        ]
         distance[rows] = np.min(bits, axis=0)
     return distance
 
 
 def _judged(
-    given: pa.ChunkedArray, split: _Ints, duplicates: Literal["keep", "drop"], others: int
+    stated: pa.ChunkedArray, split: _Ints, duplicates: Literal["keep", "drop"], others: int
 ) -> NDArray[np.bool_]:
-    """Return whether a twin of a standing leaves the image out, [standing of the twin, image].
+    """Return whether a twin with a standing causes the image to be left out, [standing of the twin, image].
 
-    `given` are the splits of the source, `split` the images' positions in `_SPLITS`, `others` a number of sets.
+    `stated` are the source's splits, `split` the images' indices into `_SPLITS`, `others` the number of other sets.
     """
-    official = {_SPLITS.index(name) for name in pc.unique(given).to_pylist() if name is not None}
-    is_drawn = pc.is_null(given).to_numpy()
+    official = {_SPLITS.index(name) for name in pc.unique(stated).to_pylist() if name is not None}
+    is_drawn = pc.is_null(stated).to_numpy()
     leaves = [split > 0] * others
     for twin in range(len(_SPLITS)):
         apart = (split > twin) & (is_drawn | (twin not in official) | (duplicates == "drop"))

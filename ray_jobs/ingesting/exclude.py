@@ -1,7 +1,7 @@
-"""Leave out the images that a list names (`ingest: exclude`), such as those with likely wrong labels from an audit.
+"""Leave out listed images (`exclude` of an ingest), such as images with likely wrong labels from an audit.
 
 In: the bytes of the list, and the images with their splits. Out: which images leave, and EXCLUDED, which has a row
-for each image of the list. An image of test stays there, because a test image never leaves it.
+for each listed image. Test images stay, because a test image never leaves test.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def read_list(name: str, data: bytes) -> list[str]:
     """Return the ids of a list: the column `sample_id` of a CSV file, or the lines of a text file without that header.
 
     Args:
-        name: of the file, for messages.
+        name: the file's name, for messages.
 
     Raises:
-        UserError: the file is not one of these.
+        UserError: the file is neither.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -60,12 +60,12 @@ def exclude(
     """Return which images leave [n], and EXCLUDED.
 
     Args:
-        name: of the list, for messages.
+        name: the list's name, for messages.
         wanted: sample ids.
         images: columns key, sample_id, label and split (train, dev or test).
 
     Raises:
-        UserError: an id is not one of these images.
+        UserError: none of the images has one of the ids.
     """
     ids = images["sample_id"].combine_chunks()
     ids_wanted = pa.array(sorted(set(wanted)), pa.string())
@@ -90,12 +90,12 @@ def exclude(
 
 
 def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: tuple[str, ...]) -> None:
-    """Raise UserError if a class has no training image left: its test images would leave test with it.
+    """Raise UserError if a class has no training image left, because its test images would leave test.
 
     Args:
-        name: of the list, for messages.
+        name: the list's name, for messages.
         excluded: EXCLUDED.
-        index: the images that are left when all others are gone, copies too; columns label and split.
+        index: the remaining images, without copies; columns label and split.
     """
     out = excluded.filter(
         pc.and_(pc.equal(excluded["done"], "left out"), pc.equal(excluded["split"], "train"))
@@ -103,8 +103,8 @@ def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: t
     left = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
     if lost := sorted({*out["class_name"].to_pylist()} - {class_names[label] for label in left}):
         raise UserError(
-            f"exclude: {name} leaves no training image of {listed(lost, NAMED)}, because their others, if"
-            " any, are copies and left out; remove the line of one"
+            f"exclude: {name} leaves no training image of {listed(lost, NAMED)}: it lists all of them except copies,"
+            " which are left out. Remove one of their lines"
         )
 
 

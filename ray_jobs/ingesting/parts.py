@@ -1,4 +1,4 @@
-"""Parts of an ingest: the entries of one shard, which one Ray task reads, checks and writes."""
+"""Parts of an ingest: a Ray task reads, checks and writes the entries of one shard."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from ray_jobs.sources.archives.entries import Files
 from vit_model.errors import UserError
 
 SHARD_BYTES = 256 * 2**20
-SHARD_IMAGES = 8192  # a limit for small images: rendering a shard takes some seconds
+SHARD_IMAGES = 8192  # limits shards of small images; rendering such a shard takes a few seconds
 # name of a local file -> (size, modification time); objects on S3 are requested by their ETag
 States = dict[str, tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """The entries of one shard: those with a hash of the key that begins with the `bits` bits of `number`."""
+    """The entries of one shard: the hashes of their keys begin with the `bits` bits of `number`."""
 
     bits: int
     number: int
     entries: pa.Table
-    """ENTRIES, and the `digest` of each entry's source file."""
+    """ENTRIES, with the `digest` of each entry's source file."""
 
 
 class Written(NamedTuple):
@@ -67,8 +67,8 @@ class Written(NamedTuple):
 def with_digests(context: Context[Ingest], files: Files, entries: pa.Table) -> pa.Table:
     """Return the entries with the digest of each entry's source file.
 
-    Rows of arrays, and archives that are split into several files, get one digest of all files. With `short_side` the
-    digests are different, because the facts of images that are stored smaller differ from those of the originals.
+    Rows of arrays, and archives that are split into several files, get one digest of all files. `short_side` changes
+    the digests, because facts of downsized images differ from the facts of the originals.
     """
     everything = identity.files_fingerprint(files.items())  # not the attempt's, which covers `exclude`
     size = [context.config.short_side] if context.config.short_side else []
@@ -92,7 +92,7 @@ def file_states(files: Files) -> States:
     states: States = {}
     for name, location in files.items():
         if not location.startswith("s3://"):
-            with suppress(FileNotFoundError):  # a missing file has no state, which is a change as well
+            with suppress(FileNotFoundError):  # a missing file has no state, which counts as a change
                 status = Path(location).stat()
                 states[name] = (status.st_size, status.st_mtime_ns)
     return states
@@ -101,8 +101,8 @@ def file_states(files: Files) -> States:
 def plan_parts(entries: pa.Table) -> list[Part]:
     """Divide entries into parts, one per shard, by a hash of their keys, so that every shard is a random sample.
 
-    The number of parts is a power of two, and a part has one prefix of the hash: entries that arrive later do not move
-    others to another part until there are twice as many. Entries of one unit are read together and stay together.
+    The number of parts is a power of two, and a part has one prefix of the hash: later entries do not move others to
+    another part until there are twice as many. Entries of one unit are read together and stay together.
     """
     size = max(pc.sum(entries["length"]).as_py() or 0, 1)
     number = max(size / SHARD_BYTES, len(entries) / SHARD_IMAGES, 1)
@@ -143,13 +143,13 @@ def write_part(
             (staging.path / file).unlink()
         if masks:
             write_masks(staging.path / mask_file(file), masks)
-    good = [row for row in facts if "reason" not in row]
-    for row, offset in zip(good, offsets, strict=True):
+    usable = [row for row in facts if "reason" not in row]
+    for row, offset in zip(usable, offsets, strict=True):
         row["offset"] = offset
-    reused = sum(row.pop("is_reused", False) for row in good)
+    reused = sum(row.pop("is_reused", False) for row in usable)
     table = pa.Table.from_pylist(facts, schema=FACTS)
     _check_unchanged(files, states, part.entries)
-    written = next((one for one in staging.files if one.path == file), None)
+    written = next((entry for entry in staging.files if entry.path == file), None)
     facts_files = write_facts(context, part.bits, part.number, table, written)
     shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
     digests = {name: mask.digest for name, mask in masks.items()}
@@ -157,7 +157,7 @@ def write_part(
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
-    """Raise SourceChangedError if a file changed after its digest was computed: its facts would be wrong forever."""
+    """Raise SourceChangedError if a file changed after its digest was computed, because its facts would stay wrong."""
     names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
     if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
         names = set(files)  # rows of arrays, archives of several files
@@ -179,16 +179,16 @@ def _samples(
 ) -> Iterator[Sample]:
     """Yield the usable images of a part, in order.
 
-    Appends a row of FACTS to `facts` for every entry, and fills `masks` by sample_id, if the source has masks.
+    Append a row of FACTS to `facts` for every entry, and fill `masks` by sample_id if the source has masks.
     """
-    is_new = pa.array([one is None for one in reusable], pa.bool_())
+    is_new = pa.array([earlier_image is None for earlier_image in reusable], pa.bool_())
     source = config.source
     new_images = catalog.images(source, files, entries.filter(is_new))
     mask_classes = catalog.mask_classes(source)
-    # read again also for reused images, because they may be in another file, which may have changed
-    own_masks = catalog.masks(source, files, entries) if mask_classes else repeat(None, len(entries))
+    # masks of reused images are read again, because their file may have changed
+    entry_masks = catalog.masks(source, files, entries) if mask_classes else repeat(None, len(entries))
     for number, (entry, before, mask) in enumerate(
-        zip(entries.to_pylist(), reusable, own_masks, strict=True)
+        zip(entries.to_pylist(), reusable, entry_masks, strict=True)
     ):
         listed = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
         row = dict(listed)
@@ -205,7 +205,7 @@ def _samples(
                 data, examined = _examined(image)
                 digest = hashlib.sha256(
                     data
-                ).digest()  # of the authors' bytes, even if the image is stored smaller
+                ).digest()  # of the original bytes, even if the image is downsized
                 if config.short_side is not None:
                     data, examined = shrunk(data, examined, config.short_side)
             except UserError as error:
@@ -224,7 +224,7 @@ def _samples(
 
 
 def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Facts]:
-    """Return an image's bytes as they are stored, and its facts.
+    """Return an image's bytes to store, and its facts.
 
     Raises:
         UserError: the reason why the image cannot be used.
@@ -237,7 +237,7 @@ def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Fact
 
 
 def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) -> StoredMask:
-    """Return the mask of the image that `row` is of. Raises UserError: the reason why it cannot be used."""
+    """Return the mask of the image of `row`. Raises UserError with the reason if it cannot be used."""
     if isinstance(mask, UserError):
         raise mask
     check_mask(mask, row["width"], row["height"], num_classes)
@@ -245,14 +245,14 @@ def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) 
 
 
 def in_tasks(
-    function: Callable[..., Any], shared: Sequence[Any], each: Sequence[Any], unit: str
+    function: Callable[..., Any], shared: Sequence[Any], items: Sequence[Any], unit: str
 ) -> list[Any]:
-    """Return function(*shared, one) for each one, in order, computed in Ray tasks of one core."""
+    """Return function(*shared, item) for each item, in order, computed in Ray tasks on one core each."""
     import ray  # not at the top: the stage's process checks its --spec without it
 
     remote = ray.remote(num_cpus=1)(function)
     shared_references = [ray.put(value) for value in shared]  # sent once: there may be a million file names
-    references = [remote.remote(*shared_references, one) for one in each]
+    references = [remote.remote(*shared_references, item) for item in items]
     progress = Progress(len(references))
     pending = references
     while pending:

@@ -1,9 +1,9 @@
-"""Reuse of images that were read before: by an attempt that did not finish, or for an earlier dataset of the source.
+"""Reuse of images that were read before, by an attempt that did not finish or for an earlier dataset of the source.
 
-After each shard, ingest writes `facts/BB-NNNNN.parquet` beside it: FACTS of all entries of the part, good or bad, with
-the digest of each image's source file, and in its metadata the shard's size and sha256. The file marks the part as
-finished and tells which images can be reused. BB is a number of bits; the part has the images with a hash of the name
-that begins with the BB bits of NNNNN.
+After each shard, ingest writes `facts/BB-NNNNN.parquet` beside it: FACTS of all entries of the part, usable or not,
+with the digest of each image's source file, and in its metadata the shard's size and sha256. The file marks the part as
+finished and lists the images that can be reused. BB is a number of bits: the hashes of the part's names begin with the
+BB bits of NNNNN.
 
 An image is reused if its name, file, position and the file's digest are unchanged. Its facts are copied, and its bytes
 are read from the earlier shard and compared with their checksum. Reuse does not change the output.
@@ -29,12 +29,12 @@ from ray_jobs.data.columns import FACTS, INDEX, LISTED
 from ray_jobs.process.context import Context
 
 _SAME = ("key", "file", "place", "stored", "digest")
-# the columns that decoding yields: those of the index without what the source lists and the position in the shard
+# the columns that decoding yields: the index without the source's columns and the position in the shard
 _DECODED = [*(name for name in INDEX.names if name not in (*LISTED, "shard", "offset")), "decoding"]
 
 
 class Finished(NamedTuple):
-    """The facts file of a finished part: its name in the store, and its sha256 if a manifest has it."""
+    """The facts file of a finished part: its name in the store, and its sha256 if a manifest lists it."""
 
     name: str
     sha256: str | None
@@ -57,7 +57,7 @@ def facts_file(bits: int, number: int) -> str:
 def write_facts(
     context: Context[Ingest], bits: int, number: int, facts: pa.Table, shard: FileEntry | None
 ) -> tuple[FileEntry, ...]:
-    """Write a part's facts into the attempt, which marks the part as finished."""
+    """Write a part's facts into the attempt's files; this marks the part as finished."""
     metadata = {} if shard is None else {"shard": shard.model_dump_json()}
     with context.staging() as staging:
         path = staging.path / facts_file(bits, number)
@@ -67,7 +67,7 @@ def write_facts(
 
 
 def finished_parts(context: Context[Ingest], digests: pa.ChunkedArray) -> list[Finished]:
-    """Return the facts of all parts that may be reused: earlier attempts at this key first, the newest first.
+    """Return the facts of all parts that may be reused, starting with the newest earlier attempt at this key.
 
     Args:
         digests: the digest of each image's source file.
@@ -92,14 +92,14 @@ def _committed_parts(dataset: Manifest) -> list[Finished]:
 
 
 def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manifest | None:
-    """Return the newest dataset of a source with the same description in the same place.
+    """Return the newest dataset of a source with the same description and location.
 
-    If there is none, the source may have moved. Folders of unrelated images often have the same description, so of
-    several such datasets the one with the most images in common is returned.
+    If there is none, the source may have moved: return the dataset with the same description that has the most images
+    in common, because folders of unrelated images often have the same description.
     """
     attempt, config = context.attempt, context.config
     if _is_forced(context):
-        return None  # --force: the user wants everything to be read again
+        return None  # --force: read everything again
     source, fields = attempt.config["source"], identity.identity_fields(config.source)
     places, store = source.keys() - fields.keys(), context.open_store()
     alike = [
@@ -152,7 +152,7 @@ def find_reusable(
 
     Args:
         parts: as returned by `finished_parts`.
-        bits, number: of the part, see `facts_file`.
+        bits, number: the part's numbers, see `facts_file`.
         entries: ENTRIES and a column `digest`.
     """
     listed = entries.select([LISTED.get(name, name) for name in _SAME])
@@ -179,7 +179,7 @@ def find_reusable(
             if identity_of_row in reusable and reusable[identity_of_row] is None:
                 decoded = {column: row[column] for column in _DECODED}
                 reusable[identity_of_row] = Reusable(decoded, folder, shard, row["offset"])
-    return [reusable[one] for one in identities]
+    return [reusable[entry_identity] for entry_identity in identities]
 
 
 def _overlaps(name: str, bits: int, number: int) -> bool:

@@ -1,24 +1,22 @@
 """Assign images to train, dev and test.
 
-Each image is assigned on its own, by a hash of (salt, group). The group is the value of a column (a patient, a site),
-or else the image's bytes.
+Each image is assigned independently, by a hash of (salt, group). The group is the value of a column (a patient, a
+site), or otherwise the image's bytes.
 
     test [0, 0.2)  dev [0.2, 0.3)  train [0.3, 1)
 
-Splits that the authors of a dataset made stay as they are. `copies` leaves out images that have a copy in another
-split.
+Official splits stay as they are. `copies` leaves out images that have a copy in another split.
 
-The result is a function of the set of images, and not of the order in which they arrived. When images are added, no
-image changes its split: an image's draw depends on nothing else, a test image is never left out, and an image that is
-left out stays out, because each pair is judged on its own. (If the authors later add a dev or test split of their own,
-that split is no longer drawn.) A new image joins the split that it draws. If it is a near-copy of images in another
-split, the images of the weaker split are left out.
+The result depends on the set of images, not on the order in which they arrived. When images are added, no image changes
+its split: an image's draw depends on nothing else, a test image is never left out, and an image that is left out stays
+out, because each pair is judged independently. (If the authors later add a dev or test split, that split is no longer
+drawn.) A new image joins the split that it draws. If it is a near-copy of images in another split, the images of the
+weaker split are left out.
 
-Drawing near-copies together would depend on which came first: of two near-copies that draw train and test, each must
-stay where it was when it was alone, so one of them must go, and it cannot be the test image. Named groups are drawn
-together and lose no image.
+Drawing near-copies together would depend on which came first: if two near-copies draw train and test, neither may move,
+so one of them must leave, and it cannot be the test image. Named groups are drawn together and lose no image.
 
-Last, a class without an image in train is **set aside**, because no model could learn it. It returns when one of its
+Finally, a class without an image in train is **set aside**, because no model could learn it. It returns when one of its
 images draws train.
 """
 
@@ -34,30 +32,30 @@ import pyarrow.compute as pc
 from ray_jobs.data.columns import INDEX
 from ray_jobs.sources import hash_fraction
 
-FRACTIONS = {"test": 0.2, "dev": 0.1}  # of the images without an official split; the rest is train
-# `split` is the one to which an image returns with its class
+FRACTIONS = {"test": 0.2, "dev": 0.1}  # shares of the images without an official split; the rest is train
+# `split` is the split that an image joins when its class returns
 SET_ASIDE = pa.schema(pa.field(name, pa.string(), nullable=False) for name in ("key", "class_name", "split"))
 
 
 def assign_splits(images: pa.Table, salt: str | None, official: Collection[str | None]) -> list[str]:
     """Return the split of every image.
 
-    If the authors give some splits, a missing dev or test split is drawn from train, with the same fractions.
+    If the source has official splits, a missing dev or test split is drawn from train, with the same fractions.
 
     Args:
         images: columns `split` (null: not given), `group` (may be null), `content_id`.
-        salt: of the hash; None: nothing is drawn, because the source gives every image's split.
-        official: the splits that the authors give, including those without a usable image: a damaged image must not
-            turn a training image into a test image.
+        salt: the salt of the hash; None: nothing is drawn, because the source gives every image's split.
+        official: the official splits, including splits without a usable image: a damaged image must not turn a
+            training image into a test image.
     """
-    given_splits = images["split"].to_pylist()
+    stated_splits = images["split"].to_pylist()
     if salt is None:
-        return given_splits
+        return stated_splits
     fractions = {split: fraction for split, fraction in FRACTIONS.items() if split not in official}
     groups = zip(images["group"].to_pylist(), images["content_id"].to_pylist(), strict=True)
     return [
-        _drawn(hash_fraction(salt, group or content), fractions) if given in (None, "train") else given
-        for given, (group, content) in zip(given_splits, groups, strict=True)
+        _drawn(hash_fraction(salt, group or content), fractions) if stated in (None, "train") else stated
+        for stated, (group, content) in zip(stated_splits, groups, strict=True)
     ]
 
 
@@ -73,25 +71,25 @@ class Trainable(NamedTuple):
     """A dataset without the classes that have no training image."""
 
     index: pa.Table
-    """Its labels are positions in `class_names`."""
+    """INDEX; labels are indices into `class_names`."""
     class_names: tuple[str, ...]
     set_aside: pa.Table
     """SET_ASIDE: the images of the other classes."""
     set_aside_classes: tuple[tuple[str, int], ...] = ()
-    """(name, number of images) of each of these classes, including those without a usable image."""
+    """(name, number of images) of each other class, including classes without a usable image."""
 
 
 def without_untrained(index: pa.Table, class_names: Sequence[str], may_train: Collection[int]) -> Trainable:
     """Set aside the classes that could have a training image but do not, with all their images.
 
-    The splits of other images do not change. When one of its images draws train, a class returns, each image in the
-    split drawn for it.
+    The splits of other images do not change. When one of its images draws train, a class returns with all its images,
+    in the splits drawn for them.
 
     Args:
         index: columns key, label, labels, split of the images in use.
         class_names: the names of the labels.
-        may_train: labels of the images that are in train or have a drawn split. Other classes were kept out of train
-            by the authors (some of SUN397's 397 in VTAB's 800 training images), and stay.
+        may_train: labels of the images that are in train or have a drawn split. The authors kept other classes out of
+            train (some of SUN397's 397 in VTAB's 800 training images), and these stay.
     """
     trained = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
     lost = np.array(sorted(set(may_train) - set(trained)), np.int64)

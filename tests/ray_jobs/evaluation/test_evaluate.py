@@ -275,7 +275,7 @@ def test_features_that_were_damaged_are_computed_again(
         flip(file)
     capsys.readouterr()
     after = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
-    assert "are computed again" in capsys.readouterr().out
+    assert "are recomputed" in capsys.readouterr().out
     assert after.content_digest == before.content_digest
 
 

@@ -193,7 +193,7 @@ def test_wrong_features_are_named(digits: Split) -> None:
     train, labels, test, truth = digits
     damaged = train.copy()
     damaged[2, 5] = np.nan
-    with pytest.raises(UserError, match=r"train features hold nan at \[2, 5\]; all must be finite"):
+    with pytest.raises(UserError, match=r"train features: value nan at \[2, 5\]; all must be finite"):
         run((damaged, labels, test, truth), stage(shots=(1,)))
 
 

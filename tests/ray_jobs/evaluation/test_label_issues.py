@@ -87,7 +87,7 @@ def test_a_list_is_worth_what_labels_replaced_on_purpose_say(features: int, shar
     said = headline(metrics)
     if doubts(metrics):
         assert precision < 0.4 or share > 0.05
-        assert "No number of wrong labels follows" in said and "likely wrong" not in said
+        assert "does not show how many labels are wrong" in said and "likely wrong" not in said
     else:
         assert precision <= metrics["expected_precision"] + 0.01
         assert f"at most about {metrics['expected_precision']:.0%} of the list" in said
@@ -155,7 +155,7 @@ def test_an_image_left_out_is_scored_by_a_fit_to_the_others() -> None:
         expected = np.exp(scores / settings["temperature"])
         np.testing.assert_allclose(probabilities[image, [0, 1, 3]], expected / expected.sum(), rtol=1e-4)
     features[3, 2] = np.nan
-    with pytest.raises(UserError, match=r"labelled features hold nan at \[3, 2\]"):
+    with pytest.raises(UserError, match=r"labelled features: value nan at \[3, 2\]"):
         left_out_probabilities(features, labels, 4)
 
 

@@ -94,7 +94,9 @@ def shapes(store: Store) -> Manifest:
     config = Ingest.model_validate({"job": "ingest", "source": source, "max_distance": None})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+            ingest,
+            "in_tasks",
+            lambda function, shared, items, unit: [function(*shared, item) for item in items],
         )
         result = ingest.main(make_context(store, config))
     return make_manifest("ingest", files=result.files, content_digest=result.content_digest)
@@ -190,7 +192,9 @@ def test_pets_from_their_archives_are_scored_at_the_size_of_their_trimaps(tmp_pa
     store = open_store(str(tmp_path / "store"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+            ingest,
+            "in_tasks",
+            lambda function, shared, items, unit: [function(*shared, item) for item in items],
         )
         result = ingest.main(make_context(store, config))
     data = make_manifest("ingest", files=result.files, content_digest=result.content_digest)
@@ -230,7 +234,9 @@ def test_data_without_masks_is_named(store: Store, tmp_path: Path, shapes: Manif
     other = open_store(str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+            ingest,
+            "in_tasks",
+            lambda function, shared, items, unit: [function(*shared, item) for item in items],
         )
         result = ingest.main(make_context(other, config))
     plain = make_manifest("ingest", files=result.files)

@@ -31,7 +31,7 @@ SHAPES: dict[str, Any] = {"kind": "shapes", "images": 30, "dev_images": 6, "test
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        ingest, "in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+        ingest, "in_tasks", lambda function, shared, items, unit: [function(*shared, item) for item in items]
     )
 
 

@@ -253,7 +253,7 @@ def test_a_report_of_fine_tunings_alone_does_not_speak_of_frozen_features(
 
     monkeypatch.setattr(page_module, "render", render_as_fine_tuned)
     _, page = made.report([stage for stage in made.made if "one_shot" not in stage])
-    assert "Fine-tuned models were trained on train800val200" in page and "Of a frozen backbone" not in page
+    assert "Fine-tuned models were trained on train800val200" in page and "Frozen backbones" not in page
 
 
 def test_all_nineteen_are_no_part(made: Vtab) -> None:

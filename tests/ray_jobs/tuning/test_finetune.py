@@ -53,7 +53,7 @@ def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Suppo
 
 def test_vtabs_augmentation_is_that_of_the_task(dataset):
     config, opened = configuration(augment="vtab"), shards.open_dataset(dataset)
-    with pytest.raises(UserError, match=r"augment vtab needs a task of VTAB-1k.*halves"):
+    with pytest.raises(UserError, match=r"augment vtab .* halves"):
         make_task(config, opened, None)
     for name, policy in (("DMLab", "flip"), ("sNORB-Azimuth", "squash_crop")):
         opened.info = opened.info.model_copy(update={"name": name})
