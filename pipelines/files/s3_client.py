@@ -33,7 +33,8 @@ CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # timeouts, before the next try
 TRIES = 4  # botocore waits up to 1, 2, 4 s between them, with jitter
 PART_BYTES = 16 * 2**20  # larger files are transferred in parts of this size, several at once
 THREADS = 8
-_TRANSFER = (RetriesExceededError, S3DownloadFailedError)  # the latter: it was replaced meanwhile
+# S3DownloadFailedError: the object was replaced during the download.
+_TRANSFER = (RetriesExceededError, S3DownloadFailedError)
 _DAMAGED = {"NoSuchKey", "InvalidRange"}
 _RETRIED = {409, 429, 500, 502, 503, 504}
 _EXPLAINED = {

@@ -92,9 +92,8 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     everything = all_keys(store)
     keys = everything if selector is None else find_keys(store, selector)
     wanted, unread = {key for _, key in keys}, list[Unchecked]()
-    found, all_damage = _manifests(
-        store, everything, unread
-    )  # all manifests, because those of later stages also record an artifact
+    # All manifests, because the manifests of later stages also record an artifact.
+    found, all_damage = _manifests(store, everything, unread)
     unread = [each for each in unread if each.name.split("/")[2] in wanted]
     manifests = [manifest for manifest, _ in found if manifest.key in wanted]
     damage = [each for each in all_damage if each.artifact in wanted]

@@ -58,6 +58,11 @@ METRICS = (
 COMPUTED = tuple(metric for metric in METRICS if metric.of_class is not None)
 
 
+def computed(name: str) -> Metric:
+    """Return the computed metric with this name."""
+    return next(metric for metric in COMPUTED if metric.name == name)
+
+
 def mean_iou(counts: NDArray[np.integer]) -> float:
     """Return the mean of intersection / union over the classes in the masks, from a confusion [classes, classes].
 

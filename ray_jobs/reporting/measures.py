@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_interval
-from ray_jobs.evaluation.metrics import COMPUTED, contributions
+from ray_jobs.evaluation.metrics import COMPUTED, computed, contributions
 from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
 from vit_model.errors import UserError
 
@@ -93,8 +93,7 @@ class Entry:
         """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
         if metric == ACCURACY:
             return self.correct
-        computed = next(known for known in COMPUTED if known.name == metric)
-        return contributions(computed, self.labels, self.predictions)
+        return contributions(computed(metric), self.labels, self.predictions)
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ray_jobs.data.loader import MEMORY_BYTES
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.calibration import probability_table
-from ray_jobs.evaluation.metrics import COMPUTED, value
+from ray_jobs.evaluation.metrics import computed, value
 from ray_jobs.evaluation.rows import ACCURACY
 from ray_jobs.training.task import DivergenceError, Evaluation, Score
 from ray_jobs.training.workers import ALONE, Worker
@@ -126,8 +126,9 @@ def evaluation(step: int, logits: Tensor, labels: Tensor, select_by: str = ACCUR
     results = Evaluation(step, *accuracy_and_loss(logits, labels))
     if select_by == ACCURACY:
         return results
-    metric = next(metric for metric in COMPUTED if metric.name == select_by)
-    return results._replace(metrics={select_by: value(metric, labels.numpy(), logits.argmax(dim=1).numpy())})
+    return results._replace(
+        metrics={select_by: value(computed(select_by), labels.numpy(), logits.argmax(dim=1).numpy())}
+    )
 
 
 def score(logits: Tensor, labels: NDArray[Any], temperature: float | None = None) -> Score:
