@@ -43,6 +43,7 @@ def classify_readable(
     Raises:
         UserError: the model has no classifier.
     """
+    _require_classifier(contract)
     for start in range(0, len(images), BATCH):
         batch = images[start : start + BATCH]
         pixels: dict[Path, NDArray[np.uint8]] = {}
@@ -52,7 +53,8 @@ def classify_readable(
                 pixels[image] = load_image(image, contract.preprocessing)
             except (UserError, OSError) as error:
                 errors[image] = str(error)
-        tops = dict(zip(pixels, likeliest(model, contract, list(pixels.values())), strict=True))
+        stacked = np.stack(list(pixels.values())) if pixels else np.zeros((0, 1, 1, 1), np.uint8)
+        tops = dict(zip(pixels, likeliest(model, contract, stacked), strict=True))
         for image in batch:
             yield {"image": str(image)} | (
                 {"top": tops[image]} if image in tops else {"error": errors[image]}
@@ -60,21 +62,21 @@ def classify_readable(
 
 
 def likeliest(
-    model: Network, contract: ModelContract, pixels: Sequence[NDArray[np.uint8]]
+    model: Network, contract: ModelContract, pixels: NDArray[np.uint8]
 ) -> list[list[dict[str, Any]]]:
-    """Return [{"class", "probability"}, ...] with the five most likely classes of each preprocessed image.
+    """Return [{"class", "probability"}, ...] with the five most likely classes of each image.
+
+    Args:
+        pixels: [n, resolution, resolution, channels], preprocessed as the contract says.
 
     Raises:
         UserError: the model has no classifier.
     """
-    if not contract.class_names:
-        raise UserError("the model has no classifier, only representations; fine-tune it first")
+    _require_classifier(contract)
     if not len(pixels):
         return []
     with torch.inference_mode():
-        logits = model.eval()(
-            normalise(torch.from_numpy(np.stack(pixels)), contract.preprocessing, torch.float32)
-        )
+        logits = model.eval()(normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
     several = contract.problem_type == "multi_label_classification"
     probabilities = logits.float().sigmoid() if several else logits.float().softmax(-1)
     values, classes = probabilities.topk(min(TOP, logits.shape[-1]))
@@ -85,3 +87,8 @@ def likeliest(
         ]
         for both in zip(values.tolist(), classes.tolist(), strict=True)
     ]
+
+
+def _require_classifier(contract: ModelContract) -> None:
+    if not contract.class_names:
+        raise UserError("the model has no classifier, only representations; fine-tune it first")

@@ -150,11 +150,15 @@ def test_a_models_predictions_are_those_of_its_evaluation(
         vitflow_local("predict", model, "--split", "test", "--csv", "--store", tiny_store).stdout.splitlines()
     )
     said = {line["image"]: (line["label"], line["prediction"]) for line in lines}
-    index = pq.read_table(files_of(tiny_store, made["digits"]) / "index.parquet", columns=["sample_id", "key"])
+    index = pq.read_table(
+        files_of(tiny_store, made["digits"]) / "index.parquet", columns=["sample_id", "key"]
+    )
     keys = dict(zip(*(index[name].to_pylist() for name in ("sample_id", "key")), strict=True))
     stored = {keys[row["sample_id"]]: (str(row["label"]), str(row["prediction"])) for row in predictions}
     assert said.keys() == stored.keys()
-    assert {key: label for key, (label, _) in said.items()} == {key: label for key, (label, _) in stored.items()}
+    assert {key: label for key, (label, _) in said.items()} == {
+        key: label for key, (label, _) in stored.items()
+    }
     assert sum(said[key] == stored[key] for key in stored) >= 0.99 * len(stored)
 
 
