@@ -80,7 +80,7 @@ def test_npz(tmp_path: Path) -> None:
     for name, dtype, shape, message in (
         ("metadata", np.generic, (1,), "metadata contains Python objects"),
         ("labels", np.generic, (None,), r"does not contain 'labels\.npy'"),
-        ("imgs", np.uint8, (None, 4), r"imgs is uint8 \(6, 4, 4\), not uint8 \(None, 4\)"),
+        ("imgs", np.uint8, (None, 4), r"imgs is uint8 \(6, 4, 4\); expected uint8 \(None, 4\)"),
         ("imgs", np.floating, (None, 4, 4), "imgs is uint8 .*, not floating"),
     ):
         with pytest.raises(UserError, match=message):
