@@ -86,7 +86,7 @@ class Blob(NamedTuple):
 
 
 class Reader(io.RawIOBase):
-    """A blob as a seekable file. `largest` limits one read, because a damaged header may ask for any number of bytes."""
+    """A blob as a seekable file. `largest` limits one read, because a damaged header may ask for any size."""
 
     def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
         self.blob, self.largest = blob, largest

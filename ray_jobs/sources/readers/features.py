@@ -20,7 +20,7 @@ NAMED = 10  # files or classes in a note or a message
 
 
 def split_in(name: str) -> str | None:
-    """Return the split that a word of the name names: "train", "dev" or "test"; None for no split, or several.
+    """Return the split that appears as a word in a name: "train", "dev" or "test"; None for none or several.
 
     Words are separated by whatever is not a letter: `food101-train-00000-of-00001`, `seg_test`, `val2017`.
     """
