@@ -1,4 +1,4 @@
-"""What the benchmarks share: packages of peers, the setting of a measurement, the pages of results."""
+"""Shared by the benchmarks: packages of peers, the setting of a measurement, the pages of results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def install(folder: Path, *requirements: str, check: bool = True) -> None:
-    """Install packages from PyPI into a folder of their own, without dependencies, which could replace ours."""
+    """Install packages from PyPI into a separate folder, without dependencies, which could replace ours."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*command, *requirements], check=check)
 
 
 def setting(load: float) -> str:
-    """Date, machine and load, for the head of a page.
+    """Return date, machine and load, for the head of a page.
 
     Args:
         load: the load average when the benchmark started.
@@ -35,12 +35,12 @@ def setting(load: float) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range, as a cell of a table."""
+    """Return median and range, as a cell of a table."""
     return f"{statistics.median(values):,.0f} ({min(values):,.0f}-{max(values):,.0f})"
 
 
 def values(rows: Iterable[tuple[str, float, str]]) -> list[str]:
-    """A table of what was measured, in seconds unless its name says otherwise, beside the target."""
+    """Return a table of measurements and targets, in seconds unless the name says otherwise."""
     lines = ["| measured | value | target |", "|---|---:|---|"]
     for name, value, target in rows:
         unit = "" if "images/s" in name else " s"

@@ -1,10 +1,10 @@
-"""Few-shot evaluation: features, and the closed form, beside others: `python benchmarks/fewshot.py`.
+"""Few-shot evaluation, compared with others: `python benchmarks/fewshot.py`.
 
-Features are those of an S/16 at 224 in float32, from JPEGs of 500 x 375 in a dataset, against the forward pass alone on
-a batch in memory. The closed form is three draws of 1, 5, 10 and 25 labels for each of 100 classes, with 768 features
-and 10,000 test images: with L2 fixed against scikit-learn's `RidgeClassifier` and big_vision's `fewshot_lsr` in numpy,
-and with L2 from 26 values by leave-one-out against `RidgeClassifierCV`. All on one thread; the contenders take turns,
-and a ratio is between figures of the same round. Before the clock starts, the predictions at the same L2 are compared.
+Features: those of an S/16 at 224 in float32, from JPEGs of 500 x 375 in a dataset, against the forward pass alone on a
+batch in memory. Closed form: three draws of 1, 5, 10 and 25 labels for each of 100 classes, with 768 features and
+10,000 test images. L2 is fixed, against scikit-learn's `RidgeClassifier` and big_vision's `fewshot_lsr` in numpy, or
+selected by leave-one-out from 26 values, against `RidgeClassifierCV`. All run on one thread and take turns, and a ratio
+compares figures of the same round. Before the clock starts, the predictions at the same L2 are compared.
 
 Prints the tables and writes them to benchmarks/results/fewshot.md; takes 6 minutes on two idle cores.
 """
@@ -56,7 +56,7 @@ def main() -> None:
     with threadpool_limits(1), tempfile.TemporaryDirectory() as folder:
         lines = [*features(Path(folder)), "", *closed_form()]
     head = [
-        "# Few-shot evaluation, beside others",
+        "# Few-shot evaluation, compared with others",
         "",
         f"`python benchmarks/fewshot.py`, {setting(load)}, torch {torch.__version__}; one thread; medians (ranges) over"
         f" {ROUNDS} interleaved rounds.",
@@ -79,9 +79,9 @@ def take_turns(contenders: dict[str, Callable[[], object]]) -> dict[str, list[fl
 def table(
     seconds: dict[str, list[float]], ours: str, targets: dict[str, str], work: float = 1.0
 ) -> list[str]:
-    """Return a table of seconds, or of `work` per second, and how many times as fast ours is."""
+    """Return a table of seconds, or of `work` per second, and of our speedup."""
     lines = [
-        f"| | {'seconds' if work == 1 else 'images/s'} | ours is faster by | target |",
+        f"| | {'seconds' if work == 1 else 'images/s'} | our speedup | target |",
         "|---|---:|---:|---|",
     ]
     for name, own in seconds.items():
@@ -93,7 +93,7 @@ def table(
 
 
 def spread(values: list[float]) -> str:
-    """Median and range."""
+    """Return median and range."""
     return f"{statistics.median(values):,.2f} ({min(values):,.2f}-{max(values):,.2f})"
 
 
@@ -181,22 +181,22 @@ def closed_form() -> list[str]:
         "",
         f"L2 selected by leave-one-out from {len(linear_probe.L2_GRID)} values:",
         "",
-        *table(selected, "ours", {"RidgeClassifierCV": ">= 1.5, wished 2"}),
+        *table(selected, "ours", {"RidgeClassifierCV": ">= 1.5, ideally 2"}),
     ]
 
 
 def ours_fixed(support: Array, labels: NDArray[np.integer], test: Array) -> NDArray[np.integer]:
-    """As `protocol: big_vision`."""
+    """Predict as `protocol: big_vision` does."""
     return linear_probe.fixed(support, labels, test, True).predictions
 
 
 def ours_selected(support: Array, labels: NDArray[np.integer], test: Array) -> NDArray[np.integer]:
-    """As `protocol: leave_one_out`."""
+    """Predict as `protocol: leave_one_out` does."""
     return linear_probe.leave_one_out(support, labels, test, True).predictions
 
 
 def ridge(support: Array, labels: NDArray[np.integer], test: Array) -> NDArray[np.integer]:
-    """scikit-learn's, in float64 as ours."""
+    """Predict as scikit-learn does, in float64 like ours."""
     scaler = StandardScaler().fit(support.astype(np.float64))
     model = RidgeClassifier(alpha=linear_probe.FIXED_L2).fit(scaler.transform(support), labels)
     found: NDArray[np.integer] = model.predict(scaler.transform(test.astype(np.float64)))
@@ -204,7 +204,7 @@ def ridge(support: Array, labels: NDArray[np.integer], test: Array) -> NDArray[n
 
 
 def ridge_selected(support: Array, labels: NDArray[np.integer], test: Array) -> NDArray[np.integer]:
-    """scikit-learn's leave-one-out."""
+    """Predict with scikit-learn's leave-one-out."""
     scaler = StandardScaler().fit(support.astype(np.float64))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -214,7 +214,7 @@ def ridge_selected(support: Array, labels: NDArray[np.integer], test: Array) -> 
 
 
 def big_vision(support: Array, labels: NDArray[np.integer], test: Array) -> NDArray[np.integer]:
-    """big_vision's `fewshot_lsr`, with numpy in place of JAX: an eigendecomposition, which gives every L2."""
+    """Predict as big_vision's `fewshot_lsr`, in numpy instead of JAX: an eigendecomposition, which gives every L2."""
     support, test = support.astype(np.float64), test.astype(np.float64)
     mean, deviation = support.mean(0), support.std(0) + 1e-5
     x, x_test = (

@@ -1,17 +1,16 @@
-"""The engines of a pretraining on this machine's GPUs: `python benchmarks/gpu.py`.
+"""Pretraining's engines on this machine's GPUs: `python benchmarks/gpu.py`.
 
 Plain torch and DeepSpeed's ZeRO stages 1 to 3 take the same steps in bfloat16, with float32 master weights, clipping
 and AdamW: B/16 and L/16 at 224 pixels, one process per GPU, random images. Each case has fresh processes. Images per
-second and MFU are of the median step, memory is what torch allocated at most.
-Then a new engine continues from a state that was saved after three steps, and after three more its weights are compared
-with those of six steps at once.
+second and MFU come from the median step; memory is the most that torch allocated.
+Then a new engine continues from a state that was saved after three steps. After three more steps, its weights are
+compared with those of six uninterrupted steps.
 
-It needs the project's packages. A benchmark with torch and pydantic alone, beside Hugging Face and timm, is
-train_step.py.
+It needs the project's packages. train_step.py needs only torch and pydantic, and compares with Hugging Face and timm.
 
     python benchmarks/gpu.py [--batch 128] [--steps 20] [--no-keep]
 
-Prints the table and writes it to benchmarks/results/gpu.md. `--cpu` tries it out with a tiny model, and writes nothing.
+Prints the table and writes it to benchmarks/results/gpu.md. `--cpu` tries it with a tiny model, and writes nothing.
 """
 
 from __future__ import annotations
@@ -52,19 +51,19 @@ STAGES = (0, 1, 2, 3)
 
 
 class Measured(NamedTuple):
-    """What one case found; of the slowest worker."""
+    """The results of one case, on rank 0."""
 
     step: float
     """seconds, median"""
     mfu: float | None
     memory: float
-    """bytes that torch allocated at most; on a CPU 0"""
+    """the most bytes that torch allocated; 0 on a CPU"""
     resumed: float
     """the largest difference of a weight after continuing from a saved state"""
 
 
 def main() -> None:
-    """Run every case in processes of its own, print the table and keep it."""
+    """Run every case in fresh processes, print the table and keep it."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--batch", type=int, default=128, help="images per GPU and step")
     arguments.add_argument("--steps", type=int, default=20)
@@ -72,7 +71,7 @@ def main() -> None:
     arguments.add_argument("--no-keep", dest="is_kept", action="store_false", help="print the table only")
     options = arguments.parse_args()
     if not options.cpu and not torch.cuda.is_available():
-        print("error: torch sees no GPU; --cpu tries this benchmark out with a tiny model", file=sys.stderr)
+        print("error: torch found no GPU; use --cpu to try this benchmark with a tiny model", file=sys.stderr)
         sys.exit(2)
     world = 2 if options.cpu else torch.cuda.device_count()
     rows = []
@@ -83,7 +82,7 @@ def main() -> None:
             )
             rows.append(row(config, world, is_cpu=options.cpu))
     card = "CPU" if options.cpu else f"{world} x {torch.cuda.get_device_name()}"
-    head = "| model | engine | images/s | MFU | GiB, most | continued |"
+    head = "| model | engine | images/s | MFU | peak GiB | continued |"
     keep(
         "gpu.md",
         [
@@ -137,7 +136,7 @@ def row(config: Pretrain, world: int, is_cpu: bool) -> str:
 
 
 def worker(rank: int, world: int, fields: dict[str, Any], meeting: str, output: Path, is_cpu: bool) -> None:
-    """Measure a case; rank 0 writes what it found."""
+    """Measure a case; rank 0 writes the results."""
     os.environ["LOCAL_RANK"] = str(rank)
     on = torch.device("cpu") if is_cpu else torch.device("cuda", rank)
     if not is_cpu:
@@ -174,7 +173,7 @@ def random_batch(
 def start(
     config: Pretrain, architecture: Architecture, world: int, on: torch.device, state: State | None = None
 ) -> Engine:
-    """Return the engine of a case; with a single GPU, ZeRO too."""
+    """Return the engine of a case; ZeRO also runs on a single GPU."""
     module = build(architecture)
     module.initialise(0)
     if state is not None:
@@ -206,7 +205,7 @@ def continued(
     on: torch.device,
     batch: tuple[torch.Tensor, torch.Tensor],
 ) -> float:
-    """Return how far the weights after six steps are from those of three steps, a save, and three more."""
+    """Return the largest difference of a weight between six steps, and three steps, a save and three more."""
     case = Case(config.zero_stage, config.dtype, 1, True, "AdamW", world)
     engine = start(config, architecture, world, on)
     for _ in range(3):

@@ -1,17 +1,17 @@
-"""Ingest of a tar of JPEGs, beside others' ways to make files to train from: `python benchmarks/ingest.py`.
+"""Ingest of a tar of JPEGs, compared with other writers of training files: `python benchmarks/ingest.py`.
 
-8,192 different JPEGs of 500 x 375 pixels, made here, in a tar of WebDataset's form; peers that read no tar get the
-same files in a folder. Each contender is a fresh process on the same two cores. It ingests a small set first, so that
-imports and worker processes are ready, then all of it, timed, with the files in the page cache and nothing left to be
-written to the disk. Contenders take turns, each round in another order. The table says what each does with an image;
-"floor" is what reading, sha256 and a full decode cost alone, with simplejpeg in two processes.
+It makes 8,192 different JPEGs of 500 x 375 pixels in a WebDataset tar; peers that cannot read tars get the same files
+in a folder. Each contender is a fresh process on the same two cores. It first ingests a small set, so that imports and
+worker processes are ready, then the whole set, timed, with the files in the page cache and no pending writes.
+Contenders take turns, each round in another order. The table says what each does with an image; "floor" is the cost of
+reading, sha256 and a full decode alone, with simplejpeg in two processes.
 
 Ours is the whole stage: sha256 of the source, listing, shards, index, quarantine, copies, card, and every file's
-sha256, durably on the disk. It reads every coefficient of a JPEG, which shows damage and takes most of a decoder's
-time, but decodes only grey pixels at a fraction of the size, because it looks at no others.
+sha256, durably on the disk. It reads every coefficient of a JPEG, which detects damage and takes most of a decoder's
+time, but decodes only grey pixels at a fraction of the size, because it needs no others.
 
-Peers come from PyPI into a temporary folder. Prints the table and writes it to benchmarks/results/; takes about 15
-minutes. To see that it works:
+Peers are installed from PyPI into a temporary folder. Prints the table and writes it to benchmarks/results/; takes
+about 15 minutes. To try it quickly:
 
     python benchmarks/ingest.py --images 512 --rounds 1 --no-keep
 """
@@ -62,7 +62,7 @@ WIDTH, HEIGHT, QUALITY, NOISE = 500, 375, 90, 13.0
 
 
 def ours(data: Path, out: Path) -> None:
-    """The real stage, on the Ray that is running."""
+    """Run the real stage, on the running Ray."""
     from pipelines.spec import Ingest
     from pipelines.store import open_store
     from ray_jobs import ingest
@@ -76,11 +76,11 @@ def ours(data: Path, out: Path) -> None:
 
 
 def _begin() -> None:
-    import pandas  # noqa: F401  # pyarrow does, when it first makes an array
+    import pandas  # noqa: F401  # pyarrow imports it when it first makes an array
 
     import ray_jobs.ingest  # noqa: F401
 
-    time.sleep(1)  # so that each process does it
+    time.sleep(1)  # so that every process gets one of these tasks
 
 
 def floor(data: Path, out: Path) -> None:
@@ -130,7 +130,7 @@ def webdataset_decoding(data: Path, out: Path) -> None:
 
 
 def _webdataset_decoding(data: Path, out: Path, part: int) -> None:
-    """Its decoder sees to it that every image is one; what is written is what was read."""
+    """Decode every image as a check; write the bytes that were read."""
     import webdataset as wds
 
     with wds.ShardWriter(f"{out}/{part}-%05d.tar", maxsize=256 * 2**20, verbose=0) as writer:
@@ -168,7 +168,7 @@ def _hugging_face(data: Path, out: Path, part: int) -> None:
     files = sorted(map(str, (data / "images").iterdir()))[part::CORES]
     labels = [int(Path(file).stem) % 10 for file in files]
     dataset = Dataset.from_dict({"image": files, "label": labels}).cast_column("image", Image())
-    # Without this it would write only the files' names.
+    # Without this, it writes only the file names.
     dataset = dataset.map(_embedded, batched=True, batch_size=256)
     dataset.to_parquet(str(out / f"{part}.parquet"))
 
@@ -198,7 +198,7 @@ IMPORTED: dict[Contender, tuple[str, ...]] = {
 
 
 def in_two(work: Callable[[Path, Path, int], None], data: Path, out: Path) -> None:
-    """A process for each core."""
+    """Run `work` in one process per core."""
     processes = [multiprocessing.Process(target=work, args=(data, out, part)) for part in range(CORES)]
     for process in processes:
         process.start()
@@ -215,10 +215,12 @@ def main() -> None:
     given = argparse.ArgumentParser()
     given.add_argument("--images", type=int, default=8192)
     given.add_argument("--rounds", type=int, default=5)
-    given.add_argument("--folder", type=Path, help="where data and peers are kept (else a temporary one)")
+    given.add_argument(
+        "--folder", type=Path, help="where to keep data and peers; default: a temporary folder"
+    )
     given.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     given.add_argument("--no-keep", action="store_true", help="print the table only")
-    given.add_argument("--contender", help="for the processes that are measured")
+    given.add_argument("--contender", help="used internally, by the measured processes")
     options = given.parse_args()
     if options.contender:
         print(json.dumps(measure(options.contender, options.folder)), file=sys.stderr)
@@ -246,7 +248,7 @@ def main() -> None:
 
 
 def measure(name: str, folder: Path) -> dict[str, float]:
-    """Seconds of one contender for the set in `folder`, after the small one beside it, in this process."""
+    """Return one contender's seconds for the set in `folder`, after the small set beside it, in this process."""
     work = CONTENDERS[name][2]
     for module in IMPORTED.get(work, ()):  # before the processes of `in_two` are forked
         importlib.import_module(module)
@@ -254,15 +256,15 @@ def measure(name: str, folder: Path) -> dict[str, float]:
         import ray
 
         ray.init(num_cpus=CORES, include_dashboard=False, log_to_driver=False, logging_level="error")
-    if name == "ours":  # of a small set it makes one shard, in one of its processes
+    if name == "ours":  # the small set is one shard, so it warms up only one of the processes
         ray.get([ray.remote(_begin).remote() for _ in range(CORES)])
     with tempfile.TemporaryDirectory(prefix="out-", dir=folder.parent) as out:
         for data in (folder.parent / "small", folder):
             target = Path(out, data.name)
             target.mkdir()
             for file in filter(Path.is_file, data.rglob("*")):
-                file.read_bytes()  # from here on it lies in the system's memory, for everybody
-            os.sync()  # or it would wait for what the one before has left to the disk
+                file.read_bytes()  # fills the page cache
+            os.sync()  # so that it does not wait for writes of the previous contender
             began = time.perf_counter()
             work(data, target)
             seconds = time.perf_counter() - began
@@ -271,7 +273,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 
 
 def in_process(name: str, folder: Path, data: str) -> dict[str, float] | None:
-    """The same in a fresh process; None, and a line, where it fails."""
+    """Measure in a fresh process; if that fails, print a line and return None."""
     path = os.pathsep.join([str(ROOT), str(folder / "peers")])
     with tempfile.TemporaryDirectory(prefix="vfh-") as home:
         environment = os.environ | {"PYTHONPATH": path, "HOME": home, "XDG_CACHE_HOME": home}
@@ -291,7 +293,7 @@ def in_process(name: str, folder: Path, data: str) -> dict[str, float] | None:
 
 
 def make(folder: Path, number: int) -> None:
-    """data.tar and images/ of so many different JPEGs: pieces of two photographs, with noise, of 10 classes."""
+    """Write data.tar and images/ with `number` different JPEGs: crops of two photographs, with noise, in 10 classes."""
     if folder.is_dir():
         return
     partial = folder.with_name(f"{folder.name}.partial")
@@ -308,7 +310,7 @@ def make(folder: Path, number: int) -> None:
 
 
 def one_jpeg(index: int) -> bytes:
-    """An image that is a function of its number."""
+    """Return an image that depends only on its number."""
     import numpy as np
     from PIL import Image
     from sklearn.datasets import load_sample_images
@@ -334,12 +336,12 @@ def one_jpeg(index: int) -> bytes:
 def table(
     rounds: dict[str, list[dict[str, float]]], options: argparse.Namespace, image_bytes: float, load: float
 ) -> Iterator[str]:
-    """The lines of the page."""
+    """Yield the lines of the page."""
     rates = {
         name: [options.images / one["seconds"] for one in found] for name, found in rounds.items() if found
     }
     basis = statistics.median(rates["ours"]) if "ours" in rates else None
-    yield "# Ingest, beside others' ways to make files to train from"
+    yield "# Ingest, compared with other writers of training files"
     yield ""
     yield (
         f"`python benchmarks/ingest.py`, on {CORES} cores, {options.images:,} JPEGs of {WIDTH} x {HEIGHT} and "
@@ -347,7 +349,7 @@ def table(
     )
     yield "Images per second: median (range) of fresh processes that take turns, each after a small set."
     yield ""
-    yield "| | reads | what it does with an image | images/s | ours is | written, of what was read |"
+    yield "| | reads | what it does with an image | images/s | our speedup | bytes written / read |"
     yield "|---|---|---|---:|---:|---:|"
     for name, found in rounds.items():
         reads, does, _ = CONTENDERS[name]

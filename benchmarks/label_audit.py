@@ -1,13 +1,13 @@
 """How many planted wrong labels an audit finds: `python benchmarks/label_audit.py`.
 
-5% of Fashion-MNIST's training labels are replaced by one of the other nine classes, each equally likely. Of the images
-that an audit puts first, as many as there are planted ones, the precision is the share that was planted. The audits:
+It replaces 5% of Fashion-MNIST's training labels by one of the other nine classes, each equally likely. The precision
+is the share of planted labels among the first k of an audit, where k is the number of planted labels. The audits are
 cross-validated trainings of a small ViT, and leave-one-out on the frozen features of the same ViT after a pretraining
-without labels; beside them leave-one-out on random features of the pixels, which is no stage. A label of the authors
-that is wrong counts as a mistake here.
+without labels. For comparison: leave-one-out on random features of the pixels, which is not a stage. If an audit lists
+a wrong label of the authors, it counts as a mistake of the audit.
 
 Prints the table and writes it to benchmarks/results/label_audit.md; takes 10 to 20 minutes on two cores. With --store
-the store is kept, and what it has is not computed again.
+the store is kept, and its results are reused.
 """
 
 from __future__ import annotations

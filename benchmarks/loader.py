@@ -1,15 +1,15 @@
-"""Training batches of ours and of seven peers from the same images: `python benchmarks/loader.py`.
+"""Training batches of our loader and of seven peers, from the same images: `python benchmarks/loader.py`.
 
-Three sets (`loading/data.py`). From JPEGs each loader makes uint8 batches of 256 random crops, resized to 224 and
-flipped; raw images stay whole. Each measurement is a fresh process, on one core and then on two, with the best of 1, 2
-and 3 workers or threads. Rounds are interleaved; the table has medians and ranges. The floor is simplejpeg's decoding
-and torch's resizing of such crops, by as many threads, and nothing else. What must be right of a loader (each image
-once, damage noticed) is tried on each. Peers are installed into a folder of their own below the system's temporary one.
+There are three sets (`loading/data.py`). From JPEGs, each loader makes uint8 batches of 256 random crops, resized to
+224 and flipped; raw images stay whole. Each measurement is a fresh process, on one core and then on two, with the best
+of 1, 2 and 3 workers or threads. Rounds are interleaved; the table has medians and ranges. The floor is simplejpeg's
+decoding and torch's resizing of such crops alone, in the same number of threads. Each loader's correctness is tested,
+too (each image once, damage noticed). Peers are installed into a separate folder in the system's temporary folder.
 
     python benchmarks/loader.py [--images 8192] [--rounds 5] [--seconds 6]
 
 Prints the tables and writes them to benchmarks/results/loader.md. In full it takes hours on an otherwise idle machine.
-To see that it works:
+To try it quickly:
 
     python benchmarks/loader.py --images 512 --rounds 1 --seconds 1 --cores 2 --sets originals --no-keep
 """
@@ -52,7 +52,7 @@ def main() -> None:
             run = partial(in_process, 2, "gates", folder=folder, images=images)
             lines += shown(table.correctness({arm: run(arm=arm) for arm in arms if arm != "floor"}))
     head = [
-        "# Training batches, against others' loaders",
+        "# Training batches, compared with other loaders",
         "",
         f"`python benchmarks/loader.py {' '.join(sys.argv[1:])}`, {options.images:,} JPEGs, {setting(load)}.",
         f"A random crop of each image resized to {SIDE} and flipped, uint8 batches of {BATCH}; medians over "
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
 
 
 def in_process(cores: int, what: str, *, folder: Path, **given: Any) -> dict[str, Any]:
-    """Measure or try an arm in a fresh process on `cores` cores; if it fails, return its error."""
+    """Measure or test an arm in a fresh process on `cores` cores; if it fails, return its error."""
     allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
     request = json.dumps({"what": what, "folder": str(folder), **given})
     command = ["taskset", "-c", allowed, sys.executable, "-m", "loading", request]
@@ -110,7 +110,7 @@ def take_turns(run: Any, arms: list[str], rounds: int) -> dict[str, table.Measur
 
 
 def shown(lines: list[str]) -> list[str]:
-    """Print a table that is ready, long before the page is."""
+    """Print a finished table, long before the page is complete."""
     print(*lines, sep="\n", file=sys.stderr, flush=True)
     return lines
 

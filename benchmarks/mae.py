@@ -1,7 +1,7 @@
-"""A masked autoencoder against supervised training of the same encoder: `python benchmarks/mae.py`.
+"""A masked autoencoder, compared with supervised training of the same encoder: `python benchmarks/mae.py`.
 
-What is timed is the forward and backward pass, without the optimizer. The contenders (supervised training, the paper's
-decoder of 8 blocks, a decoder of one block) share one process and take turns, each round in another order. A gain is
+It times the forward and backward pass, without the optimizer. The contenders (supervised training, the paper's decoder
+of 8 blocks, a decoder of one block) share one process and take turns, each round in another order. A gain is
 the supervised step's time over the autoencoder's in the same round, so a busy machine slows both sides of it. On a CPU
 they run in one thread, as our workers do, and processor time is measured. On a GPU the benchmark needs torch and
 pydantic only, and adds L/16.
@@ -40,13 +40,13 @@ def main() -> None:
         torch.set_num_threads(1)
     lines = [line for name in MODELS for dtype in DTYPES for line in rows(name, dtype)]
     text = [
-        "# Masked autoencoders, against supervised training of the same encoder",
+        "# Masked autoencoders, compared with supervised training of the same encoder",
         "",
         f"`python benchmarks/mae.py`, {datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
         f"load before: {load:.1f}, after: {os.getloadavg()[0]:.1f}.",
         f"Forward and backward pass at 224, {BATCH} images, 75% of the patches masked; median of {ROUNDS} rounds"
-        " (range). The gain is how many times the time of supervised training is that of the autoencoder; calculated"
-        " from operations (`vit_model.compute`).",
+        " (range). The gain is the time of supervised training divided by that of the autoencoder; `calculated` is the"
+        " ratio of their FLOPs (`vit_model.compute`).",
         "",
         "| model, dtype | training | ms per image | gain | calculated |",
         "|---|---|---:|---:|---:|",
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def rows(name: str, dtype: str) -> list[str]:
-    """Lines of the table for a model and a dtype."""
+    """Return the lines of the table for a model and a dtype."""
     classifier = ViTConfig.variant(name, image_size=224, num_classes=CLASSES)
     encoder = ViTConfig.variant(name, image_size=224, position="sincos2d_moco")
     decoders = [MaeOptions(decoder_depth=depth) for depth in DECODERS]
@@ -102,7 +102,7 @@ def autoencoder(config: ViTConfig, options: MaeOptions, dtype: torch.dtype) -> C
 
 
 def take_turns(steps: list[Callable[[], None]]) -> list[list[float]]:
-    """Seconds of a step of each contender in each round."""
+    """Return the seconds of a step of each contender in each round."""
     for step in steps:
         timed(step)  # allocates
     seconds: list[list[float]] = [[] for _ in steps]
@@ -114,7 +114,7 @@ def take_turns(steps: list[Callable[[], None]]) -> list[list[float]]:
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Median and range."""
+    """Return median and range."""
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
 
 

@@ -1,13 +1,13 @@
 """Which copies of images ingest finds, and which images it mistakes for copies: `python benchmarks/near_copies.py`.
 
-Originals are disjoint parts, 200 x 175 pixels, of the photographs that come with scikit-learn, matplotlib and
-scikit-image (from PyPI, into a temporary folder). Each manipulation makes a copy of every original and saves it as JPEG
-of quality 85, unless it says otherwise. Then `find_copies` runs as in ingest, with the originals as the test images of
-another set: a copy counts as found if it is left out with its own original as the twin.
+Originals are disjoint parts, 200 x 175 pixels, of the photographs in scikit-learn, matplotlib and scikit-image (from
+PyPI, in a temporary folder). Each manipulation makes a copy of every original and saves it as JPEG of quality 85,
+unless it says otherwise. Then `find_copies` runs as in ingest, with the originals as the test images of another set: a
+copy counts as found if it is left out with its own original as the twin.
 
 False copies are measured on pairs of different originals; on Fashion-MNIST (Debian's dataset-fashion-mnist), digits and
-glyphs at their own size, where only `phash` is compared; on the same images enlarged, where all views are, to show what
-the bound of 32 pixels prevents; and on drawn shapes at 64 pixels.
+glyphs at their own size, where only `phash` is compared; on the same images enlarged, where all views are compared, to
+show what the limit of 32 pixels prevents; and on drawn shapes at 64 pixels.
 For comparison, a descriptor that tolerates any crop: SIFT, the 32 strongest at 128 pixels, 64 bits each; two of them
 must be within 4 bits of one of the other image's. Prints its tables and writes them to benchmarks/results/; takes
 minutes. With --no-keep it only prints them.
@@ -63,7 +63,7 @@ Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
 def originals(folder: Path) -> list[Image.Image]:
-    """The parts, except nearly uniform ones."""
+    """Return the parts of the photographs, except nearly uniform ones."""
     install(folder, SCIKIT_IMAGE)
     files = [Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"]
     files += [folder / "skimage" / "data" / name for name in PHOTOGRAPHS]
@@ -139,25 +139,25 @@ CHANGES: dict[str, Change] = {
     "rotated by 90 degrees": turned(Image.Transpose.ROTATE_90),
     "rotated by 180 degrees": turned(Image.Transpose.ROTATE_180),
     "rotated by 270 degrees": turned(Image.Transpose.ROTATE_270),
-    "cut by 1 % on each side": cut(0.01, 0.01, 0.01, 0.01),
-    "cut by 2 %": cut(0.02, 0.02, 0.02, 0.02),
-    "cut by 5 %": cut(0.05, 0.05, 0.05, 0.05),
-    "cut by 8 %": cut(0.08, 0.08, 0.08, 0.08),
-    "cut by 12 %": cut(0.12, 0.12, 0.12, 0.12),
-    "cut by 20 %": cut(0.2, 0.2, 0.2, 0.2),
-    "cut by 5 % on the left only": cut(0.05, 0, 0, 0),
-    "cut by 12 % on the left only": cut(0.12, 0, 0, 0),
-    "cut to 70-100 % of the area, anywhere": cut_somewhere,
-    "padded by 10 % on each side, white": padded(0.1, 0.1, 0.1, 0.1, "white"),
-    "padded by 10 % on each side, black": padded(0.1, 0.1, 0.1, 0.1, "black"),
-    "bars of 20 % above and below, black": padded(0, 0.2, 0, 0.2, "black"),
-    "padded by 15 % on the right, grey": padded(0, 0, 0.15, 0, "grey"),
-    "mirrored and cut by 5 %": lambda image, rng: cut(0.05, 0.05, 0.05, 0.05)(
+    "cut by 1% on each side": cut(0.01, 0.01, 0.01, 0.01),
+    "cut by 2%": cut(0.02, 0.02, 0.02, 0.02),
+    "cut by 5%": cut(0.05, 0.05, 0.05, 0.05),
+    "cut by 8%": cut(0.08, 0.08, 0.08, 0.08),
+    "cut by 12%": cut(0.12, 0.12, 0.12, 0.12),
+    "cut by 20%": cut(0.2, 0.2, 0.2, 0.2),
+    "cut by 5% on the left only": cut(0.05, 0, 0, 0),
+    "cut by 12% on the left only": cut(0.12, 0, 0, 0),
+    "cut to 70-100% of the area, anywhere": cut_somewhere,
+    "padded by 10% on each side, white": padded(0.1, 0.1, 0.1, 0.1, "white"),
+    "padded by 10% on each side, black": padded(0.1, 0.1, 0.1, 0.1, "black"),
+    "bars of 20% above and below, black": padded(0, 0.2, 0, 0.2, "black"),
+    "padded by 15% on the right, grey": padded(0, 0, 0.15, 0, "grey"),
+    "mirrored and cut by 5%": lambda image, rng: cut(0.05, 0.05, 0.05, 0.05)(
         image.transpose(Image.Transpose.FLIP_LEFT_RIGHT), rng
     ),
     "rotated by 5 degrees": lambda image, _: image.rotate(5, Image.Resampling.BICUBIC),
 }
-# (original, copy) of images with alpha, both as PNG where they have one
+# (original, copy); those with alpha are saved as PNG
 ALPHA: dict[str, Callable[[Image.Image], tuple[Image.Image, Image.Image]]] = {
     "alpha that is opaque everywhere": lambda image: (image, image.convert("RGBA")),
     "corners transparent, copy on white": lambda image: (
@@ -187,7 +187,7 @@ def encoded(image: Image.Image) -> bytes:
 
 
 def table(name: str, found: Iterable[Hashes]) -> pa.Table:
-    """A table of images of one class with these hashes; the key is the number."""
+    """Return a table of images of one class with these hashes; the key is the number."""
     rows = [
         {"key": f"{n:06d}", "sample_id": f"{name} {n:06d}", "content_id": f"{name} {n}", "label": 0}
         | own._asdict()
@@ -197,12 +197,12 @@ def table(name: str, found: Iterable[Hashes]) -> pa.Table:
 
 
 def files(name: str, images: Iterable[Image.Image]) -> pa.Table:
-    """The same for images, saved as files."""
+    """Return the table of images, saved as files."""
     return table(name, (examine(encoded(image)).hashes for image in images))
 
 
 def found(copies: pa.Table, of: pa.Table) -> tuple[float, Counter[str]]:
-    """The share of copies that are left out for their own original, and the kinds."""
+    """Return the share of copies that are left out for their own original, and the kinds."""
     train = copies.append_column("split", pa.array(["train"] * len(copies)))
     others = {"originals": OtherSet(of, ["one"])}
     rows = find_copies("copies", train, ["one"], ["train"] * len(train), others, "keep", DISTANCE).to_pylist()
@@ -211,7 +211,7 @@ def found(copies: pa.Table, of: pa.Table) -> tuple[float, Counter[str]]:
 
 
 def alike(images: pa.Table) -> tuple[Counter[str], int]:
-    """The number of images with a twin, by the kind found first, and in all."""
+    """Return the number of images with a twin, by the kind found first, and in total."""
     train = images.append_column("split", pa.array(["train"] * len(images)))
     rows = find_copies("images", train, ["one"], ["train"] * len(train), {}, "keep", DISTANCE)
     assert rows.schema == DUPLICATES
@@ -219,7 +219,7 @@ def alike(images: pa.Table) -> tuple[Counter[str], int]:
 
 
 def pictures(source: dict[str, object], most: int) -> Iterator[NDArray[np.uint8]]:
-    """The first images of a source of pixels, in grey."""
+    """Yield the first images of a source of pixels, in grey."""
     config = Ingest.model_validate({"job": "ingest", "source": source})
     names = {name: str(path) for name, path in source_files(config.source).items()}
     entries = catalog.listing(config.source, names).entries.slice(0, most)
@@ -232,7 +232,7 @@ def pictures(source: dict[str, object], most: int) -> Iterator[NDArray[np.uint8]
 
 
 def descriptors(image: Image.Image) -> NDArray[np.uint64]:
-    """64 bits of each of the 32 strongest SIFT descriptors at 128 pixels: neighbouring directions together."""
+    """Return 64 bits of each of the 32 strongest SIFT descriptors at 128 pixels; merge neighbouring directions."""
     grey = np.asarray(image.convert("L"))
     if (scale := 128 / min(grey.shape)) < 1:
         grey = cv2.resize(grey, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
@@ -251,7 +251,7 @@ def agree(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> bool:
 
 
 def milliseconds(function: Callable[[], object], times: int = 300) -> float:
-    """Processor time of one call."""
+    """Return the CPU time of one call."""
     function()
     began = time.process_time()
     for _ in range(times):
@@ -274,7 +274,7 @@ def main() -> None:
         f"`python benchmarks/near_copies.py`, {setting(load)}. {len(parts)} parts of {2 + 1 + len(PHOTOGRAPHS)} "
         f"photographs; max_distance {DISTANCE}.",
         "",
-        "| manipulation | found | of it as near | SIFT |",
+        "| manipulation | found | as near | SIFT |",
         "|---|---:|---:|---:|",
         *manipulated(parts),
         "",
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def manipulated(parts: Sequence[Image.Image]) -> Iterator[str]:
-    """A line for each manipulation."""
+    """Yield a line for each manipulation."""
     of = files("original", parts)
     described = [descriptors(part) for part in parts]
     for name, change in CHANGES.items():
@@ -305,7 +305,7 @@ def manipulated(parts: Sequence[Image.Image]) -> Iterator[str]:
 
 
 def false_positives(parts: Sequence[Image.Image]) -> Iterator[str]:
-    """A line for each set without copies: the share of images that have a twin, by kind."""
+    """Yield a line for each set without copies: the share of images that have a twin, by kind."""
     yield "Images with a false twin (Fashion-MNIST and the digits may contain a few true copies):"
     yield ""
     yield "| images | number | near | mirrored | rotated | cropped |"
@@ -338,7 +338,7 @@ def false_positives(parts: Sequence[Image.Image]) -> Iterator[str]:
 
 
 def costs(parts: Sequence[Image.Image]) -> Iterator[str]:
-    """Time of an image's hashes, and what SIFT would cost."""
+    """Yield the time of an image's hashes, and of SIFT."""
     big = [part.resize((500, 375)) for part in parts[:50]]
     encodings = [encoded(one) for one in big]
     greys = [np.asarray(one.convert("L").resize((125, 94))) for one in big]
@@ -350,18 +350,18 @@ def costs(parts: Sequence[Image.Image]) -> Iterator[str]:
     small = [np.zeros((31, 31), np.uint8) + np.arange(31, dtype=np.uint8)]
     described = [descriptors(part) for part in parts]
     false = [agree(one, other) for n, one in enumerate(described) for other in described[:n]]
-    yield "| milliseconds of one core, an image | |"
+    yield "| milliseconds per image, one core | |"
     yield "|---|---:|"
     yield f"| all of `examine`, JPEG of 500 x 375 | {milliseconds(lambda: examine(encodings[next_of(big)])):.2f} |"
     time_of_hashes = milliseconds(lambda: hashes(greys[next_of(big)]))
-    yield f"| its hashes, of the 125 x 94 pixels that are decoded | {time_of_hashes:.2f} |"
-    yield f"| of them `phash` alone (an image of 31 pixels) | {milliseconds(lambda: hashes(small[0])):.2f} |"
+    yield f"| its hashes, from the decoded 125 x 94 pixels | {time_of_hashes:.2f} |"
+    yield f"| `phash` alone (an image of 31 pixels) | {milliseconds(lambda: hashes(small[0])):.2f} |"
     yield f"| SIFT | {milliseconds(lambda: descriptors(big[next_of(big)]), 50):.1f} |"
     yield ""
     yield (
-        f"In the index an image's hashes take {8 * len(Hashes._fields)} bytes, 8 where it is smaller than 32 pixels; "
-        f"SIFT's would take 256. Of pairs of different parts {np.mean(false):.1%} agree in SIFT: without comparing "
-        "where the points lie it is of no use."
+        f"An image's hashes take {8 * len(Hashes._fields)} bytes in the index, or 8 if it is smaller than 32 pixels; "
+        f"SIFT's would take 256. SIFT matches {np.mean(false):.1%} of the pairs of different parts: it is of no use "
+        "without comparing where the points lie."
     )
 
 

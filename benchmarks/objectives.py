@@ -1,7 +1,7 @@
-"""What each objective of pretraining teaches in equal time: `python benchmarks/objectives.py`.
+"""What each pretraining objective teaches in equal time: `python benchmarks/objectives.py`.
 
-Runs the recipe `objectives` twice, as a user would. First every pretraining for some steps, to see how many it makes in
-a second; then all of them for the steps that take the given time, and the evaluations. A student and its teacher share
+Runs the recipe `objectives` twice, as a user would: first every pretraining for some steps, to measure its steps per
+second, then all of them for the steps that take the given time, and the evaluations. A student and its teacher share
 the time. Prints the table and writes it to benchmarks/results/objectives.md. Needs Fashion-MNIST
 (apt-get install dataset-fashion-mnist) and an idle machine.
 

@@ -1,10 +1,10 @@
-"""What the engine costs beside the work itself: `python benchmarks/pipeline_overhead.py`.
+"""The overhead of the engine: `python benchmarks/pipeline_overhead.py`.
 
 Measures, one after the other on an otherwise idle machine; prints the table and writes it to benchmarks/results/:
 - a rerun with nothing to do, as a whole process (median of 9);
 - the shared local Ray: its start, the first job, later jobs;
-- each kind of stage beside its own work, on a running Ray: wall time of its job on the tiny recipe, which has next to
-  no work; the training seconds that pretraining and fine-tuning record are subtracted;
+- the overhead of each kind of stage, on a running Ray: wall time of its job on the tiny recipe, which has almost no
+  work, minus the training seconds that pretraining and fine-tuning record;
 - pretraining's images per second inside Ray Train and DeepSpeed at width 64, depth 4, 17 tokens, global batch 256.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def vitflow(*arguments: str | Path) -> tuple[float, str]:
-    """(seconds, output) of the command line as a whole process."""
+    """Run the command line as a whole process; return (seconds, output)."""
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "pipelines", *map(str, arguments)], capture_output=True, text=True
@@ -66,7 +66,7 @@ def vitflow(*arguments: str | Path) -> tuple[float, str]:
 
 
 def local_ray() -> list[tuple[str, float, str]]:
-    """Start the local Ray and run empty jobs on it."""
+    """Time the start of the local Ray, and empty jobs on it."""
     from pipelines.cluster.local import hold
 
     began = time.perf_counter()
@@ -87,7 +87,7 @@ def local_ray() -> list[tuple[str, float, str]]:
 
 
 def stages(folder: Path) -> list[tuple[str, float, str]]:
-    """Each stage of the tiny recipe alone, on a running Ray; twice, the second run (another key) is what counts."""
+    """Time each stage of the tiny recipe alone, on a running Ray. It runs twice, in two stores; the second counts."""
     names = ("digits", "pretrain", "finetune", "probe", "pixels", "report")
     seconds: dict[str, float] = {}
     for store in ("warm", "measured"):
@@ -96,36 +96,34 @@ def stages(folder: Path) -> list[tuple[str, float, str]]:
     for manifest in manifests(folder / "measured"):
         seconds[manifest["stage"]] = wall_seconds(folder / "measured", manifest) - own_seconds(manifest)
     jobs = {manifest["stage"]: manifest["job"] for manifest in manifests(folder / "measured")}
-    return [
-        (f"stage {jobs[name]}: beyond its own work", seconds[name], TARGETS[jobs[name]]) for name in names
-    ]
+    return [(f"stage {jobs[name]}: overhead", seconds[name], TARGETS[jobs[name]]) for name in names]
 
 
 def manifests(store: Path) -> list[dict[str, Any]]:
-    """All committed artifacts of a store."""
+    """Return the manifests of all committed artifacts of a store."""
     return [json.loads(path.read_text()) for path in store.glob("artifacts/*/*/manifest.json")]
 
 
 def wall_seconds(store: Path, manifest: dict[str, Any]) -> float:
-    """From the attempt's record (before its job was submitted) to its commit."""
+    """Return the seconds from the attempt's record (before its job is submitted) to its commit."""
     folder = store / "artifacts" / manifest["job"] / manifest["key"] / "attempts" / str(manifest["attempt"])
     created = json.loads((folder / "attempt.json").read_text())["created"]
     return (datetime.fromisoformat(manifest["finished"]) - datetime.fromisoformat(created)).total_seconds()
 
 
 def own_seconds(manifest: dict[str, Any]) -> float:
-    """What a stage says that its training took."""
+    """Return the training seconds that a stage recorded."""
     return float(manifest["metrics"].get("train_seconds", 0.0))
 
 
 def rerun(folder: Path) -> list[tuple[str, float, str]]:
-    """A run of which everything is there."""
+    """Time a run whose stages are all cached."""
     seconds = [vitflow("run", TINY, "--store", folder / "measured")[0] for _ in range(9)]
     return [("rerun with nothing to do, whole process", statistics.median(seconds), TARGETS["rerun"])]
 
 
 def throughput(folder: Path) -> list[tuple[str, float, str]]:
-    """The quickstart's pretraining, shortened."""
+    """Measure the quickstart's pretraining, shortened."""
     vitflow("run", "quickstart", "--store", folder / "q", "--only", "pretrain", "--set", "pretrain.steps=500")
     (model,) = [manifest for manifest in manifests(folder / "q") if manifest["job"] == "pretrain"]
     return [

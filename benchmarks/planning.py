@@ -1,11 +1,11 @@
 """How fast a pipeline is planned: `python benchmarks/planning.py`.
 
 Measures, one after the other on an otherwise idle machine; prints the table and writes it to benchmarks/results/:
-- planning a matrix of 500 stages, in a folder and on moto's S3 (a server of its own), when none of them is made and
-  when all are: reading the recipe, expanding, checking, keys, the store's objects (median of 5);
-- a rerun with nothing to do as a whole process, in turn with `dvc repro` of as many stages (PyPI's dvc, installed into
+- planning a matrix of 500 stages, in a folder and on moto's S3 (a separate server), with none and with all of them
+  finished: reading the recipe, expanding, checking, keys, the store's objects (median of 5);
+- a rerun with nothing to do, as a whole process, in turn with `dvc repro` of the same number of stages (PyPI's dvc, in
   a temporary environment; median of 7). The artifacts are made up: planning reads records and compares the sizes of
-  files, dvc their times, too.
+  files, and dvc also their times.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ def main() -> None:
 
 
 def measured(folder: Path) -> Iterator[Row]:
-    """One row after the other."""
-    yield from planned(folder, str(folder / "store"), "a folder", "< 1 s")
+    """Yield the rows, each as soon as it is measured."""
+    yield from planned(folder, str(folder / "store"), "in a folder", "< 1 s")
     with moto() as address:
-        yield from planned(folder, address, "moto", "< 3 s")
+        yield from planned(folder, address, "on moto", "< 3 s")
     dvc = install_dvc(folder / "venv")
     for stages in RERUNS:
         yield from reruns(folder, dvc, stages)
 
 
 def recipe(folder: Path, stages: int) -> Path:
-    """A recipe of this many stages: an ingest, and pretraining with as many seeds as are left."""
+    """Write a recipe of this many stages: an ingest, and one pretraining per seed."""
     path = folder / f"{stages}.yaml"
     path.write_text(RECIPE.format(seeds=list(range(stages - 1))))
     return path
 
 
 def planned(folder: Path, uri: str, where: str, target: str) -> list[Row]:
-    """Plan the matrix before and after it is made."""
+    """Time the plan of the matrix before and after its stages are finished."""
     from pipelines.engine.plan import plan_pipeline
     from pipelines.recipe.load import load_pipeline
     from pipelines.store import open_store
@@ -96,13 +96,13 @@ def planned(folder: Path, uri: str, where: str, target: str) -> list[Row]:
         seconds, found = timed(plan, 5)
         assert {stage.state for stage in found} == {state, "cached"}, found
         made = "none" if state == "run" else "all"
-        rows.append((f"{STAGES} stages planned on {where}, {made} made", seconds, target))
+        rows.append((f"planning {STAGES} stages {where}, {made} finished", seconds, target))
         make(store, [stage for stage in found if stage.state == "run"])
     return rows
 
 
 def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
-    """(median seconds, what came back)."""
+    """Return (median seconds, the last result)."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
@@ -153,7 +153,7 @@ def make(store: Any, stages: list[Any]) -> None:
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """The address of an empty store on a moto server of our own."""
+    """Start a moto server; yield the address of an empty store on it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -177,7 +177,7 @@ def moto() -> Iterator[str]:
 
 
 def wait_for(port: int) -> None:
-    """Until somebody listens there."""
+    """Wait until a server listens on this port."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -190,7 +190,7 @@ def wait_for(port: int) -> None:
 
 
 def reruns(folder: Path, dvc: Path | None, stages: int) -> Iterator[Row]:
-    """Our rerun and dvc's, in turn."""
+    """Time our rerun and dvc's, in turn."""
     file, store = recipe(folder, stages), folder / f"store-{stages}"
     make_all(file, store)
     ours = [sys.executable, "-m", "pipelines", "run", str(file), "--store", str(store)]
@@ -222,19 +222,19 @@ def make_all(file: Path, folder: Path) -> None:
 
 
 def install_dvc(folder: Path) -> Path | None:
-    """dvc in an environment of its own; None, and a message, where it can't be had."""
+    """Install dvc into a separate environment and return its path; if that fails, print a message and return None."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     done = subprocess.run(
         [str(folder / "bin" / "pip"), "install", "-q", "dvc"], capture_output=True, text=True
     )
     if done.returncode:
-        print(f"without dvc, which can't be installed: {done.stderr.strip()[-300:]}", file=sys.stderr)
+        print(f"dvc is left out; it cannot be installed: {done.stderr.strip()[-300:]}", file=sys.stderr)
         return None
     return folder / "bin" / "dvc"
 
 
 def dvc_project(folder: Path, dvc: Path, stages: int) -> Path:
-    """The same shape for dvc, run once: one stage makes a file, the others take it, each with a seed of its own."""
+    """Make and run an equivalent dvc project: one stage writes a file, the others read it, each with its own seed."""
     import yaml
 
     folder.mkdir()
@@ -254,7 +254,7 @@ def dvc_project(folder: Path, dvc: Path, stages: int) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Nobody is told about this."""
+    """Return the environment, with dvc's telemetry off."""
     return os.environ | {"DVC_NO_ANALYTICS": "1"}
 
 

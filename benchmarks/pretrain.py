@@ -1,11 +1,11 @@
-"""A pretraining with two workers, against bare processes and other frameworks: `python benchmarks/pretrain.py`.
+"""A pretraining with two workers, compared with bare processes and other frameworks: `python benchmarks/pretrain.py`.
 
 Every arm (`training/arms.py`) trains the same model, in bfloat16, on the same random pixels, one thread per worker, in
-fresh processes. They take turns; a ratio is between figures of the same round. "Nothing exchanged" is what two
-processes reach that do the same step with clipping and AdamW, each on a batch in memory, without data loading,
-augmentation and each other: no training of two workers can be faster. Then: what a checkpoint costs, one worker beside
-two, compiled blocks, and how long it takes from a job's submission to its first step, beside a plain Ray job with two
-actors (`training/start.py`). Peers are installed into a folder of their own below the system's temporary one.
+fresh processes. They take turns; a ratio compares figures of the same round. "Nothing exchanged" is the rate of two
+processes that do the same step with clipping and AdamW, each on a batch in memory, without data loading, augmentation
+and communication: no training with two workers can be faster. Then: the cost of a checkpoint, one worker and two,
+compiled blocks, and the time from a job's submission to its first step, compared with a plain Ray job with two actors
+(`training/start.py`). Peers are installed into a separate folder in the system's temporary folder.
 
     python benchmarks/pretrain.py [--rounds 5]
 
@@ -17,15 +17,16 @@ What was predicted, and what was measured (quickstart's model, two cores of an A
   the lock until its time slice ends, 3 ms. `devices.let_gloo_yield` makes it a batch thread, which does not preempt. An
   all-reduce of 1 MB took 1.0 ms instead of 3.4 (medians), a step 36.6 instead of 40.4 (plain), 43.1 instead of 48.1
   (ZeRO-1).
-- Each worker bound to a core of its own: ZeRO-1 40.7 ms, plain the same. Not done, because Ray does not tell a job
-  which cores are free.
-- Instead, time slices of 0.1 ms for gloo's threads, or a lower priority of the main threads: less than half of it.
+- Binding each worker to its own core: ZeRO-1 40.7 ms, plain the same. Not done, because Ray does not tell a job which
+  cores are free.
+- Instead, time slices of 0.1 ms for gloo's threads, or a lower priority of the main threads: less than half the gain.
 - DeepSpeed without `contiguous_gradients`: 3 ms less, the same bits.
-- Whether a checkpoint is due was one more reduction to wait for; now rank 0's answer has a step's time to arrive.
-- torch's optimizers import torch._dynamo when they are made, 2.9 s in every worker. Without it the first step of a
-  plain training comes 12.1 instead of 15.4 s after submission (Intel Xeon with AMX). DeepSpeed imports it anyway.
-- Importing torch in Ray tasks while Ray Train's controller starts, so that its workers take over these processes: Ray
-  does not reuse them.
+- Workers waited for one more reduction to know whether a checkpoint is due; now rank 0's answer has a step's time to
+  arrive.
+- torch's optimizers import torch._dynamo when they are made, 2.9 s in every worker. Without it, the first step of a
+  plain training starts 12.1 instead of 15.4 s after submission (Intel Xeon with AMX). DeepSpeed imports it anyway.
+- Importing torch in Ray tasks while Ray Train's controller starts, so that its workers reuse these processes: Ray does
+  not reuse them.
 - 1.3 times Hugging Face's `Trainer` and DDP with a DataLoader is out of reach at this size: the same step without any
   exchange and without data is only 1.2 to 1.5 times as fast, because the model is the same.
 """
@@ -123,7 +124,7 @@ def rate(arm: str, size: Size, folder: Path) -> float:
 def table(name: str, rates: Rates) -> list[str]:
     """Return a size's table."""
     lines = [f"## {name}, {SIZES[name].batch} images per step", ""]
-    lines += ["| two workers | images/s | of nothing exchanged | target | ours, plain, is faster by |"]
+    lines += ["| two workers | images/s | relative to nothing exchanged | target | speedup of ours, plain |"]
     lines += ["|---|---:|---:|---|---:|"]
     for arm, own in rates.items():
         if arm in ALONE or arm == SAVED:
@@ -135,7 +136,7 @@ def table(name: str, rates: Rates) -> list[str]:
 
 
 def scaling(rates: Rates) -> list[str]:
-    """Return what one worker, and compiled blocks, are beside the others."""
+    """Return rows that compare two workers with one, and compiled blocks with eager ones."""
     alone, compiled, one = (
         rates[arm] for arm in ("one process", "one process, compiled blocks", "ours, plain, one worker")
     )
@@ -147,7 +148,7 @@ def scaling(rates: Rates) -> list[str]:
 
 
 def stalls(size: Size, rates: Rates) -> list[str]:
-    """Return what a checkpoint costs."""
+    """Return rows with the cost of a checkpoint."""
     timed = range(size.warm + 1, size.steps)  # the clock starts when the first of them ends
     images = len(timed) * size.batch
     count = sum(step % size.saved_every == 0 for step in timed)
@@ -156,8 +157,8 @@ def stalls(size: Size, rates: Rates) -> list[str]:
         for saved, unsaved in zip(rates[SAVED], rates[PLAIN], strict=True)
     ]
     return [
-        f"| seconds that a checkpoint costs | {number(seconds, 3)} | |",
-        f"| that, of 5 minutes | {statistics.median(seconds) / 300:.2%} | <= 2% |",
+        f"| seconds per checkpoint | {number(seconds, 3)} | |",
+        f"| its share of 5 minutes | {statistics.median(seconds) / 300:.2%} | <= 2% |",
         "",
     ]
 
@@ -173,12 +174,12 @@ def start(seconds: dict[str, list[float]]) -> list[str]:
 
 
 def number(values: list[float], digits: int = 0) -> str:
-    """Median and range."""
+    """Return median and range."""
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
 
 
 def ratio(these: list[float], those: list[float]) -> str:
-    """Median and range of the rounds' ratios."""
+    """Return median and range of the rounds' ratios."""
     return number([this / that for this, that in zip(these, those, strict=True)], 2)
 
 

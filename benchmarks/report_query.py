@@ -1,7 +1,7 @@
 """`vitflow report query` over 1,000,000 rows in 1,000 files, as a whole process: `python benchmarks/report_query.py`.
 
 Commits 1,000 evaluations of 1,000 rows each to a store in a temporary folder (a minute or two), with manifests and
-Parquet as the stages write them, asks it each question 9 times, prints the table and writes it to benchmarks/results/.
+Parquet as the stages write them, runs each query 9 times, prints the table and writes it to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUESTIONS = {
 
 
 def main() -> None:
-    """Make the store, ask it, keep the table."""
+    """Make the store, query it, keep the table."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vfb-") as folder:
         store = open_store(folder)
@@ -48,14 +48,14 @@ def main() -> None:
         f"`python benchmarks/report_query.py`, {setting(load)}. Target: < 0.5 s, whole process, {TIMES} times, store "
         "in a folder.",
         "",
-        "| question | median | least | processor time, median |",
+        "| question | median | minimum | CPU time, median |",
         "|---|---:|---:|---:|",
     ]
     keep("report_query.md", [*head, *lines])
 
 
 def commit_evaluation(store: Store, number: int) -> None:
-    """One artifact with DRAWS * 20 rows."""
+    """Commit an artifact with DRAWS * 20 rows."""
     rng = np.random.default_rng(number)
     key = sha256(f"evaluation {number}")
     rows = [
@@ -117,7 +117,7 @@ def commit_evaluation(store: Store, number: int) -> None:
 
 
 def measured(what: str, sql: str, store: str) -> str:
-    """A line of the table: the whole process, TIMES times."""
+    """Run the whole process TIMES times; return a line of the table."""
     command = [sys.executable, "-m", "pipelines", "report", "query", sql, "--store", store, "--csv"]
     wall, cpu = [], []
     for _ in range(TIMES):

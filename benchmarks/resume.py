@@ -1,13 +1,13 @@
-"""Pretrainings that are killed several times, beside undisturbed ones: `python benchmarks/resume.py`.
+"""Pretrainings that are killed several times, compared with undisturbed ones: `python benchmarks/resume.py`.
 
 Each case without Ray trains two workers (one process for `alone`), in attempts that end with SIGKILL for one worker at
 a random moment: within a step, between two, while a checkpoint is written. The next attempt continues from the last
 checkpoint. At the end all files (the last, the best and a named step's weights, the curve) must have the bytes of an
 undisturbed training. tests/ray_jobs/training/test_resume.py does the same with fewer kills.
 
-Through Ray, one `vitflow run` on a local Ray is hurt again and again, in one of two ways at random. Either everything
-that belongs to it gets SIGKILL at once (driver, the stage's process, its workers), and the same command follows; or one
-worker does, and its stage starts the next group. The artifact must have the files of an undisturbed run.
+Through Ray, one `vitflow run` on a local Ray is killed repeatedly, in one of two ways at random. Either all its
+processes get SIGKILL at once (driver, stage, workers), and the same command follows; or one worker does, and its stage
+starts the next group. The artifact must have the files of an undisturbed run.
 
     python benchmarks/resume.py [--kills 5] [--seed 0]
 

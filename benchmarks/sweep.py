@@ -1,14 +1,14 @@
-"""A sweep of one-worker trials beside the bare trainings: `python benchmarks/sweep.py`.
+"""A sweep of one-worker trials, compared with the bare trainings: `python benchmarks/sweep.py`.
 
 The quickstart's model is trained from scratch on scikit-learn's digits, in float32, one thread per trial, two trials at
 once. The bare training is plain torch: the same model, batches in memory, AdamW, clipping, a cosine, and accuracy on
 dev at the end, timed without its imports. A sweep is a `vitflow run` of a fine-tuning whose learning rates are the
-trials. It is timed from the stage's submission to a Ray that is up until the last trial is in the ledger, with all that
-is between: the start of the job, Ray Tune, the trials' processes, the loader, the log, the checkpoints.
+trials. Its time runs from the stage's submission to a running Ray until the last trial is in the ledger, and includes
+the start of the job, Ray Tune, the trials' processes, the loader, the log and the checkpoints.
 
-- A further trial: sweeps of 2 and of 10 trials of a few steps. What the latter takes longer, times two cores, over
-  eight trials, less the bare training.
-- Eight trials of a minute against the sum of the bare trainings, each alone on the machine, over two.
+- The overhead of a further trial: sweeps of 2 and of 10 trials of a few steps. The difference of their times, times two
+  cores, divided by eight trials, minus the bare training.
+- Eight trials of a minute, compared with half the sum of the bare trainings, each alone on the machine.
 
 Prints the table and writes it to benchmarks/results/sweep.md; takes 25 minutes on two idle cores.
 """
@@ -92,7 +92,7 @@ def main() -> None:
         finally:
             shut_down()
     head = [
-        "# A sweep, beside the bare trainings",
+        "# A sweep, compared with the bare trainings",
         "",
         f"`python benchmarks/sweep.py`, {setting(load)}, torch {torch.__version__}; medians (ranges) over"
         f" {options.rounds} interleaved rounds.",
@@ -129,17 +129,17 @@ def measure(folder: Path, rounds: int, seconds: float) -> list[str]:
         "| measured | value | target |",
         "|---|---:|---|",
         f"| a short bare training | {spread(short)} s | |",
-        f"| what a further short trial costs beyond it | {spread(further)} s | <= 3 s |",
+        f"| overhead of a further short trial | {spread(further)} s | <= 3 s |",
         f"| a long bare training, alone | {spread(alone)} s | |",
         f"| the same, two at once | {spread(together)} s | |",
         f"| a sweep of {TRIALS} long trials | {spread(whole)} s | |",
-        f"| the sweep over the sum of the bare ones alone / {CORES} | {spread(overheads)} | <= 1.3 |",
-        f"| the sweep over the sum of the bare ones two at once / {CORES} | {spread(fastest)} | |",
+        f"| the sweep / (sum of the bare ones alone / {CORES}) | {spread(overheads)} | <= 1.3 |",
+        f"| the sweep / (sum of the bare ones two at once / {CORES}) | {spread(fastest)} | |",
     ]
 
 
 def spread(values: list[float]) -> str:
-    """Median and range."""
+    """Return median and range."""
     return f"{statistics.median(values):,.2f} ({min(values):,.2f}-{max(values):,.2f})"
 
 

@@ -1,7 +1,7 @@
-"""A training step of the same ViT of ours, of Hugging Face's and of timm's: `python benchmarks/train_step.py`.
+"""A training step of the same ViT in our code, Hugging Face's and timm's: `python benchmarks/train_step.py`.
 
-Each row of the table is one model, dtype and mode. All contenders share one process and take turns of about a tenth
-of a second, each round in another order. A ratio is a peer's time over ours in the same round, so a busy machine
+Each row of the table is one model, dtype and mode. All contenders share one process and take turns of about a tenth of
+a second, each round in another order. A ratio is a peer's time divided by ours in the same round, so a busy machine
 slows both sides of it. All use the same images, weights in the row's dtype, fused AdamW and cross-entropy. On a CPU
 they run in one thread, as our workers do, and processor time is measured. A peer that cannot be imported is left out,
 and the table says so. On a GPU it needs torch and pydantic only, and the models are B/16 and L/16.
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 
 
 def shapes() -> list[Shape]:
-    """The models to train on this device. GELU is exact, as the peers' own default."""
+    """Return the models to train on this device. GELU is exact, which is the peers' default."""
     variant = partial(ViTConfig.variant, image_size=224, num_classes=1000, gelu="exact")
     if DEVICE.type == "cuda":
         return [Shape("B/16 at 224", variant("B/16"), 128), Shape("L/16 at 224", variant("L/16"), 64)]
@@ -152,14 +152,14 @@ def main() -> None:
 
 
 def keep_memory() -> None:
-    """Let malloc give nothing back: else who pays for page faults, up to a tenth of a step, is a matter of luck."""
+    """Keep malloc from returning memory; else page faults cost a random contender up to a tenth of a step."""
     libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
     libc.mallopt(mmap_threshold, 1 << 30)
     libc.mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def importable() -> tuple[dict[str, Callable[[ViTConfig], Network]], list[str]]:
-    """The peers that are there, and a line for each that is not."""
+    """Return the peers that are installed, and a line for each that is not."""
     found, missing = {}, []
     for name, (package, build) in PEERS.items():
         try:
@@ -172,7 +172,7 @@ def importable() -> tuple[dict[str, Callable[[ViTConfig], Network]], list[str]]:
 
 
 def matmul_ceiling(dtype: torch.dtype) -> float:
-    """FLOP/s of the best of ten products of square matrices."""
+    """Return the FLOP/s of the best of ten products of square matrices."""
     left, right = (torch.randn(CEILING_SIDE, CEILING_SIDE, device=DEVICE, dtype=dtype) for _ in range(2))
     seconds = [timed(lambda: left @ right) for _ in range(10)]
     return 2 * CEILING_SIDE**3 / min(seconds)
@@ -185,7 +185,7 @@ def row(
     peers: dict[str, Callable[[ViTConfig], Network]],
     ceiling: float,
 ) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     images = torch.randn(
         shape.batch, shape.config.in_channels, *shape.config.image_shape, device=DEVICE, dtype=DTYPES[dtype]
     )
@@ -208,13 +208,13 @@ def row(
 def training_step(
     network: Network, dtype: torch.dtype, mode: str, images: Tensor, labels: Tensor
 ) -> Callable[[], None]:
-    """What is timed: forward, loss, backward, update."""
+    """Return the timed function: forward, loss, backward, update."""
     network.module.to(DEVICE, dtype).train()
     if mode == "checkpointed":
         for block in network.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if mode == "compiled":
-        for block in network.blocks:  # one for all: whole models take minutes on a CPU
+        for block in network.blocks:  # blocks share one compilation; whole models take minutes on a CPU
             block.compile()
     optimizer = torch.optim.AdamW(network.module.parameters(), lr=1e-4, fused=True)
 
@@ -227,7 +227,7 @@ def training_step(
 
 
 def take_turns(steps: list[Callable[[], None]]) -> list[list[float]]:
-    """Seconds of a step of each contender in each round."""
+    """Return the seconds of a step of each contender in each round."""
     for step in steps:
         timed(step)  # compiles
     repeats = [max(1, round(TURN_SECONDS / timed(step))) for step in steps]
@@ -243,7 +243,7 @@ def take_turns(steps: list[Callable[[], None]]) -> list[list[float]]:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that it takes until the device has done it; of processor time on a CPU, where others may want it too."""
+    """Return the seconds until the device is done; on a CPU, processor time, because others may use it, too."""
     if DEVICE.type == "cpu":
         began = time.process_time()
         work()
@@ -256,14 +256,14 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def training_flops(config: ViTConfig) -> float:
-    """FLOPs of an image's forward and backward pass, three times the forward's."""
+    """Return the FLOPs of an image's forward and backward pass, three times the forward's."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         ViT(config)(torch.empty(1, config.in_channels, *config.image_shape))
     return 3.0 * counter.get_total_flops()
 
 
 def spread(ratios: list[float]) -> str:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     first, median, third = statistics.quantiles(ratios, n=4)
     return f"{median:.2f} ({first:.2f}-{third:.2f})"
 
@@ -282,15 +282,16 @@ def write(
     """Print the table and keep it."""
     measured = ", ".join(f"{name} {flops / 1e9:,.0f}" for name, flops in ceilings.items())
     text = [
-        "# A training step, against others' code for the same model",
+        "# A training step, compared with other code for the same model",
         "",
         f"`python benchmarks/train_step.py`, {datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
         f"load before: {load:.1f}, after: {os.getloadavg()[0]:.1f}.",
-        f"Best product of two {CEILING_SIDE} x {CEILING_SIDE} matrices, GFLOP/s: {measured}.",
-        "A peer's column is its time over ours, median over rounds (quartiles); targets: 1.05 in fp32, 1.3 in bf16.",
+        f"Best matmul of two {CEILING_SIDE} x {CEILING_SIDE} matrices, GFLOP/s: {measured}.",
+        "A peer's column is its time divided by ours, median over rounds (quartiles); targets: 1.05 in fp32, 1.3 in "
+        "bf16.",
         *missing,
         "",
-        "| model, batch | dtype | mode | ours, images/s | of the best product | " + " | ".join(peers) + " |",
+        "| model, batch | dtype | mode | ours, images/s | of the best matmul | " + " | ".join(peers) + " |",
         "|---|---|---|---:|---:|" + "---:|" * len(peers),
         *lines,
     ]

@@ -1,10 +1,10 @@
-"""Every way to train, against plain torch: `python benchmarks/zero_matrix.py`.
+"""Every way to train, compared with plain torch: `python benchmarks/zero_matrix.py`.
 
 ZeRO stages 0 to 3 and one process, float32 and bfloat16, 1 and 4 micro-batches, with and without clipping, AdamW and
 SGD with momentum; and AdamW with averaged weights, layer-wise rates and decay times the schedule. Without ZeRO, the
-same of Muon. The modules of other objectives at stage 3, MoCo's at 2. Each trains a small ViT for six steps, and is
-saved after three, from where others continue; then a gradient that is not finite must change nothing. What is compared,
-and with which bounds, is in tests/support/zero_matrix.py; `make test-all` checks some of the cases.
+same with Muon. The modules of other objectives at stage 3, MoCo's at 2. Each case trains a small ViT for six steps. New
+engines continue from its state after three; then a gradient that is not finite must change nothing.
+tests/support/zero_matrix.py has the comparisons and bounds; `make test-all` checks some of the cases.
 
 Prints the tables and writes them to benchmarks/results/; takes about 7 minutes on two cores.
 """
@@ -50,25 +50,25 @@ def main() -> None:
     keep(
         "zero_matrix.md",
         [
-            "# Every way to train, against plain torch",
+            "# Every way to train, compared with plain torch",
             "",
             f"`python benchmarks/zero_matrix.py`, {setting(load)}, torch {torch.__version__}, "
             f"DeepSpeed {deepspeed.__version__}.",
             f"Batches of {BATCH} images; {STEPS} steps; saved after {SAVED}. {len(results)} cases, of which "
             f"{len(results) - len(wrong)} are within the bounds.",
             "",
-            "The columns of optimizers have the largest difference of a weight tensor from a plain torch loop with"
+            "The columns of optimizers show the largest difference of a weight tensor from a plain torch loop over"
             f" the whole batch, by norm, relative to the tensor's norm: at most {LIMITS['float32']:.0e} in float32 and"
             f' {LIMITS["bfloat16"]:.0e} in bfloat16. "Of the change" is the same for all weights together, relative'
-            ' to how far the training has moved them. "Continued" is by a new engine of the same kind, compared with'
-            ' the undisturbed training; "by others" is by one process and by another stage. Rates are at most 0.001 for'
-            " AdamW and 0.06 for SGD: with 0.003, AdamW exceeds the bounds (3e-06 and 6e-03), probably because it"
-            " scales rounding differences up.",
+            ' to how far the training moved them. "Continued" compares a new engine of the same kind with the'
+            ' undisturbed training; "continued by others" compares one process, and another stage. Rates are at most'
+            " 0.001 for AdamW and 0.06 for SGD: with 0.003, AdamW exceeds the bounds (3e-06 and 6e-03), probably"
+            " because it scales rounding differences up.",
             "",
             *_table(results, OTHERS),
             "",
-            "Muon's iterations round to bfloat16, also with `dtype: float32`, and so turn rounding differences of the"
-            f" gradients into larger ones. Its bounds are {MUON_LIMITS['float32'][0]:.0e} in float32 and"
+            "Muon's iterations round to bfloat16 even with `dtype: float32`, which enlarges rounding differences of the"
+            f" gradients. Its bounds are {MUON_LIMITS['float32'][0]:.0e} in float32 and"
             f" {MUON_LIMITS['bfloat16'][0]:.0e} in bfloat16, and of the change {MUON_LIMITS['float32'][1]:.0e} and"
             f" {MUON_LIMITS['bfloat16'][1]:.0e}. Rates are at most 0.001.",
             "",

@@ -47,9 +47,9 @@ def rates(name: str, cores: int, measured: Mapping[str, Measured]) -> list[str]:
 
 
 def correctness(found: Mapping[str, dict[str, Any]]) -> list[str]:
-    """What came of the gates, by the name of the arm."""
+    """Return the table of correctness, from the results of the gates by arm."""
     columns = gates.COLUMNS
-    lines = ["## What must be right", "", f"| loader | {' | '.join(columns.values())} |", "|---" * 7 + "|"]
+    lines = ["## Correctness", "", f"| loader | {' | '.join(columns.values())} |", "|---" * 7 + "|"]
     for arm, own in found.items():
         otherwise = f"failed: {own['error']}" if "error" in own else "not tried"
         cells = [str(own.get(column, otherwise)) for column in columns]

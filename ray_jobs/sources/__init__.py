@@ -2,8 +2,8 @@
 
 `catalog` lists all readers, `archives.entries` describes their interface.
 
-Modules of this room import in functions what is slow to import and used by few sources: boto3, fontTools. Libraries
-that an untrusted file could crash run in `archives.sandbox`.
+Modules here import slow libraries that few sources need (boto3, fontTools) inside functions. Libraries that an
+untrusted file could crash run in `archives.sandbox`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 def hash_fraction(salt: str, identity: str) -> float:
-    """Return a number in [0, 1), uniform over identities: a pure function of both strings, used to draw splits."""
+    """Hash both strings to a number in [0, 1), uniform over identities, to draw splits."""
     digest = hashlib.sha256(f"{salt}\0{identity}".encode()).digest()
     return (int.from_bytes(digest[:8]) >> 11) / 2**53
 

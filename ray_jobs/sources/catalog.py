@@ -1,4 +1,4 @@
-"""All sources by their kind: list their images, and read them in any order."""
+"""The readers of every kind of source: list its images, and read them in any order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def listing(source: Source, files: Files) -> Listing:
 
 
 def _with_one_spelling(entries: pa.Table) -> pa.Table:
-    """Return the entries with one spelling per group, see `one_spelling`: a patient is in one split."""
+    """Return the entries with one spelling per group (`one_spelling`), so that a patient stays in one split."""
     groups = entries["group"].combine_chunks().dictionary_encode()
     texts = groups.dictionary.to_pylist()
     spelled = one_spelling(texts)
@@ -89,7 +89,7 @@ def images(
 
 
 def mask_classes(source: Source) -> tuple[str, ...]:
-    """Return the names of the classes in the masks of a source's images; empty if it is read without masks."""
+    """Return the names of the classes in a source's masks; empty if it is read without masks."""
     names: tuple[str, ...] = _WITH_MASKS[source.kind].MASK_CLASSES if getattr(source, "masks", False) else ()
     return names
 

@@ -375,8 +375,13 @@ class Pretrain(TrainingStage):
         """Raise ValueError for fields that do not apply to an objective without labels."""
         model = self.model
         if isinstance(model, ResNetSize):
+            reason = (
+                "MoCo v3 is only implemented for ViTs"
+                if self.objective == "contrastive"
+                else "it uses patches"
+            )
             raise ValueError(
-                f"objective {self.objective} needs a ViT, because it uses patches; model is a {model.family}"
+                f"objective {self.objective} needs a ViT, because {reason}; model is a {model.family}"
             )
         classifier = (False, 0.0) if model is None else (model.representation_head, model.head_bias)
         if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):

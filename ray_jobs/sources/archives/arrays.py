@@ -1,8 +1,8 @@
 """Arrays in the files of datasets: npz, HDF5, MATLAB, LeCun's matrices, and CIFAR's pickles.
 
 In: untrusted files. Out: numpy arrays, mapped from a file in the cache, so that a task reads only the rows that it
-needs. Nothing in a file is executed, and no size that a file claims is allocated before as many bytes are there. Every
-function raises UserError for a file that it cannot read.
+needs. Nothing in a file is executed, and a size that a file claims is allocated only if the file has that many bytes.
+Every function raises UserError for a file that it cannot read.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def read_array(
 ) -> NDArray[Any]:
     """Return the array `name` of an npz, HDF5 or MATLAB v5 file, mapped.
 
-    The array is written once per machine into the folder `unpacked` of the cache: an npz's by the rules for zips, with
-    its checksum; the others' by their libraries in a `sandbox`.
+    The array is unpacked once per machine into the cache folder `unpacked`: from an npz as from any zip, with its
+    checksum verified; from HDF5 and MATLAB by their libraries in a `sandbox`.
 
     Args:
         file: a name in `files`, or a chain of names for a file in an archive (`containers`).
         name: "x"; in HDF5 also "latents/classes". A MATLAB struct array becomes a structured array (`sandboxed.mat`).
-        dtype: numpy's type, or an abstract one such as np.integer; np.void for a structured array.
+        dtype: a numpy type, which may be abstract, such as np.integer; np.void for a structured array.
         shape: None for a dimension of any size.
 
     Raises:
-        UserError: the file is damaged or in another format, or the array is missing, or has another type or shape.
+        UserError: the file is damaged or in another format, or the array is missing or has another type or shape.
     """
     path = containers.local(files, file)
     with path.open("rb") as opened:
@@ -62,12 +62,14 @@ def read_array(
         wanted in (None, size) for wanted, size in zip(shape, array.shape, strict=True)
     )
     if not fits or not np.issubdtype(array.dtype, dtype):
-        raise UserError(f"{file}: {name} is {array.dtype} {array.shape}, not {dtype.__name__} {tuple(shape)}")
+        raise UserError(
+            f"{file}: {name} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}"
+        )
     return array
 
 
 def _converted(path: Path, file: str, converter: str, name: str) -> Path:
-    """Return an .npy with an array of a file, which `sandbox` writes once per machine."""
+    """Return the path of an .npy file with one array of a file, which `sandbox` writes once per machine."""
     blob = open_blob([str(path)])
     limit = max(FREE_BYTES, MAX_RATIO * blob.size)
 
@@ -81,7 +83,7 @@ def _converted(path: Path, file: str, converter: str, name: str) -> Path:
 
 
 def map_npy(path: Path, where: str) -> NDArray[Any]:
-    """Map an .npy file of numbers or text. Raises UserError, which begins with `where`."""
+    """Map an .npy file of numbers or text. Raises UserError, with a message that begins with `where`."""
     with path.open("rb") as file:
         try:
             shape, fortran, dtype = _npy_header(file)
@@ -104,12 +106,13 @@ def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 def _mapped(
     path: Path, where: str, dtype: np.dtype[Any], shape: tuple[int, ...], start: int, order: Any = "C"
 ) -> NDArray[Any]:
-    """Map the array after the first `start` bytes of a file. Raises UserError if its size is another."""
+    """Map the array after the first `start` bytes of a file. Raises UserError if the size does not match."""
     size = path.stat().st_size - start
     if min(shape, default=0) < 0 or not dtype.itemsize or math.prod(shape) * dtype.itemsize != size:
-        raise UserError(f"{where}: its header says {dtype} {shape}, which is not its size of {size} bytes")
+        raise UserError(f"{where}: its header says {dtype} {shape}, but it has {size:,} bytes")
+    # an empty file cannot be mapped
     if not size:
-        return np.empty(shape, dtype)  # which cannot be mapped
+        return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", start, shape, order)
 
 
@@ -128,7 +131,9 @@ def read_norb(files: Files, file: str) -> NDArray[Any]:
         raise UserError(f"{file} is not a matrix of uint8 or int32: it begins with {magic:#010x}")
     start = 8 + 4 * max(3, dimensions)
     if not 1 <= dimensions <= 8 or len(header) < start:
-        raise UserError(f"{file} is a matrix of {dimensions} dimensions, or truncated")
+        raise UserError(
+            f"{file}: expected a matrix of 1 to 8 dimensions, not {dimensions}, or it is truncated"
+        )
     shape = struct.unpack(f"<{dimensions}i", header[8 : 8 + 4 * dimensions])
     return _mapped(path, file, _NORB_TYPES[magic], shape, start)
 
@@ -170,7 +175,7 @@ def unpickle_arrays(data: bytes) -> object:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that only finds stand-ins. Each instance has its own, so that a pickle cannot change others'."""
+    """An unpickler that finds only stand-ins. Each instance has its own, so one pickle cannot change another's."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

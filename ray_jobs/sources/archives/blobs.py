@@ -1,8 +1,8 @@
-"""Stored bytes with one interface: a file, an object on S3, the parts of a split file, or a range of one of these.
+"""One interface to stored bytes: a file, an object on S3, the parts of a split file, or a range of one of these.
 
 A `Blob` is a sequence of extents, each a byte range of a local file or of s3://bucket/key. Content that cannot be read
 by ranges (gz, bz2, xz, a compressed member that is itself an archive) is unpacked once per machine into the folder
-`unpacked` of the cache, and read as a blob from there. That folder may be deleted whenever nothing runs.
+`unpacked` of the cache, and read as a blob from there. You can delete that folder whenever nothing runs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pipelines.scratch import named_if_full, scratch_folder
 from ray_jobs.sources.archives import sandbox
 from vit_model.errors import UserError
 
-# unpacked to packed bytes: photographs reach 1.1, arrays of labels some hundred, but they are small
+# unpacked per packed byte; photographs reach 1.1, arrays of labels some hundred, but those are small
 MAX_RATIO = 200
-FREE_BYTES = 2**30  # to which a file may unpack, regardless of its ratio
+FREE_BYTES = 2**30  # a file may unpack to this size at any ratio
 MAX_DICTIONARY = 2**29  # bytes of memory to unpack xz; its largest preset needs 2**26
-BLOCK, LOCAL_BLOCK = 2**20, 2**12  # read at once: one request to S3; neighbouring headers of a local file
+BLOCK, LOCAL_BLOCK = 2**20, 2**12  # bytes read at once: one S3 request; neighbouring headers of a local file
 _CHUNK = 2**20
-_COPIED = 2**24  # of one request when everything is read
+_COPIED = 2**24  # bytes per request when a whole blob is read
 _OPEN_FILES = 64
 
 
@@ -68,11 +68,11 @@ class Blob(NamedTuple):
         """Return the extents of a range. Raises UserError if it is not inside the blob."""
         extents: list[Extent] = []
         first, last, begin = offset, offset + length, 0
-        for location, version, at, own in self.extents:
-            start, end = max(first - begin, 0), min(last - begin, own)
+        for location, version, position, size in self.extents:
+            start, end = max(first - begin, 0), min(last - begin, size)
             if start < end:
-                extents.append(Extent(location, version, at + start, end - start))
-            begin += own
+                extents.append(Extent(location, version, position + start, end - start))
+            begin += size
         if first < 0 or length < 0 or last > begin:
             raise UserError(f"{self.name} is truncated or damaged: bytes {first:,} to {last:,} of {begin:,}")
         return tuple(extents)
@@ -86,7 +86,7 @@ class Blob(NamedTuple):
 
 
 class Reader(io.RawIOBase):
-    """A blob as a seekable file. `largest` limits the bytes of one read, because damaged headers ask for any number."""
+    """A blob as a seekable file. `largest` limits one read, because a damaged header may ask for any size."""
 
     def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
         self.blob, self.largest = blob, largest
@@ -157,7 +157,7 @@ def open_blob(locations: Iterable[str]) -> Blob:
 
 
 class _Opened:
-    """A file that is closed when its last reference is gone."""
+    """An open file, which is closed with its last reference."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -183,7 +183,7 @@ def _read(extent: Extent) -> bytes:
 
 
 def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
-    """Return the function that unpacks a file with this beginning; None: it is not packed."""
+    """Return the function that unpacks a file that begins with `start`; None if it is not packed."""
     for magic, unpack in _PACKED.items():
         if start.startswith(magic) and (magic != b"BZh" or start[3:4].isdigit()):
             return unpack
@@ -191,10 +191,10 @@ def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
 
 
 def decompressed(blob: Blob) -> Blob:
-    """Return the content of gz, bz2 or xz, and a RAR as a tar, by magic bytes; any other blob unchanged.
+    """Return the content of gz, bz2 or xz, or a RAR as a tar, detected by magic bytes; else the blob unchanged.
 
     Raises:
-        UserError: it is truncated or damaged, or unpacks to far more than its size (a bomb).
+        UserError: the file is truncated or damaged, or unpacks to far more than its size (a bomb).
     """
     unpack = unpacker(blob.read(0, min(MAGIC_BYTES, blob.size)))
     if unpack is None:
@@ -237,7 +237,7 @@ def _unpack_xz(reader: Reader) -> Iterator[bytes]:
 def _streams(
     reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
 ) -> Iterator[bytes]:
-    """Decompress consecutive streams, with zeros between them; anything else is an error."""
+    """Decompress consecutive streams, which may have zeros between them; anything else is an error."""
     data = reader.read(_CHUNK)
     while data:
         stream = make()
@@ -257,13 +257,13 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
 
 
 def _volumes(blob: Blob) -> list[Blob]:
-    """Return the volumes of a RAR. Each starts with RAR's signature; the parts of a file that was split do not."""
+    """Return the volumes of a RAR, which start with RAR's signature, unlike the parts of a split file."""
     volumes: list[tuple[Extent, ...]] = []
     for extent in blob.extents:
         if not volumes or Blob(blob.name, (extent,)).read(0, min(len(_RAR), extent.length)) == _RAR:
             volumes.append(())
         volumes[-1] += (extent,)
-    return [blob] if len(volumes) == 1 else [Blob(one[0].location, one) for one in volumes]
+    return [blob] if len(volumes) == 1 else [Blob(extents[0].location, extents) for extents in volumes]
 
 
 def _linked(volumes: list[Blob], folder: Path) -> Path:
@@ -310,7 +310,7 @@ def local_path(blob: Blob, check: Callable[[], None] | None = None) -> Path:
 def cached(
     name: str, extents: tuple[Extent, ...], how: str, write: Callable[[io.BufferedWriter], None]
 ) -> Blob:
-    """Return what `write` makes of these extents, which is made once per machine and stays in the cache folder."""
+    """Return the output of `write` for these extents, written once per machine and kept in the cache folder."""
     key = identity.sha256(identity.canonical_json([how, [list(extent) for extent in extents]]))[:40]
     folder = _cache()
     path = folder / key

@@ -11,7 +11,7 @@ from its name. A file in gz, bz2 or xz is read as its unpacked content. The firs
     local(files, file)              a path on this machine, for libraries that need one
 
 Archives are untrusted. Files are only written into the cache folder, under names that do not come from the archive; a
-size is trusted only after as many bytes were read; and inconsistencies raise a UserError that names the file.
+size is trusted only after that many bytes were read; and inconsistencies raise a UserError that names the file.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ def contents(files: Files, file: str) -> Contents:
     Hidden files and macOS's resource forks (`.x`, `__MACOSX/`) are left out.
 
     Raises:
-        UserError: it is not an archive, truncated or damaged.
+        UserError: it is not an archive, or is truncated or damaged.
     """
     place = _resolve(files, file)
     if place.crc is not None and not place.blob.read(0, min(4, place.blob.size)).startswith(b"PK"):
         _check_crc(place.blob, place.crc)  # a zip has the checksum of each member, a tar has none
     regular, refused = _listed(place.blob)
-    inside = [one._replace(file=place.file, offset=place.offset + one.offset) for one in regular]
-    return Contents(inside, [Unusable(f"{file}/{one.path}", one.reason, file) for one in refused])
+    inside = [member._replace(file=place.file, offset=place.offset + member.offset) for member in regular]
+    return Contents(inside, [Unusable(f"{file}/{member.path}", member.reason, file) for member in refused])
 
 
 def members(files: Files, file: str) -> list[Member]:
     """List the regular files in an archive, in its order; refuse an archive with anything but files and folders.
 
     Raises:
-        UserError: it is not an archive, truncated or damaged, or contains links, paths that lead outside, and the like.
+        UserError: it is not an archive, is truncated or damaged, or contains links, paths that lead outside, etc.
     """
     regular, refused = contents(files, file)
     if refused:
@@ -100,7 +100,7 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | UserError]:
     """Yield the bytes of each entry, in order, or the reason why they cannot be read."""
     blobs: dict[str, Blob] = {}
 
-    def one(row: tuple[str, int, int, str, int | None]) -> bytes | UserError:
+    def read_entry(row: tuple[str, int, int, str, int | None]) -> bytes | UserError:
         file, offset, length, codec, crc = row
         if not offset and (data := _object(files, file, length)) is not None:
             return data
@@ -116,11 +116,11 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | UserError]:
             return error
 
     columns = (entries[name].to_pylist() for name in ("file", "offset", "length", "codec", "crc"))
-    return _in_flight(files, one, zip(*columns, strict=True))
+    return _in_flight(files, read_entry, zip(*columns, strict=True))
 
 
 def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
-    """Return a member's content. Raises UserError: larger than `limit`, truncated or damaged."""
+    """Return a member's content. Raises UserError if it is larger than `limit`, truncated or damaged."""
     blob = _resolve(files, member.file).blob
     blob = blob._replace(name=f"{blob.name}: {member.path}")
     data = _range(blob, member.offset, member.length, member.codec, limit)
@@ -130,7 +130,7 @@ def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
 
 
 def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
-    """Return a file's content. Raises UserError: larger than `limit`, truncated or damaged."""
+    """Return a file's content. Raises UserError if it is larger than `limit`, truncated or damaged."""
     _, _, blob, crc = _resolve(files, file)
     return _checked(_range(blob, 0, blob.size, "stored", limit), crc, f"{blob.name}: ")
 
@@ -149,7 +149,7 @@ def lines(data: bytes, name: str) -> list[str]:
 
 
 def outermost(files: Container[str], file: str) -> str:
-    """Return the name in `files` with which a chain begins (it may contain "::"), else all before the first "::"."""
+    """Return the name in `files` that a chain begins with (it may contain "::"), else the text before "::"."""
     names = file.split(_CHAIN)
     chains = (_CHAIN.join(names[:number]) for number in range(len(names), 0, -1))
     return next((chain for chain in chains if chain in files), names[0])
@@ -159,7 +159,7 @@ def local(files: Files, file: str) -> Path:
     """Return a local, read-only path with the file's content; remote and packed files get a copy in the cache.
 
     Raises:
-        UserError: truncated or damaged.
+        UserError: the file is truncated or damaged.
     """
     _, _, blob, crc = _resolve(files, file)
     return local_path(blob, None if crc is None else partial(_check_crc, blob, crc))
@@ -169,9 +169,9 @@ def local(files: Files, file: str) -> Path:
 
 
 class _Place(NamedTuple):
-    """A file's content `blob`, which begins at `offset` of the content of the file `file`.
+    """The content of a file, `blob`, which begins at `offset` in the content of `file`.
 
-    `crc` is its CRC-32, if its archive has one and it has not been compared.
+    `crc` is its CRC-32, if its archive has one that is not verified yet.
     """
 
     file: str
@@ -181,7 +181,7 @@ class _Place(NamedTuple):
 
 
 def _resolve(files: Files, file: str) -> _Place:
-    """Return the content of a file. Raises UserError: no such file, or its archive is truncated or damaged."""
+    """Return the content of a file. Raises UserError if it does not exist, or its archive is damaged."""
     first = outermost(files, file)
     inner = file.removeprefix(first).split(_CHAIN)[1:]
     if len(inner) >= MAX_DEPTH:
@@ -220,18 +220,18 @@ def _locations(files: Files, name: str) -> list[str]:
     return [files[part] for part in parts]
 
 
-@lru_cache(maxsize=4)  # for nested archives, the outer one is listed for each inner one
+@lru_cache(maxsize=4)  # because an outer archive is listed for each inner one
 def _listed(blob: Blob) -> tuple[list[Member], list[Refused]]:
     regular: list[Member] = []
     refused: list[Refused] = []
-    for one in listed(blob):
-        regular.append(one) if isinstance(one, Member) else refused.append(one)
+    for member in listed(blob):
+        regular.append(member) if isinstance(member, Member) else refused.append(member)
     return regular, refused
 
 
 @lru_cache(maxsize=4)
 def _by_path(blob: Blob) -> dict[str, Member]:
-    return {one.path: one for one in _listed(blob)[0]}
+    return {member.path: member for member in _listed(blob)[0]}
 
 
 # ------------------------------------------------------------------------------------------------- bytes
@@ -301,15 +301,15 @@ def _checked(data: bytes, crc: int | None, where: str = "") -> bytes:
 
 def _check_crc(blob: Blob, crc: int) -> None:
     """Raise UserError if a file, of any size, does not match its archive's CRC-32."""
-    found = 0
+    actual = 0
     for start in range(0, blob.size, _CHUNK):
-        found = zlib.crc32(blob.read(start, min(_CHUNK, blob.size - start)), found)
-    if found != crc:
+        actual = zlib.crc32(blob.read(start, min(_CHUNK, blob.size - start)), actual)
+    if actual != crc:
         raise UserError(f"{blob.name} is damaged: {_NOT_ITS_CRC}")
 
 
 def _object(files: Files, file: str, length: int) -> bytes | None:
-    """Read a whole object on S3 in one request; None if `file` is anything else, or has to be unpacked."""
+    """Read a whole S3 object in one request; return None if `file` is not one, or must be unpacked."""
     location = files.get(file, "")
     if (
         not location.startswith("s3://")

@@ -6,8 +6,8 @@ A source is a module of this package with
     rows(source, files, numbers) -> Iterator    yields the images with these numbers: uint8 [h, w, c], a file's bytes,
                                                 or the reason why it cannot be read. Only if the listing has entries
                                                 with codec "row" (images in arrays or in packed records)
-    processed(source, key, image) -> bytes      returns an image file as a published recipe changes it. Only for
-                                                datasets that are used in a changed form. Raises UserError
+    processed(source, key, image) -> bytes      returns an image file as it is in the published copy of the dataset.
+                                                Only if that differs from the authors' file. Raises UserError
 
 `files` maps the names of `source_files(source)` to locations: a local path or s3://bucket/key. Entries with another
 codec are byte ranges of these files, which `ray_jobs.sources.archives.containers` reads.
@@ -63,7 +63,7 @@ class Listing(NamedTuple):
     """The size of all images if they are arrays of one size; None: image files, or arrays of several sizes."""
     unusable: tuple[Unusable, ...] = ()
     notes: tuple[str, ...] = ()
-    """Stored in dataset.json, for readers of results: are the splits the published ones, were pixels changed."""
+    """Stored in dataset.json: whether the splits are the published ones, whether pixels were changed."""
 
 
 def place(member: Member) -> dict[str, object]:
@@ -73,6 +73,7 @@ def place(member: Member) -> dict[str, object]:
 
 def table(rows: Iterable[Mapping[str, object]]) -> pa.Table:
     """Return ENTRIES from dicts; a missing column is null."""
-    remaining = iter(rows)  # in batches, because 14 million dicts would take as many KiB
+    # in batches, because 14 million dicts would take 14 GB
+    remaining = iter(rows)
     batches = iter(lambda: list(islice(remaining, _BATCH)), [])
     return pa.Table.from_batches([pa.RecordBatch.from_pylist(batch, ENTRIES) for batch in batches], ENTRIES)

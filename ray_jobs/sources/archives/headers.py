@@ -47,31 +47,32 @@ class Refused(NamedTuple):
 
 
 def listed(blob: Blob) -> Iterator[Member | Refused]:
-    """Yield the members of a tar or a zip in its order, without folders and hidden files. Each path is yielded once,
-    its file as "" and its offset in the blob.
+    """Yield the members of a tar or zip in order, each path once, without folders and hidden files.
+
+    A member's `file` is "", and its offset is in the blob.
 
     Raises:
-        UserError: it is neither, truncated or damaged.
+        UserError: it is not a tar or zip, or is truncated or damaged.
     """
     seen: set[str] = set()
     zipped = blob.read(0, min(4, blob.size)) in (b"PK\3\4", b"PK\5\6")
-    for number, one in enumerate(_in_zip(blob) if zipped else _in_tar(blob)):
+    for number, member in enumerate(_in_zip(blob) if zipped else _in_tar(blob)):
         if number >= MAX_MEMBERS:
             raise UserError(f"{blob.name} has more than {MAX_MEMBERS:,} members")
-        path = clean_path(one.path)
+        path = clean_path(member.path)
         if not path:
             continue
-        if isinstance(one, Member) and (reason := _unfit(path, seen)):
-            one = Refused(path, reason)
-        if isinstance(one, Refused):
-            yield Refused(path.encode("unicode_escape").decode()[:_SHOWN], one.reason)
+        if isinstance(member, Member) and (reason := _unfit(path, seen)):
+            member = Refused(path, reason)
+        if isinstance(member, Refused):
+            yield Refused(path.encode("unicode_escape").decode()[:_SHOWN], member.reason)
         else:
             seen.add(path)
-            yield one if path == one.path else one._replace(path=path)
+            yield member if path == member.path else member._replace(path=path)
 
 
 def clean_path(path: str) -> str:
-    """Return a member's path without "./"; empty for files that an operating system left."""
+    """Return a member's path without "./"; empty for files that an operating system left behind."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if any(left_by_a_system(part) and part != ".." for part in parts):
         return ""
@@ -79,7 +80,7 @@ def clean_path(path: str) -> str:
 
 
 def _unfit(path: str, seen: set[str]) -> str | None:
-    """Return why a member cannot be used, judging by its path alone; None: it can."""
+    """Return why a member cannot be used because of its path; None if it can."""
     if path.startswith("/") or ".." in path.split("/"):
         return "its path leads outside"
     # surrogates (Cs) stand for bytes that are not UTF-8
@@ -113,8 +114,8 @@ def _in_tar(blob: Blob) -> Iterator[Member | Refused]:
                 if tar.offset <= before or info.size < 0:
                     raise UserError("its headers lead backwards")
                 before = tar.offset
-                if one := _tar_member(blob, info):
-                    yield one
+                if member := _tar_member(blob, info):
+                    yield member
                 if not tar.pax_headers:  # which would apply to all following members
                     for plain in _plain_members(blob, reader, tar.offset):
                         yield plain

@@ -1,4 +1,4 @@
-"""One child process with limits of memory and time for every library that an untrusted file could crash or hang.
+"""A child process with memory and time limits, for libraries that an untrusted file could crash or hang.
 
 `sandboxed` is its program: unrar, h5py and scipy run there, never in a stage's own process.
 """
@@ -21,7 +21,7 @@ _CHUNK = 2**20
 
 
 def converted(name: str, converter: str, path: Path, *arguments: str) -> Iterator[bytes]:
-    """Yield what a converter of `sandboxed` makes of a file, in chunks. `name` is the file's in messages.
+    """Yield the output of a converter of `sandboxed`, in chunks. Messages call the file `name`.
 
     Raises:
         UserError: the file is damaged, or takes too much memory or time.
@@ -31,7 +31,7 @@ def converted(name: str, converter: str, path: Path, *arguments: str) -> Iterato
         [sys.executable, "-I", "-B", sandboxed.__file__, *limits, converter, str(path), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # each thread would take address space
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # because each thread takes address space
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         try:

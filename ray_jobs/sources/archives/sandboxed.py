@@ -4,7 +4,7 @@
     python -I sandboxed.py SECONDS BYTES hdf5 FILE ARRAY       the array ("x", "latents/classes"), as .npy
     python -I sandboxed.py SECONDS BYTES mat FILE VARIABLE     the variable, as .npy
 
-The result goes to standard output. An error is one line on standard error, which continues the file's name, and exit
+The result goes to standard output. An error is one line on standard error, to append to the file's name, and exit
 code 2. The process may have BYTES of address space and write no file; SIGALRM ends it after SECONDS without progress,
 because no Python code runs while a library hangs. It imports only the standard library and the one library that the
 file needs.
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class RefusedError(Exception):
-    """A file that is not read, with the reason, which continues the file's name."""
+    """The reason why a file is refused, to append to the file's name."""
 
 
 # ------------------------------------------------------------------------------------------------- RAR
@@ -76,7 +76,7 @@ def rar(path: str) -> Iterator[bytes]:
 
 
 class _Rar:
-    """A RAR that is open in unrar's library, whose members are read in order."""
+    """A RAR opened with unrar's library, which reads the members in order."""
 
     def __init__(self, library: Any, path: str) -> None:
         self.library, self.count = library, 0
@@ -139,7 +139,7 @@ class _Rar:
         return raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     def content(self, header: Any) -> bytes:
-        """Return the content of a member; of a folder or a link it is empty."""
+        """Return the content of a member; empty for a folder or a link."""
         name, size = self.name(header), header.UnpSize + (header.UnpSizeHigh << 32)
         is_skipped = header.Flags & _DIRECTORY or header.RedirType
         if size > MAX_MEMBER and not is_skipped:
@@ -163,8 +163,7 @@ _BLOCK = 2**25  # bytes to read at once, or the chunks of one row
 def hdf5(path: str, name: str) -> Iterator[bytes]:
     """Yield an array of an HDF5 file as .npy.
 
-    Links, data outside the file, filters that are not HDF5's own, and more items than the file's bytes can hold are
-    refused.
+    Refuse links, data outside the file, filters that are not HDF5's own, and more items than the file's bytes can hold.
     """
     import h5py
     import numpy as np
@@ -246,7 +245,7 @@ def main(seconds: str, memory: str, converter: str, *arguments: str) -> int:
     _show_progress()
     try:
         for chunk in _CONVERTERS[converter](*arguments):
-            signal.alarm(0)  # who reads the output may take any time
+            signal.alarm(0)  # the reader of the output may take any time
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
             _show_progress()

@@ -89,7 +89,7 @@ def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]
                 name: containers.read_member(files, member, MAX_BYTES) for name, member in by_name.items()
             }
             return read(classes, version, contents), version
-    expected = " or ".join("/".join((CIFAR_FILES[classes, each][0], "...")) for each in ("binary", "python"))
+    expected = " or ".join(f"{CIFAR_FILES[classes, version][0]}/..." for version in ("binary", "python"))
     raise UserError(
         f"{archive} does not contain the CIFAR-{classes} files (expected {expected}). Use the authors' archive"
     )
@@ -107,7 +107,7 @@ def read(classes: int, version: str, contents: Mapping[str, bytes]) -> Images:
     parts = [parse(contents[name], name, classes) for name in (*train, test)]
     labels = np.concatenate([part_labels for _, part_labels in parts])
     if labels.min() < 0 or labels.max() >= classes:
-        raise UserError(f"labels are from {labels.min()} to {labels.max()}, not 0 to {classes - 1}")
+        raise UserError(f"labels range from {labels.min()} to {labels.max()}; expected 0 to {classes - 1}")
     planes = np.concatenate([part_planes for part_planes, _ in parts])
     return Images(class_names, planes, labels, len(planes) - len(parts[-1][0]))
 
@@ -132,7 +132,7 @@ def _batch(data: bytes, name: str, classes: int) -> _Part:
     if not isinstance(labels, list) or not len(labels) == len(planes) > 0:
         raise UserError(f"{name}: expected a list with one label for each of its {len(planes):,} images")
     if not all(type(label) is int and 0 <= label < classes for label in labels):
-        raise UserError(f"{name} has labels that are not from 0 to {classes - 1}")
+        raise UserError(f"{name} has labels outside 0 to {classes - 1}")
     return planes, np.array(labels, np.int64)
 
 

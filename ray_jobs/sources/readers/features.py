@@ -20,7 +20,7 @@ NAMED = 10  # files or classes in a note or a message
 
 
 def split_in(name: str) -> str | None:
-    """Return the split that a name contains as a word: "train", "dev" or "test"; None: no split, or several.
+    """Return the split that appears as a word in a name: "train", "dev" or "test"; None for none or several.
 
     Words are separated by whatever is not a letter: `food101-train-00000-of-00001`, `seg_test`, `val2017`.
     """
@@ -33,22 +33,22 @@ def _splits_in(name: str) -> set[str]:
 
 
 def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
-    """Return the split in the path of each file that is to be read, and notes about those that are not.
+    """Return the split in the path of each file to read, and notes about files that are left out.
 
-    If no path contains a split, all are None, to be drawn. Beside files that name a split, a file that names none is
-    left out: its images could be test images of the authors.
+    If no path contains a split, all are None, to be drawn. If some do, files that name none are left out, because their
+    images could be the authors' test images.
 
     Raises:
         UserError: a path contains several splits.
     """
     splits: dict[str, str | None] = {}
     for file in files:
-        if len(found := _splits_in(file)) > 1:
+        if len(named := _splits_in(file)) > 1:
             raise UserError(
-                f"{file}: its name contains the splits {' and '.join(sorted(found))}; rename it, or set source.root "
+                f"{file}: its name contains the splits {' and '.join(sorted(named))}; rename it, or set source.root "
                 "to the folder that it is in"
             )
-        splits[file] = next(iter(found), None)
+        splits[file] = next(iter(named), None)
     unnamed = [file for file, split in splits.items() if split is None]
     if not unnamed or len(unnamed) == len(splits):
         return splits, ()
@@ -60,20 +60,20 @@ def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tupl
 
 
 def listed(texts: Sequence[str], most: int | None = NAMED) -> str:
-    """Return the first `most` texts, and how many more there are."""
+    """Join the first `most` texts, and say how many more there are."""
     more = "" if most is None or len(texts) <= most else f" and {len(texts) - most:,} more"
     return ", ".join(texts[:most]) + more
 
 
 def counted(counts: Mapping[str, int], most: int | None = NAMED) -> str:
-    """Return names with their counts, such as "cat 120, dog 80"."""
+    """Join names with their counts, such as "cat 120, dog 80"."""
     return listed([f"{name} {count:,}" for name, count in counts.items()], most)
 
 
 def one_spelling(texts: Iterable[str]) -> dict[str, str]:
-    """Return the spelling to use for each text: one for texts that look alike, as Unicode's NFC and NFD do.
+    """Return the spelling to use for each text: the same for texts that look alike, as Unicode's NFC and NFD do.
 
-    A text with no other spelling beside it stays as it is.
+    A text without a look-alike does not change.
     """
     spellings: dict[str, set[str]] = defaultdict(set)
     for text in texts:
@@ -86,12 +86,12 @@ def one_spelling(texts: Iterable[str]) -> dict[str, str]:
 
 
 def choose_column(field: str, wanted: str | None, fitting: Sequence[str], columns: Iterable[str]) -> str:
-    """Return the column `wanted`, else the only fitting one, else the one that is named as the field is.
+    """Return the column `wanted`, else the only fitting one, else the one with the name of the field.
 
     Args:
-        field: of the source: "image" or "label".
+        field: "image" or "label", a field of the source.
         wanted: the value of that field.
-        fitting: columns that can be it by their type.
+        fitting: columns with a suitable type.
         columns: all columns.
 
     Raises:
@@ -137,13 +137,13 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
             f"{where}: the label {numbers[0]} is negative; the only negative label allowed is -1 (no label)"
         )
     spelled = one_spelling(texts)
-    every: list[int | str] = [*numbers, *sorted(set(spelled.values()))]
-    numbering = {value: number for number, value in enumerate(every)}
+    ordered: list[int | str] = [*numbers, *sorted(set(spelled.values()))]
+    numbering = {value: number for number, value in enumerate(ordered)}
     numbering |= {text: numbering[spelling] for text, spelling in spelled.items()}
     if not numbers or numbers[-1] == len(numbers) - 1:
-        return Classes(tuple(map(str, every)), numbering)
+        return Classes(tuple(map(str, ordered)), numbering)
     note = (
         f"{where}: no class names are given and the labels are not 0, 1, 2, ...: "
         f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) become the classes and their names"
     )
-    return Classes(tuple(map(str, every)), numbering, (note,))
+    return Classes(tuple(map(str, ordered)), numbering, (note,))

@@ -89,7 +89,7 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER, only: Collection[str] = ())
     """List the images below `root`. `columns` are those of its tables of labels.
 
     Args:
-        only: the regular files to list, because others came later; empty: all.
+        only: the regular files to list, to ignore those that came later; all if empty.
 
     Raises:
         UserError: no folder, no image, fewer than two classes, mixed layouts, a link that leads outside, a table that
@@ -109,7 +109,7 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER, only: Collection[str] = ())
 def arrange(
     root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
 ) -> Listing:
-    """Arrange these paths below `root`, by the tables of labels among them if there are any. Raises UserError."""
+    """Return the labels and splits of the images in `files`, from `tables` or else from folders. Raises UserError."""
     files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
@@ -119,8 +119,10 @@ def arrange(
         )
     if tables:
         labelled = _from_tables(root, images, tables, columns)
-    elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
-        option, column, _ = named[0]
+    elif columns != IMAGEFOLDER:
+        option, column, _ = next(
+            names for names in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if names[1] != names[2]
+        )
         raise UserError(
             f"{option}: {column!r} names a column of {', '.join(TABLES[:-1])} or {TABLES[-1]}, but {root} contains none"
         )
@@ -152,7 +154,7 @@ def arrange(
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
-    """List every image below the root, or in the archive. Raises as `scan`, and for an archive that is damaged."""
+    """List every image below the root or in the archive. Raises UserError as `scan` does, and for a damaged archive."""
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
         scanned, unusable = scan(Path(source.root), columns, files.keys()), list[Unusable]()
@@ -255,7 +257,7 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
             try:
                 mode = path.lstat().st_mode
             except FileNotFoundError:
-                continue  # it went while the folder was listed
+                continue  # removed while the folder was listed
             if stat.S_ISLNK(mode):
                 target = Path(os.path.realpath(path))
                 if not target.is_relative_to(inside):
@@ -279,10 +281,11 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
     others = sorted({key.partition("/")[0] for key in images} - set(split_folders))
     if others:
         raise UserError(
-            f"{root} mixes split folders ({', '.join(split_folders)}) and other folders ({', '.join(others)})"
+            f"{root} mixes split folders ({', '.join(split_folders)}) and other folders ({', '.join(others)}). Put "
+            "each class folder into a split folder"
         )
     if len(set(split_folders.values())) < len(split_folders):
-        raise UserError(f"{root} has two folders for one split: {', '.join(split_folders)}")
+        raise UserError(f"{root} has two folders for one split: {', '.join(split_folders)}. Merge them")
     around = _around_splits(images, split_folders)
     labelled: list[tuple[str, str, str | None]] = []
     for key in images:
@@ -316,14 +319,14 @@ def _around_splits(images: Iterable[str], split_folders: Mapping[str, str]) -> d
     around = {}
     for top, split in split_folders.items():
         names = {rest.partition("/")[0] for rest in inside[top] if "/" in rest}
-        is_again = len(names) == 1 and all("/" in rest for rest in inside[top])
-        again = names.pop() if is_again else ""
-        around[top] = f"{top}/{again}/" if split_in(again) == split else f"{top}/"
+        is_nested = len(names) == 1 and all("/" in rest for rest in inside[top])
+        nested = names.pop() if is_nested else ""
+        around[top] = f"{top}/{nested}/" if split_in(nested) == split else f"{top}/"
     return around
 
 
 def _check_not_inside(root: Path | str, images: Iterable[str]) -> None:
-    """Raise UserError if folders below the top are split folders: their test images would be drawn into train."""
+    """Raise UserError for split folders below the top, because their test images could be drawn into train."""
     folders: dict[str, set[str]] = defaultdict(set)
     for folder in {key.rpartition("/")[0] for key in images}:
         parts = folder.split("/")
@@ -340,7 +343,7 @@ def _check_not_inside(root: Path | str, images: Iterable[str]) -> None:
 
 
 def _check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
-    """Raise UserError if the folders are images and their masks: they would be taken for two classes."""
+    """Raise UserError for folders of images and their masks, which would be taken for two classes."""
     names = {name.lower() for name in class_names}
     if len(names) > 1 and names <= _IMAGES | _MASKS and names & _IMAGES and names & _MASKS:
         raise UserError(
@@ -407,8 +410,7 @@ def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: S
     trained = {entry.label for entry in entries if entry.split == "train"}
     untrained = [name for label, name in enumerate(class_names) if label not in trained]
     if untrained:
-        first, *others = map(repr, untrained)
-        more = f"; neither have {', '.join(others)}" if others else ""
         raise UserError(
-            f"{root}: class {first} has no images in the train split{more}. Add some, or remove these classes"
+            f"{root}: the train split has no images of these classes: {', '.join(map(repr, untrained))}. Add some, or "
+            "remove the classes"
         )

@@ -120,7 +120,9 @@ def glyph_classes(fonts: Sequence[Path]) -> list[GlyphClass]:
     letters, with its ink stretched to a square, overlaps a digit by more than 0.7 in any two fonts, or fills the square
     as a bare stroke does.
     """
-    letters = {code: having for code, having in _letters(fonts).items() if len(having) >= MIN_FONTS}
+    letters = {
+        code: letter_fonts for code, letter_fonts in _letters(fonts).items() if len(letter_fonts) >= MIN_FONTS
+    }
     alike = _digit_lookalikes(letters, fonts)
     groups = _merge_identical(letters)
     return [
@@ -196,8 +198,8 @@ def _digit_lookalikes(letters: dict[int, list[Path]], fonts: Sequence[Path]) -> 
     """Return letters with a stretched outline that overlaps a digit of any font too much, and bare strokes."""
     digits = np.stack([_stretched(font, digit) for font in fonts for digit in "0123456789"])
     alike: set[int] = set()
-    for code, having in letters.items():
-        outlines = np.stack([_stretched(font, chr(code)) for font in having])
+    for code, letter_fonts in letters.items():
+        outlines = np.stack([_stretched(font, chr(code)) for font in letter_fonts])
         common = np.bitwise_count(outlines[:, None] & digits).sum(2)
         union = np.bitwise_count(outlines[:, None] | digits).sum(2)
         fill = np.bitwise_count(outlines).sum(1) / GRID**2

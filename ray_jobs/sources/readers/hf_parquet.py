@@ -58,7 +58,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     splits, left_out = splits_of_files(names)
     groups: dict[str, list[tuple[int, int]]] = {}
     labels: list[int | str] = []
-    together: list[str | None] = []
+    split_groups: list[str | None] = []
     columns: _Columns | None = None
     for name in splits:
         with _opened(files, name) as file:
@@ -69,12 +69,12 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             groups[name] = _groups(name, file, columns.image)
             values = _values(name, file, columns_of_file.label)
             labels += [UNLABELLED if label is None else label for label in values]
-            together += _together(source, name, file)
+            split_groups += _split_groups(source, name, file)
     assert columns is not None, "the source has a file"
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
         row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
-        for row, label, group in zip(_rows(names, groups), labels, together, strict=True)
+        for row, label, group in zip(_rows(names, groups), labels, split_groups, strict=True)
         if label != UNLABELLED
     )
     notes = [*classes.notes, *left_out]
@@ -110,8 +110,8 @@ def _check_complete(names: Sequence[str]) -> None:
         listed = ", ".join(sorted(map(str, folders)))
         raise UserError(f"files are in several folders ({listed}); set source.root to one of them")
     for (_, word, total), numbers in parts.items():
-        if lost := sorted(set(range(total)) - numbers):
-            raise UserError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
+        if missing := sorted(set(range(total)) - numbers):
+            raise UserError(f"{word}-{missing[0]:05d}-of-{total:05d}.parquet is missing")
 
 
 # ------------------------------------------------------------------------------------------------- files
@@ -145,7 +145,7 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     label = choose_column("label", source.label, labels or fallback, others)
     _check_values("label", label, name, schema.field(label).type)
     names = features.get(label, {}).get("names")
-    is_named = isinstance(names, list) and all(isinstance(each, str) for each in names)
+    is_named = isinstance(names, list) and all(isinstance(class_name, str) for class_name in names)
     return _Columns(image, label, tuple(names) if is_named and names else None)
 
 
@@ -214,8 +214,8 @@ def _bytes(file: pq.ParquetFile, group: int, image: str) -> int:
     return sum(column.total_uncompressed_size for column in of_image)
 
 
-def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:
-    """Return the group of each row; None if no group is configured."""
+def _split_groups(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:
+    """Return the group of each row, which stays in one split; None if no group is configured."""
     schema, column = file.schema_arrow, source.group
     if column is None:
         return [None] * file.metadata.num_rows
@@ -254,8 +254,8 @@ def _read(file: pq.ParquetFile, where: str, group: int, column: str, wanted: lis
             damaged, so these errors end the stage.
     """
     position = {row: number for number, row in enumerate(wanted)}
-    kept: dict[int, _Bytes] = {}
-    latest: list[int] = []  # positions in `kept`, negative, as a heap
+    results: dict[int, _Bytes] = {}
+    latest: list[int] = []  # a heap of negative positions in `results`
     end, start, held, reason = len(wanted), 0, 0, "its row group is shorter than it says"
     # a value is stored at least once, so no value has more bytes than the column
     rows = max(1, min(_BATCH, IN_MEMORY // max(_bytes(file, group, column), 1)))
@@ -264,13 +264,13 @@ def _read(file: pq.ParquetFile, where: str, group: int, column: str, wanted: lis
             images = batch.column(0)
             for row in range(len(batch)):
                 if (number := position.get(start + row, end)) < end:
-                    kept[number] = image = _image(images[row].as_py())
+                    results[number] = image = _image(images[row].as_py())
                     heapq.heappush(latest, -number)
                     held += len(image) if isinstance(image, bytes) else 0
-                while held > IN_MEMORY and len(kept) > 1:
+                while held > IN_MEMORY and len(results) > 1:
                     end = -heapq.heappop(latest)
-                    gone = kept.pop(end)
-                    held -= len(gone) if isinstance(gone, bytes) else 0
+                    dropped = results.pop(end)
+                    held -= len(dropped) if isinstance(dropped, bytes) else 0
             start += len(batch)
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
@@ -278,7 +278,7 @@ def _read(file: pq.ParquetFile, where: str, group: int, column: str, wanted: lis
         if isinstance(error, NotImplementedError | pa.ArrowCapacityError):
             raise UserError(f"{where}: pyarrow cannot read it: {error}. Write smaller row groups") from error
         reason = f"its row group can't be read: {error}"
-    return [kept.get(number, UserError(reason)) for number in range(end)]
+    return [results.get(number, UserError(reason)) for number in range(end)]
 
 
 def _image(cell: Any) -> _Bytes:

@@ -84,10 +84,10 @@ def read(files: Files, num_classes: int, classes: Sequence[int]) -> Images:
     images, labels, keys, splits = [], [], [], []
     for split, names in FILES.items():
         all_images, all_labels = _read_pair(files, *names, num_classes)
-        kept = np.flatnonzero(np.isin(all_labels, classes))
-        images.append(all_images[kept])
-        labels.append(np.searchsorted(classes, all_labels[kept]))
-        keys += [f"{split}-{row:06d}" for row in kept]
+        selected = np.flatnonzero(np.isin(all_labels, classes))
+        images.append(all_images[selected])
+        labels.append(np.searchsorted(classes, all_labels[selected]))
+        keys += [f"{split}-{row:06d}" for row in selected]
         splits += [_split(split, image.tobytes()) for image in images[-1]]
     if images[0].shape[1:] != images[1].shape[1:]:
         sizes = [f"{part.shape[1]} x {part.shape[2]}" for part in images]
@@ -154,9 +154,7 @@ def _read_pair(
     return images, labels
 
 
-def _split(given: str, pixels: bytes) -> str:
+def _split(part: str, pixels: bytes) -> str:
     """Return an image's split, by its pixels alone: copies stay together, and the choice of classes has no effect."""
-    dev = (
-        given == "train" and hash_fraction("vitflow idx", content_id(sha256(pixels).digest())) < DEV_FRACTION
-    )
-    return "dev" if dev else given
+    fraction = hash_fraction("vitflow idx", content_id(sha256(pixels).digest()))
+    return "dev" if part == "train" and fraction < DEV_FRACTION else part

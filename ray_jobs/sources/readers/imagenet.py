@@ -44,7 +44,7 @@ from vit_model.errors import UserError
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
 _VAL_IMAGE = re.compile(r"(?:.*/)?(ILSVRC2012_val_(\d{8})\.JPEG)")
 SALT = "vitflow imagenet"
-_LEAST_AGREEMENT = 0.5  # of ReaL's labels with the authors'; for other images they would agree only by chance
+_LEAST_AGREEMENT = 0.5  # of ReaL's labels with the authors'; labels of other images agree only by chance
 
 
 class Devkit(NamedTuple):
@@ -56,7 +56,7 @@ class Devkit(NamedTuple):
 
 
 def listing(source: ImageNetSource, files: Files) -> Listing:
-    """List train from the tar of tars, dev as a fraction of it by a hash, test from the authors' validation images.
+    """List train from the tar of tars, dev as a hashed fraction of it, test from the authors' validation images.
 
     Raises:
         UserError: a synset that is not in the devkit, or validation images that do not match their labels.
@@ -77,11 +77,15 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
 
     entries = table(rows())
     trained = set(pc.unique(entries.filter(pc.not_equal(entries["split"], "test"))["label"]).to_pylist())
-    lost = [wnid for wnid in devkit.wnids if rank[wnid] not in trained]
+    untrained = [wnid for wnid in devkit.wnids if rank[wnid] not in trained]
     names = tuple(f"{wnid} {words}" for wnid, words in zip(devkit.wnids, devkit.words, strict=True))
     notes = (
         f"test is the authors' validation set, dev {source.dev_fraction:.2%} of train by a hash of names",
-        *([f"{len(lost):,} classes have no image to train on: {listed(lost, 5)}"] if lost else ()),
+        *(
+            [f"{len(untrained):,} classes have no image to train on: {listed(untrained, 5)}"]
+            if untrained
+            else ()
+        ),
         *_real_note(entries.filter(pc.equal(entries["split"], "test")), files),
     )
     return Listing(names, entries, unusable=tuple(unusable), notes=notes)
@@ -110,10 +114,10 @@ def _validation(files: Files, devkit: Devkit, unusable: list[Unusable]) -> Itera
     unusable += refused
     real = _real_labels(files, len(devkit.val_labels), len(devkit.wnids))
     numbers = set()
-    odd: list[str] = []
+    misnamed: list[str] = []
     for member in images:
         if not (match := _VAL_IMAGE.fullmatch(member.path)):
-            odd.append(member.path)
+            misnamed.append(member.path)
             continue
         number = int(match[2]) - 1
         if not 0 <= number < len(devkit.val_labels) or number in numbers:
@@ -124,13 +128,13 @@ def _validation(files: Files, devkit: Devkit, unusable: list[Unusable]) -> Itera
         entry = row(f"val/{match[1]}", devkit.val_labels[number], "test", member)
         yield entry | ({} if real is None else {"labels": real[number]})
     unusable += [
-        Unusable(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd
+        Unusable(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in misnamed
     ]
     if len(numbers) < len(devkit.val_labels):
-        other = f"; {odd[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if odd else ""
+        hint = f"; {misnamed[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if misnamed else ""
         raise UserError(
             f"{files[IMAGENET_VAL]} has {len(numbers):,} images, "
-            f"but the devkit labels {len(devkit.val_labels):,}{other}"
+            f"but the devkit labels {len(devkit.val_labels):,}{hint}"
         )
 
 
@@ -184,7 +188,9 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
     if not isinstance(real, list) or len(real) != images:
         raise UserError(f"{where} is not a list of {images:,} lists, one for each validation image")
     for labels in real:
-        if not isinstance(labels, list) or not all(type(one) is int and 0 <= one < classes for one in labels):
+        if not isinstance(labels, list) or not all(
+            type(label) is int and 0 <= label < classes for label in labels
+        ):
             raise UserError(f"{where}: {str(labels)[:80]} is not a list of classes from 0 to {classes - 1}")
     return [sorted(set(labels)) for labels in real]
 
@@ -195,7 +201,7 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
 def synsets(
     files: Files, chains: Iterable[str], unusable: list[Unusable]
 ) -> Iterator[tuple[str, list[Member]]]:
-    """Yield (WNID, images) of tars of a synset, sorted by WNID; refused members go to `bad`. Raises UserError."""
+    """Yield (WNID, images) of each synset, sorted by WNID; add refused members to `unusable`. Raises UserError."""
     tars: dict[str, str] = {}
     others: list[Unusable] = []
     for chain in chains:
@@ -213,14 +219,14 @@ def synsets(
     unusable += others
     wnids = sorted(tars)
     for wnid, (images, refused) in zip(
-        wnids, each_contents(files, (tars[one] for one in wnids)), strict=True
+        wnids, each_contents(files, (tars[wnid] for wnid in wnids)), strict=True
     ):
         unusable += refused
         yield wnid, images
 
 
 def tars_in(files: Files, name: str, unusable: list[Unusable]) -> list[str]:
-    """Return the chains of the members of a tar of tars; refused members go to `bad`."""
+    """Return the chains of the members of a tar of tars; add refused members to `unusable`."""
     tars, refused = contents(files, name)
     unusable += refused
     return [f"{name}::{member.path}" for member in tars]

@@ -1,6 +1,6 @@
 """ImageNet-21k as its authors ship it: one tar per synset, in one tar (gzipped or not) or in a folder.
 
-A label is the rank of the class's WNID among the classes that are kept. The two releases, and lists derived from them,
+A label is the rank of the class's WNID among the classes that are used. The two releases, and lists derived from them,
 have different classes (Ridnik et al., "ImageNet-21K Pretraining for the Masses", 2021). Class names are WNIDs.
 """
 
@@ -25,7 +25,7 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
         UserError: a duplicate synset, or none with enough images.
     """
     unusable: list[Unusable] = []
-    kept: list[str] = []
+    class_names: list[str] = []
     left_out: list[str] = []
     (first, *_) = files
     chains = list(files) if SYNSET_TAR.fullmatch(first) else tars_in(files, first, unusable)
@@ -35,18 +35,18 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
             if len(images) < source.min_images:
                 left_out.append(wnid)
                 continue
-            kept.append(wnid)
+            class_names.append(wnid)
             for member in images:
                 key = f"{wnid}/{member.path}"
                 drawn = int(hash_fraction(SALT, key) / source.held_out)
-                yield row(key, len(kept) - 1, _SPLITS[min(drawn, 2)], member)
+                yield row(key, len(class_names) - 1, _SPLITS[min(drawn, 2)], member)
 
     entries = table(rows())
-    if not kept:
+    if not class_names:
         raise UserError(
             f"{source.root} has no synset with at least {source.min_images} images; lower min_images"
         )
     notes = [f"no official splits: {source.held_out:.2%} each are dev and test by a hash of names"]
     if left_out:
         notes.append(f"left out, with fewer than {source.min_images} images: {', '.join(left_out)}")
-    return Listing(tuple(kept), entries, unusable=tuple(unusable), notes=tuple(notes))
+    return Listing(tuple(class_names), entries, unusable=tuple(unusable), notes=tuple(notes))

@@ -153,8 +153,8 @@ def _check_columns(path: str, header: Sequence[str], columns: Columns) -> None:
     for column in header:
         near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
         if near and column not in known and near[0] not in header:
-            way_out = f" If not, set source.{options[near[0]]}: {column}" if near[0] in options else ""
-            raise UserError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{way_out}")
+            hint = f" If not, set source.{options[near[0]]}: {column}" if near[0] in options else ""
+            raise UserError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{hint}")
     for column in needed:
         if header.count(column) != 1:
             raise UserError(
@@ -185,7 +185,7 @@ def _text(where: str, column: str, value: Any) -> str:
 
 
 def _is_list(cell: Any) -> bool:
-    """Return whether a cell is a list: a JSON list, or text in a CSV that JSON or Python writes for one (not "[x]")."""
+    """Return whether a cell is a list: a JSON list, or text that JSON or Python writes for one (not "[x]")."""
     if not isinstance(cell, str):
         return isinstance(cell, list)
     try:

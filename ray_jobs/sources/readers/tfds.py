@@ -24,7 +24,7 @@ from vit_model.errors import UserError
 
 _MAX_RECORD = 2**28  # bytes
 _BATCH = 256  # records
-_FILE_BITS = 40  # of an entry's number above the record's
+_FILE_BITS = 40  # bits of the record's number, below its file's
 
 
 def listing(source: TfdsSource, files: Files) -> Listing:
@@ -114,7 +114,7 @@ def _json(files: Files, name: str) -> dict[str, Any]:
 
 
 def _shards(info: dict[str, Any], form: str, files: Files) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield for each split its name, and (name, number of records) of its files."""
+    """Yield the name of each split, and (name, number of records) of its files."""
     try:
         for split in info["splits"]:
             lengths = [int(length) for length in split["shardLengths"]]
@@ -136,28 +136,29 @@ def _shards(info: dict[str, Any], form: str, files: Files) -> Iterator[tuple[str
 
 
 def _features(features: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the class ("Image") and the description of each feature, in TFDS's format of today and before 2022."""
+    """Return each feature's class ("Image") and description, from TFDS's current format or that before 2022."""
     inner = features.get("featuresDict", {}).get("features") or features.get("content")
     if not isinstance(inner, dict):
         raise UserError("features.json is not in TFDS's format: it has no features")
     return {
-        name: (str(each.get("pythonClassName") or each.get("type")).rpartition(".")[2], each)
-        for name, each in inner.items()
-        if isinstance(each, dict)
+        name: (str(feature.get("pythonClassName") or feature.get("type")).rpartition(".")[2], feature)
+        for name, feature in inner.items()
+        if isinstance(feature, dict)
     }
 
 
 def _named(source: TfdsSource, features: dict[str, Any]) -> tuple[str, str]:
     """Return the names of the features of the image and of the label."""
     kinds = {name: kind for name, (kind, _) in _features(features).items()}
-    fitting = [[name for name, kind in kinds.items() if kind == one] for one in ("Image", "ClassLabel")]
-    image = choose_column("image", source.image, fitting[0], fitting[0])
+    images = [name for name, kind in kinds.items() if kind == "Image"]
+    image = choose_column("image", source.image, images, images)
     others = [name for name in kinds if name != image]
-    return image, choose_column("label", source.label, fitting[1], others)
+    labels = [name for name, kind in kinds.items() if kind == "ClassLabel"]
+    return image, choose_column("label", source.label, labels, others)
 
 
 def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str] | None:
-    """Return the names in <feature>.labels.txt, else as many numbers as features.json has classes; None: neither."""
+    """Return the names in <feature>.labels.txt, else numbers for the classes of features.json; None for neither."""
     name = f"{label.replace('/', '-')}.labels.txt"
     if name in files:
         return containers.text(containers.read_file(files, name), name).splitlines()

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, repeat
+from operator import itemgetter
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -49,8 +50,8 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
     for shard, (members, refused) in zip(splits, each_contents(files, splits), strict=True):
         unusable += refused
         samples: list[Sample] = []
-        for one in _samples(source, shard, members):
-            samples.append(one) if isinstance(one, Sample) else unusable.append(one)
+        for sample in _samples(source, shard, members):
+            samples.append(sample) if isinstance(sample, Sample) else unusable.append(sample)
         rows = []
         texts = read(files, table(_member(sample, sample.label) for sample in samples))
         grouped = [_member(sample, sample.group) for sample in samples if sample.group is not None]
@@ -79,8 +80,8 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         )
     classes = _classes(source, set(labels))
     numbers = pa.array([classes.numbers[label] for label in labels], pa.int32())
-    where = ENTRIES.get_field_index("label")
-    entries = pa.concat_tables(tables).set_column(where, ENTRIES.field(where), numbers)
+    column = ENTRIES.get_field_index("label")
+    entries = pa.concat_tables(tables).set_column(column, ENTRIES.field(column), numbers)
     notes = (*classes.notes, *notes)
     notes += (f"{skipped} samples have a negative label and are left out",) if skipped else ()
     return Listing(classes.names, entries, unusable=tuple(unusable), notes=notes)
@@ -89,8 +90,8 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
 def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Unusable]:
     label_field = source.label.partition(".")[0]
     group_field = label_field if source.group is None else source.group.partition(".")[0]
-    named = [(*_key_and_field(member.path), member) for member in members]
-    for key, group in groupby((one for one in named if one[1]), key=lambda one: one[0]):
+    named = ((*_key_and_field(member.path), member) for member in members)
+    for key, group in groupby(filter(itemgetter(1), named), itemgetter(0)):
         fields: dict[str, Member] = {}
         for _, field, member in group:
             if field in fields:
@@ -111,16 +112,16 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
             yield Unusable(f"{shard}/{key}", reason, shard)
         else:
             image = fields[images[0]]
-            together = None if source.group is None else fields[group_field]
-            yield Sample(f"{shard}/{image.path}", shard, image, fields[label_field], together)
+            group_member = None if source.group is None else fields[group_field]
+            yield Sample(f"{shard}/{image.path}", shard, image, fields[label_field], group_member)
 
 
 def _key_and_field(path: str) -> tuple[str, str]:
-    """Return a member's key and field; field "" if it has none: no dot, or WebDataset's own `__name__`."""
+    """Return a member's key and field; the field is "" without a dot and for WebDataset's metadata `__name__`."""
     folder, slash, name = path.rpartition("/")
     stem, _, field = name.partition(".")
-    own = re.fullmatch(r"__.*__", stem) or re.match(r"__[^/]*__(/|$)", path)
-    return f"{folder}{slash}{stem}", "" if own else field.lower()
+    is_metadata = re.fullmatch(r"__.*__", stem) or re.match(r"__[^/]*__(/|$)", path)
+    return f"{folder}{slash}{stem}", "" if is_metadata else field.lower()
 
 
 def _is_image(source: WebDatasetSource, field: str) -> bool:

@@ -1,4 +1,4 @@
-"""Caltech101: class folders in a tar, which today's distribution has in a zip.
+"""Caltech101: class folders in a tar, which is inside a zip in today's distribution.
 
 It has no official splits. TFDS draws 30 files of each class for train, with numpy's legacy seed 1234, from a directory
 listing in the file system's order. So the splits of VTAB's authors cannot be rebuilt from the archive alone. This

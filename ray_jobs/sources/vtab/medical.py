@@ -77,7 +77,7 @@ def _pcam_records(files: Files, part: str) -> Records:
 
 
 def _eyes(files: Files) -> dict[str, Records]:
-    """Return the photographs that have a label, by part; the labels of test have a column for validation."""
+    """Return the labelled photographs by part; a column of the test labels says which are for validation."""
     solution = _grades(files, "retinopathy_solution.csv", ("image", "level", "Usage"))
     if unknown := {row["Usage"] for row in solution.values()} - set(_USAGE):
         raise UserError(
@@ -113,7 +113,7 @@ def _grades(files: Files, name: str, columns: tuple[str, ...]) -> dict[str, dict
         None in row or None in row.values() for row in rows.values()
     ):
         raise UserError(
-            f"{name} has the columns {reader.fieldnames}, or not all in each row; expected {columns}"
+            f"{name}: expected the columns {', '.join(columns)} in each row; its header is {reader.fieldnames}"
         )
     return rows
 

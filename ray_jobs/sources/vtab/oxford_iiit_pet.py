@@ -12,7 +12,7 @@ from vit_model.errors import UserError
 
 _IMAGES, ANNOTATIONS = "images.tar.gz", "annotations.tar.gz"
 _LISTS = {"train": "trainval", "test": "test"}
-# PNG and GIF files with the extension of JPEG, and two JPEGs with a damaged end.
+# PNG and GIF files with JPEG's extension, and two JPEGs with a damaged end.
 _ODD = frozenset(
     (
         *("Abyssinian_5", "Abyssinian_34", "beagle_116", "chihuahua_121"),
@@ -51,7 +51,7 @@ def _line(line: str, path: str) -> tuple[str, int]:
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """Encode the twelve odd files as JPEG, the first frame without alpha; return all others unchanged."""
+    """Encode the first frame of the twelve odd files as JPEG without alpha; return all others unchanged."""
     if PurePosixPath(key).stem not in _ODD:
         return image
     return archives.encode_jpeg(archives.decode_bgr(image), _QUALITY)

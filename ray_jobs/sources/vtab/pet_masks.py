@@ -28,10 +28,10 @@ def masks(source: VtabSource, files: Files, entries: pa.Table) -> Iterator[Mask 
     """Yield the mask [h, w] of each image, in order, or why it cannot be used."""
     members = archives.by_path(files, ANNOTATIONS)
     stems = [PurePosixPath(key).stem for key in entries["key"].to_pylist()]
-    found = [members.get(f"annotations/trimaps/{stem}.png") for stem in stems]
-    rows = [{"key": member.path, "label": 0} | place(member) for member in found if member]
+    trimaps = [members.get(f"annotations/trimaps/{stem}.png") for stem in stems]
+    rows = [{"key": member.path, "label": 0} | place(member) for member in trimaps if member]
     contents = containers.read(files, table(rows))
-    for member in found:
+    for member in trimaps:
         try:
             yield _mask(next(contents)) if member else UserError("not in the archive")
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Conversions of images that VTAB's copies of datasets have, and the authors' archives do not.
+"""Conversions of images in VTAB's copies of datasets that the authors' archives do not have.
 
 In: an image file. Out: an image file. All are pure functions of the file's bytes. They raise UserError for a file that
 is not an image, is damaged, or has more than MAX_PIXELS pixels; its messages are stored in the quarantine.

@@ -45,7 +45,7 @@ def clevr_count(scene: Mapping[str, Any]) -> int:
 
 def clevr_distance(scene: Mapping[str, Any]) -> int:
     """Return the interval of the nearest object's depth in the camera's frame. Raises UserError outside (0, 100]."""
-    nearest = min(float(one["pixel_coords"][2]) for one in scene["objects"])
+    nearest = min(float(item["pixel_coords"][2]) for item in scene["objects"])
     label = interval(nearest, CLEVR_DISTANCES)
     if label == len(CLEVR_DISTANCES) - 1:
         raise UserError(f"{nearest} is not in (0, 100]")
@@ -56,11 +56,13 @@ def clevr_scenes(data: bytes) -> list[dict[str, Any]]:
     """Return the scenes of a `CLEVR_<split>_scenes.json`, with the fields that their labels need.
 
     Raises:
-        UserError: another JSON, or a scene without name or objects.
+        UserError: the file has another form, or a scene has no name or no objects.
     """
     try:
         # all fields of 70,000 scenes would need several GB of memory
-        content = json.loads(data, object_hook=lambda one: {key: one[key] for key in _NEEDED if key in one})
+        content = json.loads(
+            data, object_hook=lambda item: {key: item[key] for key in _NEEDED if key in item}
+        )
     except (ValueError, RecursionError) as error:
         raise UserError("is not the JSON of CLEVR's scenes, or is truncated") from error
     scenes = content.get("scenes") if isinstance(content, dict) else None
@@ -78,7 +80,7 @@ def clevr_scenes(data: bytes) -> list[dict[str, Any]]:
 
 
 def kitti_label(text: str) -> int:
-    """Return the interval of the nearest vehicle's distance (z, in the camera's frame); 3: there is no vehicle.
+    """Return the interval of the nearest vehicle's distance (z, in the camera's frame); 3 for no vehicle.
 
     `text` is a label file with one object per line and 15 columns: 0 is the type, 11 to 13 are the location x, y, z.
     Raises UserError.

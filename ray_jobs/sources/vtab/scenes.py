@@ -55,16 +55,16 @@ def processed(source: VtabSource, key: str, image: bytes) -> bytes:
 
 def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str, Records]:
     """Pair scenes and images by name, because the two lists have different orders."""
-    images = {PurePosixPath(path).name: one for path, one in archives.by_path(files, _CLEVR).items()}
+    images = {PurePosixPath(path).name: member for path, member in archives.by_path(files, _CLEVR).items()}
     parts = {}
     for part, name in _CLEVR_PARTS.items():
-        scenes = f"{_CLEVR}::CLEVR_v1.0/scenes/CLEVR_{name}_scenes.json"
+        path = f"{_CLEVR}::CLEVR_v1.0/scenes/CLEVR_{name}_scenes.json"
         try:
-            found = scene_labels.clevr_scenes(containers.read_file(files, scenes, _MAX_SCENES))
-            named = ((scene["image_filename"], scene) for scene in found)
+            scenes = scene_labels.clevr_scenes(containers.read_file(files, path, _MAX_SCENES))
+            named = ((scene["image_filename"], scene) for scene in scenes)
             parts[part] = _records([(key, label(scene), images.get(key)) for key, scene in named])
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UserError(f"{scenes}: {error}") from error
+            raise UserError(f"{path}: {error}") from error
     return parts
 
 
@@ -105,7 +105,7 @@ def _numbered(files: Files, archive: str, folder: str, extension: str) -> dict[i
 
 def _texts(files: Files, members: list[Member]) -> list[str]:
     texts = []
-    contents = containers.read(files, table(one._asdict() for one in members))
+    contents = containers.read(files, table(member._asdict() for member in members))
     for member, data in zip(members, contents, strict=True):
         if isinstance(data, UserError):
             raise UserError(f"{member.file}: {member.path}: {data}") from data

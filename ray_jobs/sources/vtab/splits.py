@@ -141,11 +141,11 @@ def used(
 ) -> tuple[list[Used], tuple[str, ...]]:
     """Return the records that VTAB uses, from the keys of each TFDS split; and notes.
 
-    With `dev_fraction`, train is all of TFDS's but for this last part of it, which is dev, as big_vision slices data
-    without a split of its own for it: train[:90%] and train[90%:].
+    With `dev_fraction`, dev is this last part of TFDS's train split and train is the rest, as big_vision slices a
+    dataset without a dev split: train[:90%] and train[90%:].
 
-    The splits of an incomplete archive (a sample for a test) have the same order, proportional positions, and at most
-    800 and 200 records. They are not VTAB's, and a note says so.
+    The splits of an incomplete archive (such as a test's) have the same order, proportional positions, and at most 800
+    and 200 records. They are not VTAB's, and a note says so.
     """
     rule = RULES[task]
     present, expected = sum(map(len, parts.values())), sum(rule.sizes.values())
@@ -203,7 +203,9 @@ def listing(
     if source.subset == "whole":
         chosen, _ = used(task, keys, source.dev_fraction)
         whole = (f"all of TFDS's train, of which the last {source.dev_fraction:.0%} is dev; not VTAB-1k",)
-    starts = dict(zip(PARTS, _starts({part: len(each) for part, each in keys.items()}), strict=True))
+    starts = dict(
+        zip(PARTS, _starts({part: len(part_keys) for part, part_keys in keys.items()}), strict=True)
+    )
     rows: list[dict[str, Any]] = []
     unusable: list[Unusable] = []
     for part, number, split in chosen:
@@ -231,12 +233,12 @@ def listing(
 def _confirmed(
     task: Task, keys: Mapping[str, Sequence[int | str]], chosen: Sequence[Used], membership: str
 ) -> str:
-    """Return a note: do the splits of a complete archive have the same records as VTAB's?"""
+    """Return a note that says whether a complete archive's splits have the same records as VTAB's."""
     expected = RULES[task].checks
     if expected is None:
         return membership
     actual = tuple(
-        check_value([keys[one.part][one.number] for one in chosen if one.split == split])
+        check_value([keys[record.part][record.number] for record in chosen if record.split == split])
         for split in ("train", "dev")
     )
     if actual == expected:
@@ -249,7 +251,7 @@ def _confirmed(
 
 
 def rows(parts: Mapping[str, NDArray[Any]], numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
-    """Yield the rows of these arrays, one for each TFDS split, to which `listing` gave these numbers."""
+    """Yield the rows that `listing` gave these numbers, from one array per TFDS split."""
     sizes = {part: len(images) for part, images in parts.items()}
     for number in numbers:
         part, row = row_place(sizes, number)
@@ -259,8 +261,8 @@ def rows(parts: Mapping[str, NDArray[Any]], numbers: Sequence[int]) -> Iterator[
 def row_place(sizes: Mapping[str, int], number: int) -> tuple[str, int]:
     """Return the TFDS split and the position in it of the image that `listing` gave this number."""
     starts = _starts(sizes)
-    at = bisect_right(starts, number) - 1
-    return PARTS[at], number - starts[at]
+    index = bisect_right(starts, number) - 1
+    return PARTS[index], number - starts[index]
 
 
 def _starts(sizes: Mapping[str, int]) -> list[int]:

@@ -32,12 +32,12 @@ _ELEVATION, _AZIMUTH = 1, 2  # columns of SmallNORB's info
 
 
 def location(x: NDArray[np.int64]) -> NDArray[np.int64]:
-    """dSprites-Location: 32 positions along x in 16 classes of 2."""
+    """Return the classes of dSprites-Location: 32 positions along x in 16 classes of 2."""
     return x // 2
 
 
 def orientation(number: NDArray[np.int64]) -> NDArray[np.int64]:
-    """dSprites-Orientation: 40 angles in 16 classes of alternately 3 and 2: 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, ..."""
+    """Return the classes of dSprites-Orientation: 40 angles in 16 classes of 3 and 2 in turn: 0, 0, 0, 1, 1, 2, ..."""
     return number * 2 // 5
 
 
@@ -113,7 +113,7 @@ def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
     name = f"{_NORB_FILES[part]}-info.mat.gz"
     info = read_norb(files, name)
     if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
-        raise UserError(f"{name} is {info.dtype} {info.shape}, not int32 [n, 4]")
+        raise UserError(f"{name} is {info.dtype} {info.shape}; expected int32 [n, 4]")
     return info
 
 
@@ -122,7 +122,7 @@ def _norb_images(files: Files, part: str) -> NDArray[np.uint8]:
     name, size = f"{_NORB_FILES[part]}-dat.mat.gz", len(_norb_info(files, part))
     pairs = read_norb(files, name)
     if pairs.dtype != np.uint8 or pairs.shape != (size, 2, NORB, NORB):
-        raise UserError(f"{name} is {pairs.dtype} {pairs.shape}, not uint8 {(size, 2, NORB, NORB)}")
+        raise UserError(f"{name} is {pairs.dtype} {pairs.shape}; expected uint8 {(size, 2, NORB, NORB)}")
     return pairs
 
 

@@ -265,7 +265,7 @@ PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     (MOCO | {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2: objective contrastive"),
     ({"workers": 2, "gradient_accumulation_steps": 32}, "batch_size 32, which is 16 for each of 2 workers"),
     (R50 | {"activation_checkpointing": True}, "the blocks of a ViT; model is a resnet"),
-    (MOCO | R50, "model is a resnet"),
+    (MOCO | R50, "MoCo v3 is only implemented for ViTs; model is a resnet"),
     (MASKED | {"model": VIT | {"pooling": "map"}}, "does not train model.pooling map"),
     (MASKED | {"resolution": 4}, "resolution 4 is a single patch"),
 ]

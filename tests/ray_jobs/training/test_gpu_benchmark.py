@@ -25,5 +25,5 @@ def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run(COMMAND, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
-        "error: torch sees no GPU; --cpu tries this benchmark out with a tiny model"
+        "error: torch found no GPU; use --cpu to try this benchmark with a tiny model"
     )

@@ -82,7 +82,7 @@ def test_the_pickles_of_this_test_are_real_ones() -> None:
         (
             "data_batch_3",
             python2({"data": planes(made(10, 0, 1)[0]), "labels": [10]}),
-            "labels that are not from 0 to 9",
+            "labels outside 0 to 9",
         ),
         ("data_batch_3", python2({"data": [1], "labels": [1]}), "does not contain data of uint8"),
         ("data_batch_3", pickle.dumps(Path("x"), 2), r"data_batch_3: .* refers to pathlib"),

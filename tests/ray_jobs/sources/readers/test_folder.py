@@ -211,10 +211,13 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
         (("train/1.png", "train/2.png"), "move it to train/<class>/"),
-        (("train/a/1.png", "train/b/1.png", "test/c/1.png"), "class 'c' has no images in the train split"),
+        (
+            ("train/a/1.png", "train/b/1.png", "test/c/1.png"),
+            "train split has no images of these classes: 'c'",
+        ),
         (
             ("train/a/1.png", "val/b/1.png", "val/c/1.png"),
-            "'b' has no images in the train split; neither have 'c'",
+            "train split has no images of these classes: 'b', 'c'",
         ),
     ],
 )
