@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,14 +22,12 @@ from pipelines.commands.common import (
     print_json,
 )
 from pipelines.results.lookup import find_artifact
-from pipelines.spec import LAST, Import, RecipeError
-from pipelines.store import model_folder, read_manifest
+from pipelines.spec import LAST, RecipeError
+from pipelines.store import model_folder
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.data.shards import Split
-    from vit_model.build import Network
-    from vit_model.contract import ModelContract
 
 app = Commands()
 
@@ -109,11 +105,8 @@ def predict(
     if bool(images) == bool(split) or (as_csv and as_json):
         raise RecipeError("give either IMAGES or --split, and at most one of --csv and --json")
     try:
-        if split:
-            rows: Iterable[dict[str, Any]] = _of_split(model, split, checkpoint, store)
-        else:
-            rows = _of_files(model, images or [], checkpoint, store)
-        rows = list(_printed(rows, as_text=not (as_csv or as_json)))
+        predicted = _predicted(model, images or [], split, checkpoint, store)
+        rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
@@ -126,6 +119,20 @@ def predict(
         print_csv(names, ([row[name] for name in names] for row in likeliest))
     if any("error" in row for row in rows):
         raise typer.Exit(1)
+
+
+def _predicted(
+    model: str, images: list[Path], split: Split | None, checkpoint: str, store: str
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of `pipelines.results.predictions`."""
+    if split is None:
+        weights = _weights(model, checkpoint, store)
+    else:
+        opened = open_(store, create=False)
+        manifest = find_artifact(opened, model, "model")
+    from pipelines.results.predictions import of_files, of_split  # with torch
+
+    return of_files(weights, images) if split is None else of_split(opened, manifest, checkpoint, split)
 
 
 def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str, Any]]:
@@ -141,80 +148,10 @@ def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str
         yield row
 
 
-def _of_files(model: str, images: Sequence[Path], checkpoint: str, store: str) -> Iterator[dict[str, Any]]:
-    """Classify files, and those in folders. Raises RecipeError if there are none."""
-    files: dict[Path, None] = {}  # each once
-    unreadable: list[dict[str, Any]] = []
-    for path in images:
-        try:
-            files |= dict.fromkeys(_image_files(path))
-        except RecipeError as error:
-            unreadable.append({"image": str(path), "error": str(error)})
-    if not files:
-        raise RecipeError("\n".join(row["error"] for row in unreadable))
-    from vit_model.predict import classify_readable
-
-    return chain(unreadable, classify_readable(*_load(model, checkpoint, store), list(files)))
-
-
-def _load(model: str, checkpoint: str, store: str) -> tuple[Network, ModelContract]:
-    """Load a model of the store; or weights outside it, if `model` is the path of a file or of a folder with them."""
+def _weights(model: str, checkpoint: str, store: str) -> Path:
+    """Return the path of weights outside the store if `model` is one, else the folder of the stored model."""
     path = Path(model)
-    if not (path.is_file() or (path / "config.json").is_file()):
-        opened = open_(store, create=False)
-        path = model_folder(opened, find_artifact(opened, model, "model"), checkpoint)
-    from ray_jobs.import_model import model_of
-    from vit_model import formats
-
-    return model_of(formats.read(path), Import(job="import", path=str(path)))
-
-
-def _of_split(model: str, split: Split, checkpoint: str, store: str) -> Iterator[dict[str, Any]]:
-    """Classify a split of the data set that a model was trained on; the rows also have the label."""
+    if path.is_file() or (path / "config.json").is_file():
+        return path
     opened = open_(store, create=False)
-    manifest = find_artifact(opened, model, "model")
-    if not (inputs := manifest.inputs.get("data")):
-        raise RecipeError(
-            f"--split {split}: vitflow did not train {model}, so it knows no data set; give IMAGES"
-        )
-    data = read_manifest(opened, inputs[0].job, inputs[0].key)
-    if data is None:
-        raise RecipeError(f"--split {split}: the data set of {model} is not in {store}; give IMAGES")
-    from ray_jobs.data.shards import open_artifact
-    from vit_model.predict import BATCH, likeliest
-    from vit_model.weights import load_model
-
-    network, contract = load_model(model_folder(opened, manifest, checkpoint))
-    dataset = open_artifact(opened, data)
-    dataset.require(split)
-    index = dataset.index(split)
-    for start in range(0, len(index), BATCH):
-        part = index.slice(start, BATCH)
-        tops = likeliest(network, contract, dataset.load(part, contract.preprocessing))
-        for key, label, top in zip(part["key"].to_pylist(), part["label"].to_pylist(), tops, strict=True):
-            yield {"image": key, "label": dataset.info.class_names[label], "top": top}
-
-
-def _image_files(path: Path) -> list[Path]:
-    """Return the file itself, or the images below a folder, by their extensions. Raises RecipeError."""
-    try:
-        if stat.S_ISREG(mode := path.stat().st_mode):
-            return [path]
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file or folder") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISDIR(mode):
-        raise RecipeError(f"{path}: not a file or folder")
-    from ray_jobs.sources.readers.folder import EXTENSIONS
-
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix.lower() in EXTENSIONS
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    if not files:
-        raise RecipeError(f"{path}: no images found ({', '.join(EXTENSIONS)})")
-    return files
+    return model_folder(opened, find_artifact(opened, model, "model"), checkpoint)
