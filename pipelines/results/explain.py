@@ -141,7 +141,7 @@ def _leaves(a: Frozen, b: Frozen, prefix: str = "") -> Iterator[tuple[str, Any, 
     """
     for name in dict.fromkeys([*_fields(a), *_fields(b)]):
         one, other = getattr(a, name, None), getattr(b, name, None)
-        if isinstance(one, Frozen) and type(one) is type(other):
+        if isinstance(one, Frozen) and isinstance(other, type(one)):
             yield from _leaves(one, other, f"{prefix}{name}.")
         elif one != other:
             yield f"{prefix}{name}", _plain(a, name), _plain(b, name)
