@@ -26,6 +26,7 @@ from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 
 if TYPE_CHECKING:
+    from vit_model.build import Network
     from vit_model.formats import Imported
 
 _NAMES_SHOWN, _LETTERS_SHOWN = 5, 60
@@ -39,9 +40,7 @@ def main(context: Context[Import]) -> Result:
 
 def import_model(context: Context[Import]) -> Result:
     """Read the weights, check them and write the model (in a Ray task)."""
-    import torch
-
-    from vit_model import build, formats, weights
+    from vit_model import formats, weights
 
     config = context.config
     context.check_source("before it was read")
@@ -50,12 +49,9 @@ def import_model(context: Context[Import]) -> Result:
     context.check_source("while it was read")
     for line in imported.lines:
         print(line, flush=True)
-    contract = contract_of(imported, config)
+    model, contract = model_of(imported, config)
     for line in describe(contract, imported.preprocessing):
         print(line, flush=True)
-    with torch.device("meta"):
-        model = build.build(contract.architecture)
-    model.load_state_dict(imported.weights, assign=True)
     with context.staging() as staging:
         weights.save_model(staging.path, model, contract)
     metrics: dict[str, float | int | str] = {
@@ -63,6 +59,19 @@ def import_model(context: Context[Import]) -> Result:
         "classes": len(contract.class_names),
     }
     return Result(model_digest(staging.files), staging.files, metrics)
+
+
+def model_of(imported: Imported, config: Import) -> tuple[Network, ModelContract]:
+    """Return the model and its contract. Raises UserError as `contract_of`."""
+    import torch
+
+    from vit_model.build import build
+
+    contract = contract_of(imported, config)
+    with torch.device("meta"):
+        model = build(contract.architecture)
+    model.load_state_dict(imported.weights, assign=True)
+    return model, contract
 
 
 def contract_of(imported: Imported, config: Import) -> ModelContract:

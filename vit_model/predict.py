@@ -28,23 +28,22 @@ def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]
     Raises:
         UserError: a file is not an image, or the model has no classifier.
     """
-    rows = list(classify_readable(model_folder, images))
+    rows = list(classify_readable(*load_model(model_folder), images))
     for row in rows:
         if "error" in row:
             raise UserError(row["error"])
     return rows
 
 
-def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def classify_readable(
+    model: Network, contract: ModelContract, images: Sequence[Path]
+) -> Iterator[dict[str, Any]]:
     """Yield what `classify` returns, but {"image": path, "error": reason} for a file that cannot be read.
 
     Raises:
         UserError: the model has no classifier.
     """
-    model, contract = load_model(model_folder)
-    if not contract.class_names:
-        raise UserError(f"{model_folder} has no classifier, only representations; fine-tune it first")
-    model.eval()
+    _require_classifier(contract)
     for start in range(0, len(images), BATCH):
         batch = images[start : start + BATCH]
         pixels: dict[Path, NDArray[np.uint8]] = {}
@@ -54,27 +53,42 @@ def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[di
                 pixels[image] = load_image(image, contract.preprocessing)
             except (UserError, OSError) as error:
                 errors[image] = str(error)
-        tops = dict(zip(pixels, _tops(model, contract, list(pixels.values())), strict=True))
+        stacked = np.stack(list(pixels.values())) if pixels else np.zeros((0, 1, 1, 1), np.uint8)
+        tops = dict(zip(pixels, likeliest(model, contract, stacked), strict=True))
         for image in batch:
             yield {"image": str(image)} | (
                 {"top": tops[image]} if image in tops else {"error": errors[image]}
             )
 
 
-def _tops(
-    model: Network, contract: ModelContract, pixels: list[NDArray[np.uint8]]
+def likeliest(
+    model: Network, contract: ModelContract, pixels: NDArray[np.uint8]
 ) -> list[list[dict[str, Any]]]:
-    if not pixels:
+    """Return [{"class", "probability"}, ...] with the five most likely classes of each image.
+
+    Args:
+        pixels: [n, resolution, resolution, channels], preprocessed as the contract says.
+
+    Raises:
+        UserError: the model has no classifier.
+    """
+    _require_classifier(contract)
+    if not len(pixels):
         return []
     with torch.inference_mode():
-        logits = model(normalise(torch.from_numpy(np.stack(pixels)), contract.preprocessing, torch.float32))
+        logits = model.eval()(normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
     several = contract.problem_type == "multi_label_classification"
     probabilities = logits.float().sigmoid() if several else logits.float().softmax(-1)
-    likeliest, classes = probabilities.topk(min(TOP, logits.shape[-1]))
+    values, classes = probabilities.topk(min(TOP, logits.shape[-1]))
     return [
         [
             {"class": contract.class_names[label], "probability": probability}
             for probability, label in zip(*both, strict=True)
         ]
-        for both in zip(likeliest.tolist(), classes.tolist(), strict=True)
+        for both in zip(values.tolist(), classes.tolist(), strict=True)
     ]
+
+
+def _require_classifier(contract: ModelContract) -> None:
+    if not contract.class_names:
+        raise UserError("the model has no classifier, only representations; fine-tune it first")

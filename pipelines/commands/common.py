@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from inspect import Signature, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -156,6 +159,13 @@ def say(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON to stdout."""
     terminal.write(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def print_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Print CSV as in RFC 4180."""
+    writer = csv.writer(SimpleNamespace(write=partial(terminal.write, end="")))
+    writer.writerow(columns)
+    writer.writerows(rows)
 
 
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import stat
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,12 +18,16 @@ from pipelines.commands.common import (
     errors,
     open_,
     plain,
+    print_csv,
     print_json,
 )
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
 from pipelines.store import model_folder
 from vit_model.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_jobs.data.shards import Split
 
 app = Commands()
 
@@ -71,68 +74,84 @@ def init(
 
 @app.command("predict")
 def predict(
-    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
-    images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="a model: its key, a unique key prefix, or RUN/STAGE; or exported or published weights, as"
+            " `vitflow import` takes them"
+        ),
+    ],
+    images: Annotated[
+        list[Path] | None, typer.Argument(help="image files, or folders with images at any depth")
+    ] = None,
+    split: Annotated[
+        Literal["train", "dev", "test"] | None,
+        typer.Option(help="instead of IMAGES: this split of the data set that the model was trained on"),
+    ] = None,
     checkpoint: CheckpointOption = LAST,
     store: StoreOption = DEFAULT_STORE,
+    as_csv: Annotated[
+        bool,
+        typer.Option(
+            "--csv", help="a line per image: file, prediction, probability; with --split, also label"
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify images with a model from the store; print the five likeliest classes of each.
+    """Classify images; print the five likeliest classes of each.
 
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
-    opened = open_(store, create=False)
-    manifest = find_artifact(opened, model, "model")
-    files: dict[Path, None] = {}  # each once
-    unreadable: list[dict[str, Any]] = []
-    for path in images:
-        try:
-            files |= dict.fromkeys(_image_files(path))
-        except RecipeError as error:
-            unreadable.append({"image": str(path), "error": str(error)})
-    if not files:
-        raise RecipeError("\n".join(row["error"] for row in unreadable))
-    from vit_model.predict import classify_readable
-
-    rows = []
+    if bool(images) == bool(split) or (as_csv and as_json):
+        raise RecipeError("give either IMAGES or --split, and at most one of --csv and --json")
     try:
-        folder = model_folder(opened, manifest, checkpoint)
-        for row in chain(unreadable, classify_readable(folder, list(files))):
-            rows.append(row)
-            if "error" in row:
-                errors.print(f"[red]error:[/] {plain(row['error'])}", soft_wrap=True)
-            elif not as_json:
-                console.print(f"[bold]{plain(row['image'])}[/]")
-                for top in row["top"]:
-                    console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}")
+        predicted = _predicted(model, images or [], split, checkpoint, store)
+        rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
         print_json(rows)
+    if as_csv:
+        names = ["image", "prediction", "probability", *(["label"] if split else [])]
+        likeliest = [
+            row | row["top"][0] | {"prediction": row["top"][0]["class"]} for row in rows if "top" in row
+        ]
+        print_csv(names, ([row[name] for name in names] for row in likeliest))
     if any("error" in row for row in rows):
         raise typer.Exit(1)
 
 
-def _image_files(path: Path) -> list[Path]:
-    """Return the file itself, or the images below a folder, by their extensions. Raises RecipeError."""
-    try:
-        if stat.S_ISREG(mode := path.stat().st_mode):
-            return [path]
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file or folder") from None
-    except OSError as error:
-        raise RecipeError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISDIR(mode):
-        raise RecipeError(f"{path}: not a file or folder")
-    from ray_jobs.sources.readers.folder import EXTENSIONS
+def _predicted(
+    model: str, images: list[Path], split: Split | None, checkpoint: str, store: str
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of `pipelines.results.predictions`."""
+    if split is None:
+        weights = _weights(model, checkpoint, store)
+    else:
+        opened = open_(store, create=False)
+        manifest = find_artifact(opened, model, "model")
+    from pipelines.results.predictions import of_files, of_split  # with torch
 
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix.lower() in EXTENSIONS
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
-    if not files:
-        raise RecipeError(f"{path}: no images found ({', '.join(EXTENSIONS)})")
-    return files
+    return of_files(weights, images) if split is None else of_split(opened, manifest, checkpoint, split)
+
+
+def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows; print each error on stderr, and each image's classes if `as_text`."""
+    for row in rows:
+        if "error" in row:
+            errors.print(f"[red]error:[/] {plain(row['error'])}", soft_wrap=True)
+        elif as_text:
+            label = f"  (label: {plain(row['label'])})" if "label" in row else ""
+            console.print(f"[bold]{plain(row['image'])}[/]{label}")
+            for top in row["top"]:
+                console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}")
+        yield row
+
+
+def _weights(model: str, checkpoint: str, store: str) -> Path:
+    """Return the path of weights outside the store if `model` is one, else the folder of the stored model."""
+    path = Path(model)
+    if path.is_file() or (path / "config.json").is_file():
+        return path
+    opened = open_(store, create=False)
+    return model_folder(opened, find_artifact(opened, model, "model"), checkpoint)

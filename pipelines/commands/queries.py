@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
 import resource
-from collections.abc import Iterable
 from decimal import Decimal
-from functools import partial
 from itertools import islice
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +23,7 @@ from pipelines.commands.common import (
     errors,
     open_,
     plain,
+    print_csv,
     print_json,
     print_table,
 )
@@ -113,7 +110,7 @@ def report_query(
     if sql is None:
         listed = described_tables()
         if as_csv:
-            _print_csv(tuple(listed[0]), (tuple(row.values()) for row in listed))
+            print_csv(tuple(listed[0]), (tuple(row.values()) for row in listed))
         elif as_json:
             print_json(listed)
         else:
@@ -122,7 +119,7 @@ def report_query(
     _limit_process()
     with query(open_(store, create=False), sql) as answer:
         if as_csv:
-            _print_csv(answer.columns, answer.rows)
+            print_csv(answer.columns, answer.rows)
         elif as_json:
             _print_objects(answer)
         else:
@@ -135,14 +132,6 @@ def _limit_process() -> None:
     for name, most in ((resource.RLIMIT_DATA, MEMORY_BYTES), (resource.RLIMIT_CPU, seconds)):
         _, hard = resource.getrlimit(name)
         resource.setrlimit(name, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-    """Print CSV as in RFC 4180."""
-    lines = SimpleNamespace(write=partial(write, end=""))
-    writer = csv.writer(lines)
-    writer.writerow(columns)
-    writer.writerows(rows)
 
 
 def _print_objects(answer: Answer) -> None:

@@ -117,7 +117,11 @@ def _matched_on(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entr
             label = labels_of({"labels_per_class": labels})
             reasons.append(f"{label}: no pairs, because A has {len(in_a)} methods and B {len(in_b)} others")
     if not common:
-        reasons.append("no pairs: A and B have several methods, none with the same number of labels")
+        has_a, has_b = (
+            ", ".join(labels_of({"labels_per_class": labels}) for labels in side)
+            for side in (labels_a, labels_b)
+        )
+        reasons.append(f"no pairs: A has {has_a} and B {has_b}; only methods with the same labels are paired")
     return matches, reasons
 
 
@@ -126,7 +130,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     metric = comparison["metric"]
     table = table_with_title(f"{metric} %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}")
     table.add_column("method", overflow="fold", min_width=18)
-    for name in ("A", "B", "B - A"):
+    for name in ("A", "B", *(["B - A"] if comparison["both"] else [])):
         table.add_column(name, justify="right", no_wrap=True)
     lines = [
         *comparison["both"],
@@ -143,10 +147,10 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
             add_headings(table, *heading)
         last_heading = heading
         cells = [_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
-        difference = _interval(line.get("difference"), "value", "+", " to ") + "".join(
-            f" {mark}" for mark in _marks(line)
-        )
-        table.add_row(*map(Text, (f"  {method}", *cells, difference)))
+        if comparison["both"]:
+            difference = _interval(line.get("difference"), "value", "+", " to ")
+            cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
+        table.add_row(*map(Text, (f"  {method}", *cells)))
     notes = [text for mark, text in _NOTES.items() if any(mark in _marks(line) for line in lines)]
     if len(comparison["both"]) > 1:
         count = len(comparison["both"])

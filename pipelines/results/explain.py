@@ -90,9 +90,12 @@ def find_side(store: Store, selector: str) -> Side:
     found = [manifest for manifest in matches if manifest.job in EXPLAINED]
     if len(found) != 1:
         jobs = ", ".join(sorted({manifest.job for manifest in matches} - set(EXPLAINED)))
+        matched = (
+            f"{len(found)} evaluations and fine-tunings" if found or not jobs else f"results of {jobs} only"
+        )
         raise RecipeError(
-            f"{selector}: matches {len(found)} evaluations and fine-tunings{f' ({jobs})' if jobs else ''}; name one by"
-            " its key or RUN/STAGE. `vitflow report compare` compares the accuracies of any two results"
+            f"{selector}: matches {matched}; expected one evaluation or fine-tuning, by its key or RUN/STAGE."
+            " `vitflow report compare` compares the accuracies of any two results"
         )
     side = Side(found[0], load_run(store, found[0].run).pipeline)
     if found[0].stage not in side.pipeline.stages:
@@ -111,18 +114,19 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
             f"{a.manifest.stage} is of job {a.manifest.job} and {b.manifest.stage} of job {b.manifest.job}; they are"
             " different methods, so no field explains the difference"
         )
-    found = [Difference("", *each) for each in _leaves(_fields(a.stage), _fields(b.stage))]
+    found = [Difference("", *each) for each in _leaves(a.stage, b.stage)]
     for role in dict.fromkeys([*a.manifest.inputs, *b.manifest.inputs]):
         ours, theirs = (side.manifest.inputs.get(role) for side in (a, b))
         if ours and theirs and ours[0].content_digest == theirs[0].content_digest:
             continue
         if not (ours and theirs):
-            found.append(Difference(role, "", bool(ours), bool(theirs)))
+            names = [side.input(role)[0] if used else None for side, used in ((a, ours), (b, theirs))]
+            found.append(Difference(role, "", *names))
             continue
         (name, one), (other_name, other) = a.input(role), b.input(role)
         manifests = [read_manifest(store, used[0].job, used[0].key) for used in (ours, theirs)]
         sources = [manifest and manifest.source for manifest in manifests]
-        leaves = [*_leaves(_fields(one), _fields(other))] if one.job == other.job else []
+        leaves = [*_leaves(one, other)] if one.job == other.job else []
         if one.job in _BY_FIELD and sources[0] == sources[1] and leaves:
             found += [Difference(role, *each) for each in leaves]
         else:
@@ -130,24 +134,34 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
     return found
 
 
-def _fields(model: Frozen) -> dict[str, Any]:
-    """Return the fields that change a stage's result, without its inputs, as in a recipe."""
-    dumped = model.model_dump(mode="json")
-    return {
-        name: _fields(value) if isinstance(value := getattr(model, name), Frozen) else dumped[name]
-        for name, info in type(model).model_fields.items()
-        if not (marks(info).get("execution") or marks(info).get("input"))
-    }
+def _leaves(a: Frozen, b: Frozen, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value of a, value of b) of the fields that change a result and differ, without inputs.
 
-
-def _leaves(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value of a, value of b) of the fields that differ; mappings on one side only are whole."""
-    for name in dict.fromkeys([*a, *b]):
-        one, other = a.get(name), b.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping) and one.get("kind") == other.get("kind"):
+    Values are as in a recipe; a part that only one side has, or that is of another kind, is whole, without defaults.
+    """
+    for name in dict.fromkeys([*_fields(a), *_fields(b)]):
+        one, other = getattr(a, name, None), getattr(b, name, None)
+        if isinstance(one, Frozen) and isinstance(other, type(one)):
             yield from _leaves(one, other, f"{prefix}{name}.")
         elif one != other:
-            yield f"{prefix}{name}", one, other
+            yield f"{prefix}{name}", _plain(a, name), _plain(b, name)
+
+
+def _fields(model: Frozen) -> list[str]:
+    """Return the names of the fields that change a stage's result, without its inputs."""
+    return [
+        name
+        for name, info in type(model).model_fields.items()
+        if not (marks(info).get("execution") or marks(info).get("input"))
+    ]
+
+
+def _plain(model: Frozen, name: str) -> Any:
+    """Return a field's value as in a recipe; None if the model has no such field."""
+    value = getattr(model, name, None)
+    if isinstance(value, Frozen):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return model.model_dump(mode="json", include={name}).get(name)
 
 
 class Repetitions(NamedTuple):

@@ -66,6 +66,7 @@ def driver(run: str) -> psutil.Process:
     return found[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("server", [end_to_end_server()])
 def test_submitted_from_one_home_and_followed_from_another(
     cluster: RayCluster, server: str, tiny_store: Path, tmp_path: Path, request: pytest.FixtureRequest

@@ -79,6 +79,7 @@ def assert_alike(one: list[dict[str, float]], other: list[dict[str, float]]) -> 
         assert max(ours, key=lambda name: ours[name]) == max(theirs, key=lambda name: theirs[name])
 
 
+@pytest.mark.full
 def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     vitflow: Any, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """The tiny pipeline with every real part: Ray, DeepSpeed, Ray Tune, Parquet, the DAG."""
 
+import csv
 import json
 import re
 import shutil
@@ -143,6 +144,22 @@ def test_a_models_predictions_are_those_of_its_evaluation(
         for row, expected in zip(said, predictions, strict=False)
     ]
     assert sum(same) >= 19, "one may differ where bfloat16 and float32 disagree on a near tie"
+
+    model = f"{made['finetune']['run']}/finetune"
+    lines = csv.DictReader(
+        vitflow_local("predict", model, "--split", "test", "--csv", "--store", tiny_store).stdout.splitlines()
+    )
+    said = {line["image"]: (line["label"], line["prediction"]) for line in lines}
+    index = pq.read_table(
+        files_of(tiny_store, made["digits"]) / "index.parquet", columns=["sample_id", "key"]
+    )
+    keys = dict(zip(*(index[name].to_pylist() for name in ("sample_id", "key")), strict=True))
+    stored = {keys[row["sample_id"]]: (str(row["label"]), str(row["prediction"])) for row in predictions}
+    assert said.keys() == stored.keys()
+    assert {key: label for key, (label, _) in said.items()} == {
+        key: label for key, (label, _) in stored.items()
+    }
+    assert sum(said[key] == stored[key] for key in stored) >= 0.99 * len(stored)
 
 
 def test_your_own_images_from_init_to_predict(vitflow_local: Vitflow, tmp_path: Path) -> None:

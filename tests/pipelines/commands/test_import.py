@@ -1,5 +1,6 @@
 """Weights from outside: known by their content, refused where something is wrong, and out again in other formats."""
 
+import csv
 import json
 import os
 import shlex
@@ -368,6 +369,26 @@ def test_a_checkpoint_can_be_exported_and_asked(
     ask = ("predict", "pa", image, "--store", store.uri, "--json")
     answers = [json.loads(printed(*ask, "--checkpoint", name)) for name in ("last", "best", "step:5")]
     assert answers[0] == json.loads(printed(*ask)) != answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("to", ["hf", "timm", "npz"])
+def test_exported_weights_predict_as_the_model_in_the_store(
+    store: Store, tmp_path: Path, vitflow_here: Callable[..., Any], to: str
+) -> None:
+    put_model(store, gelu="tanh") if to == "npz" else put_model(store)
+    out, image = tmp_path / "out", tmp_path / "a.png"
+    Image.new("RGB", (8, 8), (200, 40, 0)).save(image)
+    vitflow_here("export", "ma", "--format", to, "--output", out, "--store", store.uri)
+    weights = out / "model.npz" if to == "npz" else out
+    rows = [
+        list(csv.DictReader(vitflow_here("predict", *asked, image, "--csv").stdout.splitlines()))
+        for asked in (("ma", "--store", store.uri), (weights, "--store", "nowhere"))
+    ]
+    assert [[row["image"] for row in side] for side in rows] == [[str(image)]] * 2
+    likely = [float(side[0]["probability"]) for side in rows]
+    assert likely[0] == pytest.approx(likely[1], abs=1e-5)
+    if to != "npz":  # which has no names of classes
+        assert rows[0][0]["prediction"] == rows[1][0]["prediction"]
 
 
 def test_an_exported_resnet_says_which_code_it_is_exact_for(

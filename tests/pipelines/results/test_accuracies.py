@@ -149,6 +149,11 @@ def test_one_method_is_paired_with_others_on_the_same_images(tmp_path: Path) -> 
     found = compare(store, "others", "two")
     assert found["both"] == [] and len(found["only_a"]) == len(found["only_b"]) == 2
     assert found["reasons"] == ["digits, 5 per class: no pairs, because A has 2 methods and B 2 others"]
+    found = compare(store, "all", "others")
+    assert found["reasons"] == [
+        "digits, no pairs: A has all labels and B 5 per class; only methods with the same labels are paired"
+    ]
+    assert [column.header for column in comparison_table(found).columns] == ["method", "A", "B"]
     found = compare(store, "vit", "elsewhere")
     assert found["reasons"] == ["no pairs: A was scored on digits, B on digits (other images)"]
 

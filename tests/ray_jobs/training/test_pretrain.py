@@ -334,6 +334,7 @@ def test_workers_are_as_many_as_divide_the_batch_and_find_room(monkeypatch, unit
     assert pretrain._workers_left(config, 8, 8) == workers
 
 
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")

@@ -1,0 +1,90 @@
+"""Predictions of image files, and of a split of the data set that a model was trained on.
+
+Out: rows {image, top: [{class, probability}, ...]}, the most likely class first; for a split with the label, and
+{image, error} for a file that cannot be read. Imports torch.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelines.spec import Import, RecipeError
+from pipelines.store import Manifest, Store, model_folder, read_manifest
+from ray_jobs.data.shards import Split, open_artifact
+from ray_jobs.import_model import model_of
+from ray_jobs.sources.readers.folder import EXTENSIONS
+from vit_model import formats
+from vit_model.predict import BATCH, classify_readable, likeliest
+from vit_model.weights import load_model
+
+
+def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Classify image files, and the images in folders, with weights of any format that `import` reads.
+
+    Raises:
+        RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.
+    """
+    files: dict[Path, None] = {}  # each once
+    unreadable = []
+    for path in images:
+        try:
+            files |= dict.fromkeys(image_files(path))
+        except RecipeError as error:
+            unreadable.append({"image": str(path), "error": str(error)})
+    if not files:
+        raise RecipeError("\n".join(row["error"] for row in unreadable))
+    yield from unreadable
+    network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
+    yield from classify_readable(network, contract, list(files))
+
+
+def of_split(store: Store, model: Manifest, checkpoint: str, split: Split) -> Iterator[dict[str, Any]]:
+    """Classify a split of the data set that a model was trained on.
+
+    Raises:
+        RecipeError: the data set is unknown, or not in the store. UserError: the model has no classifier.
+    """
+    if not (inputs := model.inputs.get("data")):
+        raise RecipeError(
+            f"--split {split}: {model.stage} was imported, so its data set is unknown; give IMAGES"
+        )
+    data = read_manifest(store, inputs[0].job, inputs[0].key)
+    if data is None:
+        raise RecipeError(
+            f"--split {split}: the data set of {model.stage} is not in {store.uri}; give IMAGES"
+        )
+    network, contract = load_model(model_folder(store, model, checkpoint))
+    dataset = open_artifact(store, data)
+    dataset.require(split)
+    index = dataset.index(split)
+    for start in range(0, len(index), BATCH):
+        part = index.slice(start, BATCH)
+        tops = likeliest(network, contract, dataset.load(part, contract.preprocessing))
+        for key, label, top in zip(part["key"].to_pylist(), part["label"].to_pylist(), tops, strict=True):
+            yield {"image": key, "label": dataset.info.class_names[label], "top": top}
+
+
+def image_files(path: Path) -> list[Path]:
+    """Return the file itself, or the images below a folder, by their extensions. Raises RecipeError."""
+    try:
+        if stat.S_ISREG(mode := path.stat().st_mode):
+            return [path]
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file or folder") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise RecipeError(f"{path}: not a file or folder")
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in EXTENSIONS
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not files:
+        raise RecipeError(f"{path}: no images found ({', '.join(EXTENSIONS)})")
+    return files
