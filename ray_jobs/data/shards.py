@@ -88,6 +88,7 @@ class DatasetInfo(_Frozen):
     format_version: Literal[2] = 2
     name: str
     class_names: tuple[str, ...]
+    """Empty: the images have no labels."""
     image: ImageSize | None
     """The size of all images if they are stored as raw pixels; None: image files of any size."""
     splits: dict[Split, NonNegativeInt]
@@ -100,6 +101,11 @@ class DatasetInfo(_Frozen):
     """In pixels; larger images were downsized to it and encoded again. None: all images are the original bytes."""
     mask_classes: tuple[str, ...] = ()
     """The names of the values in the images' masks (`ray_jobs.data.masks`); empty, and not written: no masks."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of the labels in the index. Without classes, every image has label 0, whose name is empty."""
+        return self.class_names or ("",)
 
     @model_validator(mode="after")
     def _all_splits(self) -> Self:
@@ -229,6 +235,23 @@ class Dataset:
                 wait()
         return output
 
+    def batches(
+        self, rows: pa.Table, preprocessing: Preprocessing, size: int, threads: int
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Yield the images of these rows, like `load`, `size` at a time; the next are decoded in the meantime."""
+        is_raw, reader, shape = self.is_raw(preprocessing), self.reader(rows), (preprocessing.resolution,) * 2
+        with closing(DecodePool(reader, preprocessing, threads, is_raw=is_raw)) as pool:
+            pending: deque[tuple[NDArray[np.uint8], Callable[[], NDArray[np.int64]]]] = deque()
+            for start in range(0, len(rows), size):
+                part = np.arange(start, min(start + size, len(rows)))
+                reader.fetch(part)
+                images = np.empty((len(part), *shape, preprocessing.channels), np.uint8)
+                pending.append((images, pool.submit(part, part, images)))
+                if len(pending) > 2:
+                    yield _waited(*pending.popleft())
+            while pending:
+                yield _waited(*pending.popleft())
+
     def masks(self, split: Split, indices: ArrayLike) -> Iterator[Mask]:
         """Yield the mask [h, w] of each of these rows of a split, in their order, at the image's original size.
 
@@ -269,6 +292,11 @@ class Images(NamedTuple):
 
     def take(self, indices: NDArray[np.int64]) -> Images:
         return Images(self.dataset, self.rows.take(indices))
+
+
+def _waited(images: NDArray[np.uint8], wait: Callable[[], object]) -> NDArray[np.uint8]:
+    wait()
+    return images
 
 
 def _check_memory(shape: tuple[int, ...]) -> None:
