@@ -150,9 +150,8 @@ def arrange(
             key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
         )
         raise UserError(
-            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
-            + (f". If the classes are the folders in it, set the root to {inside}" if nested else "")
-            + f". {_UNLABELLED}"
+            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more. "
+            + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
         )
     number = {name: label for label, name in enumerate(class_names)}
     entries = tuple(
@@ -302,7 +301,9 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
         top = key.partition("/")[0]
         label, slash, _ = key.removeprefix(around[top]).partition("/")
         if not slash:
-            raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/")
+            raise UserError(
+                f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {_UNLABELLED}"
+            )
         labelled.append((key, label, split_folders[top]))
     return labelled
 
