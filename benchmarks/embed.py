@@ -2,9 +2,9 @@
 
 Both read the same shards, decode with the same function, compute the same forward pass with the same weights in float32
 and write the same columns to Parquet, on two cores. The loop is a `DataLoader` with worker processes, with the fastest
-of a few numbers of workers and threads. Ours is the stage as it runs on a cluster: Ray tasks of a thread each, parts,
-the ledger. Both are warm: torch is imported, and Ray's workers run. Photographs are JPEGs of 500 x 375 through a Ti/16 at
-224; small images are 32 x 32 pixels through a ViT of width 192 with four blocks.
+of a few numbers of workers and threads. Ours is the stage as it runs on a cluster: Ray tasks, parts, the ledger. Both
+are warm: torch is imported, and Ray's workers run. Photographs are JPEGs of 500 x 375 through a Ti/16 at 224; small
+images are 32 x 32 pixels through a ViT of width 192 with four blocks.
 
     python benchmarks/embed.py [--photographs 2048] [--small 16384] [--rounds 5] [--no-keep]
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import LAST, Embed, Predict
-from pipelines.store import FileEntry, contract_of
+from pipelines.store import FileEntry, Layout, contract_of
 from ray_jobs.data.shards import Dataset
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
@@ -74,6 +74,9 @@ def infer(context: Context[Embed | Predict], run: Run = here) -> Result:
         for number, start in enumerate(range(0, len(rows), size))
     ]
     files = tuple(file for part in run(write_part, tasks) for file in part)
+    attempt = context.attempt
+    folder = Layout.files(attempt.job, attempt.key, attempt.number)
+    print(f"{len(rows):,} images: {attempt.store_uri}/{folder}/images/*.parquet", flush=True)
     digest = sha256(canonical_json({file.path: file.sha256 for file in files}))
     counted = {"classes": len(contract.class_names)} if isinstance(config, Predict) else {}
     return Result(digest, files, {"images": len(rows), **counted})

@@ -68,6 +68,9 @@ _COCO_FILE = re.compile(
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
 
+_Labelled = tuple[str, str, str | None, str | None]  # key, class, split, group
+
+
 class Entry(NamedTuple):
     """One image: its path relative to the root with "/", its class, its split if the layout gives one."""
 
@@ -140,8 +143,8 @@ def arrange(
     used = {*images, *tables}
     ignored = tuple(key for key in files if key not in used)
     if columns.label is None:
-        entries = (Entry(key, 0, split or "train", group) for key, _, split, group in sorted(labelled))
-        return Listing(str(root), (), tuple(entries), ignored)
+        entries = tuple(Entry(key, 0, split or "train", group) for key, _, split, group in sorted(labelled))
+        return Listing(str(root), (), entries, ignored)
     spelled = one_spelling(label for _, label, _, _ in labelled)
     class_names = tuple(sorted(set(spelled.values())))
     if len(class_names) < 2:
@@ -308,11 +311,13 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
     return labelled
 
 
-def _without_labels(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None, str | None]]:
+def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
     _check_not_masks(root, {key.partition("/")[0] for key in images})
     folders = _split_folders(images)
-    found = [(key, "", folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images]
+    found: list[_Labelled] = [
+        (key, "", folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
+    ]
     _check_all_or_none(root, found)
     return found
 
@@ -388,7 +393,7 @@ def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequenc
 
 def _from_tables(
     root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
-) -> list[tuple[str, str, str | None, str | None]]:
+) -> list[_Labelled]:
     """Return (key, class, split, group) from tables, which must list every image once.
 
     If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
@@ -412,7 +417,7 @@ def _from_tables(
     return list(listed.values())
 
 
-def _check_all_or_none(root: Path | str, listed: Collection[tuple[str, str, str | None, str | None]]) -> None:
+def _check_all_or_none(root: Path | str, listed: Collection[_Labelled]) -> None:
     """Raise UserError if some of the images have a split and others do not."""
     drawn = [key for key, _, split, _ in listed if split is None]
     if 0 < len(drawn) < len(listed):
