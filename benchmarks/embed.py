@@ -19,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from vit_model.sizes import ModelSize
 from vit_model.weights import load_model
 
 CORES = 2
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # the loop only reads it
 LOOPS = ((1, 2), (2, 2), (2, 1))  # (workers of the DataLoader, threads of the forward pass)
 SMALL = ModelSize(patch_size=4, width=192, depth=4, num_heads=3)
 
@@ -55,8 +57,8 @@ SMALL = ModelSize(patch_size=4, width=192, depth=4, num_heads=3)
 def main() -> None:
     """Measure both sets, print the table and keep it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--photographs", type=int, default=2048)
-    parser.add_argument("--small", type=int, default=16_384)
+    parser.add_argument("--photographs", type=int, default=2048, help="0: leave them out")
+    parser.add_argument("--small", type=int, default=16_384, help="0: leave them out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-keep", dest="is_kept", action="store_false", help="print the table only")
     options = parser.parse_args()
@@ -78,7 +80,8 @@ def main() -> None:
             ("photographs, Ti/16 at 224", ModelSize.model_validate("Ti/16"), options.photographs),
             ("32 x 32 pixels, width 192", SMALL, options.small),
         ):
-            lines.append(measured(store, name, size, images, options.rounds))
+            if images:
+                lines.append(measured(store, name, size, images, options.rounds))
     head = [
         "# Features into Parquet, beside a loop by hand",
         "",
