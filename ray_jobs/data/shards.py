@@ -239,18 +239,19 @@ class Dataset:
         self, rows: pa.Table, preprocessing: Preprocessing, size: int, threads: int
     ) -> Iterator[NDArray[np.uint8]]:
         """Yield the images of these rows, like `load`, `size` at a time; the next are decoded in the meantime."""
-        is_raw, reader, shape = self.is_raw(preprocessing), self.reader(rows), (preprocessing.resolution,) * 2
+        is_raw, reader, side = self.is_raw(preprocessing), self.reader(rows), preprocessing.resolution
+        numbers = np.array_split(np.arange(len(rows)), range(size, len(rows), size))
         with closing(DecodePool(reader, preprocessing, threads, is_raw=is_raw)) as pool:
-            pending: deque[tuple[NDArray[np.uint8], Callable[[], NDArray[np.int64]]]] = deque()
-            for start in range(0, len(rows), size):
-                part = np.arange(start, min(start + size, len(rows)))
-                reader.fetch(part)
-                images = np.empty((len(part), *shape, preprocessing.channels), np.uint8)
-                pending.append((images, pool.submit(part, part, images)))
-                if len(pending) > 2:
-                    yield _waited(*pending.popleft())
-            while pending:
-                yield _waited(*pending.popleft())
+            pending: deque[tuple[NDArray[np.uint8], Callable[[], object]]] = deque()
+            for part in [*numbers, None, None]:
+                if part is not None:
+                    reader.fetch(part)
+                    images = np.empty((len(part), side, side, preprocessing.channels), np.uint8)
+                    pending.append((images, pool.submit(part, part, images)))
+                if pending and (part is None or len(pending) > 2):
+                    images, wait = pending.popleft()
+                    wait()
+                    yield images
 
     def masks(self, split: Split, indices: ArrayLike) -> Iterator[Mask]:
         """Yield the mask [h, w] of each of these rows of a split, in their order, at the image's original size.
@@ -292,11 +293,6 @@ class Images(NamedTuple):
 
     def take(self, indices: NDArray[np.int64]) -> Images:
         return Images(self.dataset, self.rows.take(indices))
-
-
-def _waited(images: NDArray[np.uint8], wait: Callable[[], object]) -> NDArray[np.uint8]:
-    wait()
-    return images
 
 
 def _check_memory(shape: tuple[int, ...]) -> None:
