@@ -51,7 +51,7 @@ from ray_jobs.ingesting.parts import (
     write_part,
 )
 from ray_jobs.ingesting.reuse import finished_parts
-from ray_jobs.ingesting.splits import Trainable, assign_splits, without_untrained
+from ray_jobs.ingesting.splits import SET_ASIDE, Trainable, assign_splits, without_untrained
 from ray_jobs.process.context import Context, Result, SourceChangedError
 from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
@@ -176,7 +176,9 @@ def _decided(
     Excluded images leave before the search for copies, so that no twin of theirs is left out.
     """
     config = context.config
-    splits = assign_splits(images, getattr(config.source, "salt", None), official)
+    salt = getattr(config.source, "salt", None) if class_names else None  # without labels, nothing is drawn
+    class_names = class_names or ("",)
+    splits = assign_splits(images, salt, official)
     excluded = EXCLUDED.empty_table()
     if config.exclude is not None and listed is not None:
         is_out, excluded = exclude(config.exclude, listed, _with_splits(images, splits), class_names)
@@ -188,7 +190,7 @@ def _decided(
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
         dataset = open_dataset(local_files(store, manifest, needed))
-        others[other] = OtherSet(dataset.index("test"), dataset.info.class_names)
+        others[other] = OtherSet(dataset.index("test"), dataset.info.label_names)
     copies = find_copies(name, images, class_names, splits, others, config.duplicates, config.max_distance)
     left_out = copies.filter(pc.equal(copies["done"], "left out"))
     counts = Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True))
@@ -299,6 +301,8 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
     Raises:
         UserError: fewer than two classes are left.
     """
+    if not listing.class_names:
+        return Trainable(index, (), SET_ASIDE.empty_table())
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
     labels = pc.unique(entries.filter(may_train)["label"]).to_pylist()
@@ -318,9 +322,10 @@ def _composition(trainable: Trainable, official: list[str | None]) -> tuple[str,
     classes = Counter(trainable.index["label"].to_pylist())
     stated = sorted(filter(None, official))
     named = f"given by the source: {', '.join(stated)}" if stated else "drawn"
+    by_class = {name: classes[label] for label, name in enumerate(trainable.class_names)}
     return (
         f"splits ({named}): {counted({split: splits[split] for split in SPLITS})}",
-        f"classes: {counted({name: classes[label] for label, name in enumerate(trainable.class_names)})}",
+        f"classes: {counted(by_class) if by_class else 'none, because the images have no labels'}",
     )
 
 

@@ -123,7 +123,7 @@ def list_(
     ] = "runs",
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, datasets, models, checkpoints, evaluations, audits or reports."""
+    """List runs, datasets, models, checkpoints, evaluations, audits, embeddings, predictions or reports."""
     rows = list_kind(open_(store, create=False), kind)
     if as_json:
         print_json(rows)

@@ -14,8 +14,11 @@ from pipelines.spec import (
     LATEST,
     TRAINED,
     WITHOUT_LABELS,
+    AnyStage,
     Finetune,
     Import,
+    Ingest,
+    Predict,
     Pretrain,
     RecipeError,
     Stage,
@@ -48,6 +51,7 @@ class Pipeline(Frozen):
             for field, checkpoint in stage.checkpoints().items():
                 (source,) = stage.inputs()[field]
                 self._check_checkpoint(f"stages.{name}.{field}", source, checkpoint)
+            self._check_labels(name, stage)
             if stage.inputs().get("init_from") == (name,):
                 raise ValueError(
                     f"stages.{name}.init_from: a stage cannot start from its own result; latest is the newest model"
@@ -94,9 +98,27 @@ class Pipeline(Frozen):
         if kind not in kinds:
             fitting = dict.fromkeys(base(name) for name, stage in self.stages.items() if stage.KIND in kinds)
             raise ValueError(
-                f"{where}: {source} is {'an' if kind == 'evaluation' else 'a'} {kind}; "
+                f"{where}: {source} is {'an' if kind[0] in 'aeiou' else 'a'} {kind}; "
                 f"expected a {' or '.join(kinds)} ({', '.join(fitting) or 'the recipe has none'})"
             )
+
+    def _check_labels(self, name: str, stage: AnyStage) -> None:
+        """Raise ValueError if a stage needs labels that its images do not have, or predicts without a classifier."""
+        inputs = stage.inputs()
+        for source in inputs.get("data", ()):
+            data = self.stages[source]
+            if stage.uses_labels() and isinstance(data, Ingest) and not getattr(data.source, "labels", True):
+                raise ValueError(
+                    f"stages.{name}.data: {source} has no labels (source.labels: false), but {stage.job} needs them;"
+                    f" use embed, or pretrain with objective {', '.join(WITHOUT_LABELS)} and no fewshot"
+                )
+        for source in inputs.get("backbone", ()) if isinstance(stage, Predict) else ():
+            model = self.stages[source]
+            if isinstance(model, Pretrain) and model.objective in WITHOUT_LABELS:
+                raise ValueError(
+                    f"stages.{name}.backbone: {source} has no classifier, because objective {model.objective} trains"
+                    " none; use embed, or fine-tune it"
+                )
 
     def _check_checkpoint(self, where: str, source: str, checkpoint: str) -> None:
         """Raise ValueError if a stage does not keep this checkpoint."""

@@ -30,6 +30,8 @@ COLUMNS = {
     "models": ("key", "stage", "job", "parameters", "accuracy", "finished", "run"),
     "evaluations": ("key", "stage", "job", "task", "best", "finished", "run"),
     "audits": ("key", "stage", "task", "audited", "label_issues", "finished", "run"),
+    "embeddings": ("key", "stage", "task", "images", "finished", "run"),
+    "predictions": ("key", "stage", "task", "images", "finished", "run"),
     "reports": ("key", "stage", "title", "finished", "run"),
     "checkpoints": ("key", "stage", "checkpoint", "accuracy", "created", "run"),
 }
@@ -182,4 +184,6 @@ def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
         return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
     if manifest.kind == "audit":
         return {"task": task, **counts("audited", "label_issues")}
+    if manifest.kind in ("embedding", "prediction"):
+        return {"task": task, **counts("images")}
     return {"title": manifest.config.get("title")}

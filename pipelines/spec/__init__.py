@@ -49,6 +49,8 @@ from pipelines.spec.stages.audit import Audit as Audit
 from pipelines.spec.stages.base import Kind as Kind
 from pipelines.spec.stages.base import input_fields as input_fields
 from pipelines.spec.stages.baselines import Baselines as Baselines
+from pipelines.spec.stages.embed import Embed as Embed
+from pipelines.spec.stages.embed import Predict as Predict
 from pipelines.spec.stages.evaluate import Evaluate as Evaluate
 from pipelines.spec.stages.finetune import Finetune as Finetune
 from pipelines.spec.stages.finetune import Labels as Labels

@@ -59,6 +59,17 @@ class FolderSource(FileSource):
         "file_name", description="the column with the image paths of metadata.csv, .jsonl or .parquet"
     )
     label_column: str = later("label", description="the column of these tables with the labels")
+    labels: bool = later(
+        True,
+        description="false: images in any folders, without labels, for objectives that use none, embed and predict; all"
+        " are in train, unless split folders or the tables say otherwise",
+    )
+
+    @model_validator(mode="after")
+    def _column_has_labels(self) -> Self:
+        if not self.labels and self.label_column != "label":
+            raise ValueError(f"label_column {self.label_column}: no labels are read with labels: false")
+        return self
 
     def where(self) -> At:
         return At(self.root)

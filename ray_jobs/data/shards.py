@@ -88,6 +88,7 @@ class DatasetInfo(_Frozen):
     format_version: Literal[2] = 2
     name: str
     class_names: tuple[str, ...]
+    """Empty: the images have no labels."""
     image: ImageSize | None
     """The size of all images if they are stored as raw pixels; None: image files of any size."""
     splits: dict[Split, NonNegativeInt]
@@ -100,6 +101,11 @@ class DatasetInfo(_Frozen):
     """In pixels; larger images were downsized to it and encoded again. None: all images are the original bytes."""
     mask_classes: tuple[str, ...] = ()
     """The names of the values in the images' masks (`ray_jobs.data.masks`); empty, and not written: no masks."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of the labels in the index. Without classes, every image has label 0, whose name is empty."""
+        return self.class_names or ("",)
 
     @model_validator(mode="after")
     def _all_splits(self) -> Self:
@@ -228,6 +234,24 @@ class Dataset:
             for wait in pending:
                 wait()
         return output
+
+    def batches(
+        self, rows: pa.Table, preprocessing: Preprocessing, size: int, threads: int
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Yield the images of these rows, like `load`, `size` at a time; the next are decoded in the meantime."""
+        is_raw, reader, side = self.is_raw(preprocessing), self.reader(rows), preprocessing.resolution
+        numbers = np.array_split(np.arange(len(rows)), range(size, len(rows), size))
+        with closing(DecodePool(reader, preprocessing, threads, is_raw=is_raw)) as pool:
+            pending: deque[tuple[NDArray[np.uint8], Callable[[], object]]] = deque()
+            for part in [*numbers, None, None]:
+                if part is not None:
+                    reader.fetch(part)
+                    images = np.empty((len(part), side, side, preprocessing.channels), np.uint8)
+                    pending.append((images, pool.submit(part, part, images)))
+                if pending and (part is None or len(pending) > 2):
+                    images, wait = pending.popleft()
+                    wait()
+                    yield images
 
     def masks(self, split: Split, indices: ArrayLike) -> Iterator[Mask]:
         """Yield the mask [h, w] of each of these rows of a split, in their order, at the image's original size.

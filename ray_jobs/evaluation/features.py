@@ -9,9 +9,10 @@ other images in its batch.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,16 +291,51 @@ def _read(
 
 
 def embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
-    """Return the frozen representation [n, width] of images in float32; a GPU computes it in bfloat16."""
+    """Return the frozen representation [n, width] of images in float32, see `outputs`."""
+    return outputs(model, contract, threads, images, lambda pixels: model.forward_features(pixels)[1])
+
+
+def infer(
+    folder: Path, dataset: Dataset, rows: pa.Table, threads: int, is_classifier: bool
+) -> NDArray[np.float32]:
+    """Return a model's features [n, width] of these rows of an index, or its probabilities [n, classes].
+
+    Images are decoded while the model computes the ones before them.
+    """
+    model, contract = _loaded(folder)
+    is_multi = contract.problem_type == "multi_label_classification"
+
+    def probabilities(pixels: torch.Tensor) -> torch.Tensor:
+        logits = model(pixels).float()
+        return logits.sigmoid() if is_multi else logits.softmax(-1)
+
+    compute = partial(outputs, forward=probabilities) if is_classifier else embed
+    decoding = threads if device().type == "cpu" else os.cpu_count() or 1
+    batches = dataset.batches(rows, contract.preprocessing, BATCH, decoding)
+    return np.concatenate([compute(model, contract, threads, images) for images in batches])
+
+
+@lru_cache(1)
+def _loaded(folder: Path) -> tuple[Network, ModelContract]:
+    """Load a model once per process, which computes many parts."""
+    return load_model(folder)
+
+
+def outputs(
+    model: Network,
+    contract: ModelContract,
+    threads: int,
+    images: NDArray[Any],
+    forward: Callable[[torch.Tensor], torch.Tensor],
+) -> NDArray[Any]:
+    """Return `forward`'s output, a model's, for images in float32; a GPU computes it in bfloat16."""
     set_threads(threads)
     target = device()
     dtype = _dtype()
-    model = model.to(target, dtype).eval()
+    model.to(target, dtype).eval()
     with torch.inference_mode():
         parts = [
-            model.forward_features(normalise(batch.to(target), contract.preprocessing, dtype))[1]
-            .float()
-            .cpu()
+            forward(normalise(batch.to(target), contract.preprocessing, dtype)).float().cpu()
             for batch in torch.from_numpy(images).split(BATCH)
         ]
     return torch.cat(parts).numpy()

@@ -28,6 +28,7 @@ from vit_model.contract import Preprocessing
 SAMPLE, SIDE = 128, 64  # number of images, and their pixels per side, that means are computed from
 SHOWN = 40  # classes and reasons in card.md; card.json has all of them
 _GAP = 2  # pixels between pictures
+_LINES = 5  # of pictures, without classes
 
 
 def card_shard(index: pa.Table) -> int:
@@ -149,7 +150,8 @@ def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
 
 def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray) -> list[str]:
     """Write the sheet, with one line of images per class; return the classes of the lines."""
-    lines = sample_rows(dataset.labels(split)[rows])
+    names = dataset.info.class_names
+    lines = sample_rows(dataset.labels(split)[rows] if names else np.arange(len(rows)) % _LINES)
     pictures = squares(dataset, split, rows[np.concatenate(list(lines.values()))])
     if (side := pictures.shape[1]) <= SMALL:
         pictures = pictures.repeat(2 * SMALL // side, axis=1).repeat(2 * SMALL // side, axis=2)
@@ -162,7 +164,7 @@ def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray)
             top, start = line * (side + _GAP), column * (side + _GAP)
             sheet[top : top + side, start : start + side] = next(remaining)
     Image.fromarray(sheet.squeeze(-1) if sheet.shape[-1] == 1 else sheet).save(path, quality=88)
-    return [dataset.info.class_names[label] for label in lines]
+    return [names[label] for label in lines] if names else []
 
 
 def _markdown(card: dict[str, Any]) -> str:
@@ -174,7 +176,8 @@ def _markdown(card: dict[str, Any]) -> str:
     lines = [
         f"# {_plain(card['name'])}",
         "",
-        f"{card['images']:,} images of {len(classes):,} classes, {card['bytes'] / 2**20:,.1f} MiB: {splits}.",
+        f"{card['images']:,} images {f'of {len(classes):,} classes' if classes else 'without labels'},"
+        f" {card['bytes'] / 2**20:,.1f} MiB: {splits}.",
         f"Formats: {', '.join(f'{name} {count:,}' for name, count in card['formats'].items())}.",
         f"Pixels (width x height): {span}, half of them up to {middle}.",
         f"Mean {pixels['mean']}, standard deviation {pixels['std']} of values from 0 to 1, of {pixels['images']} "
@@ -187,6 +190,10 @@ def _markdown(card: dict[str, Any]) -> str:
             for why, count in list(card["quarantine"].items())[:SHOWN]
         ],
         "",
+    ]
+    if not classes:
+        return "\n".join([*lines, "![some of the images](contact_sheet.jpg)"]) + "\n"
+    lines += [
         f"![a line for each of {len(card['contact_sheet'])} classes](contact_sheet.jpg)",
         "",
         f"Lines: {', '.join(map(_plain, card['contact_sheet']))}.",

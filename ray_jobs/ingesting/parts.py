@@ -27,8 +27,8 @@ from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_m
 from ray_jobs.data.shards import Shard
 from ray_jobs.data.writing import shard_file, shuffle_key, write_shard
 from ray_jobs.ingesting.reuse import EarlierShards, Finished, Reusable, find_reusable, write_facts
+from ray_jobs.process.cluster import results_of
 from ray_jobs.process.context import AT_REST, Context, SourceChangedError
-from ray_jobs.process.progress import Progress
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Files
@@ -252,15 +252,7 @@ def in_tasks(
 
     remote = ray.remote(num_cpus=1)(function)
     shared_references = [ray.put(value) for value in shared]  # sent once: there may be a million file names
-    references = [remote.remote(*shared_references, item) for item in items]
-    progress = Progress(len(references))
-    pending = references
-    while pending:
-        _, pending = ray.wait(pending, timeout=1.0)
-        done = len(references) - len(pending)
-        if done and progress.due(done):
-            progress.show(done, unit)
-    return list(ray.get(references))
+    return results_of([remote.remote(*shared_references, item) for item in items], unit)
 
 
 def numbered(written: Sequence[Written]) -> pa.Table:

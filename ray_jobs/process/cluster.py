@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ray_jobs.process.progress import Progress
 from vit_model.errors import UserError
 
 _WORKERS_PER_CPU = 4  # that may share a CPU: more would use memory and mostly wait for each other
@@ -111,14 +112,31 @@ def remote(function: Callable[..., Any], threads: int, workers: int = 1) -> Any:
 
 
 def in_tasks(
-    function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], threads: int = 1
+    function: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    threads: int = 1,
+    unit: str | None = None,
 ) -> list[Any]:
-    """Call a function with each of the arguments in Ray tasks with the resources of a fit; return the results."""
+    """Call a function with each of the arguments in Ray tasks with the resources of a fit; return the results.
+
+    Args:
+        unit: what a task computes; then the number of finished tasks is shown.
+    """
+    run = remote(function, threads)
+    return results_of([run(*values) for values in arguments], unit)
+
+
+def results_of(tasks: list[Any], unit: str | None) -> list[Any]:
+    """Wait for Ray tasks and return their results; with a unit, show how many are finished."""
     import ray
 
-    run = remote(function, threads)
-    results: list[Any] = ray.get([run(*values) for values in arguments])
-    return results
+    progress, pending = Progress(len(tasks)), tasks
+    while pending and unit is not None:
+        _, pending = ray.wait(pending, timeout=1.0)
+        done = len(tasks) - len(pending)
+        if done and progress.due(done):
+            progress.show(done, unit)
+    return list(ray.get(tasks))
 
 
 def here(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -134,10 +152,10 @@ def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> 
     return ray.get(ray.remote(num_cpus=cpus)(function).remote(*arguments))
 
 
-def on_cluster(stage: Callable[..., Any], context: Any) -> Any:
-    """Call `stage(context, run)` in a Ray task, with a `Run` that computes in other tasks."""
+def on_cluster(stage: Callable[..., Any], context: Any, unit: str | None = None) -> Any:
+    """Call `stage(context, run)` in a Ray task, with a `Run` that computes in other tasks, see `in_tasks`."""
     threads = context.config.threads
-    return in_task(stage, context, partial(in_tasks, threads=threads), threads=threads)
+    return in_task(stage, context, partial(in_tasks, threads=threads, unit=unit), threads=threads)
 
 
 def _room(resources: dict[str, float]) -> int:

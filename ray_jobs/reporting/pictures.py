@@ -36,12 +36,12 @@ class Tiles:
 
 def describe(dataset: Dataset) -> dict[str, Any]:
     """Describe a dataset: splits, classes, quarantined images, class balance in train, and its notes."""
-    names = dataset.info.class_names
+    names = dataset.info.label_names
     counts = np.bincount(dataset.labels("train"), minlength=len(names))
     return {
         "name": dataset.info.name,
         "splits": {split: dataset.info.splits[split] for split in ("train", "dev", "test")},
-        "num_classes": len(names),
+        "num_classes": len(dataset.info.class_names),
         "image": dataset.info.image.model_dump() if dataset.info.image else None,
         "quarantined": pq.ParquetFile(dataset.folder / "quarantine.parquet").metadata.num_rows,
         "balance": {
@@ -58,7 +58,7 @@ def contact_sheet(dataset: Dataset) -> list[Tiles]:
     """Return some training images of up to MAX_CLASSES classes, chosen with a fixed seed."""
     by_class = sample_rows(dataset.labels("train"))
     urls = iter(data_urls(dataset, "train", np.concatenate([*by_class.values(), np.zeros(0, int)])))
-    names = dataset.info.class_names
+    names = dataset.info.label_names
     return [Tiles(names[label], tuple(next(urls) for _ in rows)) for label, rows in by_class.items()]
 
 

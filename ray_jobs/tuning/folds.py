@@ -24,7 +24,7 @@ from ray_jobs.training.log import Reporting
 from ray_jobs.training.task import Task
 from ray_jobs.training.workers import ALONE
 from ray_jobs.tuning.fits import fetched, make_manager
-from ray_jobs.tuning.ledger import Ledger, add_fold
+from ray_jobs.tuning.ledger import Ledger, add_part
 from vit_model.errors import UserError
 
 
@@ -62,7 +62,7 @@ def fit_fold(
     Raises:
         DivergenceError: the loss or a gradient is not finite.
     """
-    if (finished := Ledger(context, task.attempts).fold(number)) is not None:
+    if (finished := Ledger(context, task.attempts).part(f"fold-{number}")) is not None:
         return finished
     manager = make_manager(context, f"fold-{number}", ALONE)
     model = fit(
@@ -78,7 +78,7 @@ def fit_fold(
     with context.staging() as staging:
         path = staging.path / f"probabilities/{number}.parquet"
         write_probabilities(path, held_out.rows["sample_id"], probabilities)
-    add_fold(context, number, staging.files)
+    add_part(context, f"fold-{number}", staging.files)
     manager.remove()
     agreement = float(np.mean(probabilities.argmax(axis=1) == held_out.labels))
     print(f"fold {number}: agrees with {agreement:.1%} of its labels", flush=True)

@@ -1,7 +1,8 @@
-"""The ledger of a fine-tuning: its finished trials and refits, or an audit's folds, which later attempts reuse.
+"""The ledger of a stage's finished work, which later attempts reuse: trials and refits, or `part`s of other stages.
 
-In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
-in the attempt's folder, which the process that computed the result creates at once. A point that Optuna proposed has
+In: the result of a trial or a refit, or the files of an audit's fold or of a part of embed and predict. Out: an object,
+`ledger/trial-<point>-<fold>.json`, `refit-<draw>.json`, `fold-<number>.json` or `part-<number>.json`, in the attempt's
+folder, which the process that computed the result creates at once. A point that Optuna proposed has
 `ledger/point-<number>.json` before its first trial, and its trials are
 `trial-<number>-<digest of the point>-<fold>.json`. A refit's predictions for the test images are in a Parquet file
 beside its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry, which has its sha256. An attempt
@@ -23,7 +24,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.spec import Finetune
+from pipelines.spec import AnyStage, Finetune
 from pipelines.spec.search import Point
 from pipelines.store import (
     FileEntry,
@@ -38,7 +39,7 @@ from pipelines.store import (
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
 from ray_jobs.process.context import Context
 from ray_jobs.training.task import Score, Task
-from ray_jobs.tuning.trial import Fold, ProposedPoint, Record, Refit, Refitted, Trial
+from ray_jobs.tuning.trial import Part, ProposedPoint, Record, Refit, Refitted, Trial
 
 IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -59,9 +60,9 @@ def add_refit(context: Context[Finetune], draw: int, refit: Refit) -> None:
     _add(context, f"refit-{draw}.json", refit)
 
 
-def add_fold(context: Context[Finetune], number: int, files: tuple[FileEntry, ...]) -> None:
-    """Record a finished fold of an audit; its files are in the attempt's folder."""
-    _add(context, f"fold-{number}.json", Fold(files=files))
+def add_part(context: Context[AnyStage], name: str, files: tuple[FileEntry, ...]) -> None:
+    """Record a finished part, such as fold-0 of an audit; its files are in the attempt's folder."""
+    _add(context, f"{name}.json", Part(files=files))
 
 
 def add_images(context: Context[Finetune], draw: int, images: pa.Table) -> FileEntry:
@@ -84,7 +85,7 @@ def images_table(score: Score) -> pa.Table:
 class Ledger:
     """The finished work of some attempts at a key; the newest attempt's entry if several have the same."""
 
-    def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
+    def __init__(self, context: Context[AnyStage], attempts: Sequence[int]) -> None:
         """Open the ledgers of the context's attempt and of `attempts`, the newest first."""
         self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
         self._all = tuple(dict.fromkeys((context.attempt.number, *attempts)))
@@ -125,15 +126,15 @@ class Ledger:
             return Refitted(refit.model_copy(update={"files": files}), images)
         return None
 
-    def fold(self, number: int) -> tuple[FileEntry, ...] | None:
-        """Return the files of a finished fold, in the folder of the context's attempt; None if it is not finished."""
-        for attempt, entry in self._find(f"fold-{number}.json", Fold):
+    def part(self, name: str) -> tuple[FileEntry, ...] | None:
+        """Return the files of a finished part, in the folder of the context's attempt; None if it is not finished."""
+        for attempt, entry in self._find(f"{name}.json", Part):
             try:
                 files = self._copy(attempt, entry.files) if attempt != self._all[0] else entry.files
             except StoreDamaged as error:
-                print(f"{error}; the fold is not used", flush=True)
+                print(f"{error}; {name} is not used", flush=True)
                 continue
-            print(f"fold {number}: from attempt {attempt}", flush=True)
+            print(f"{name.replace('-', ' ')}: from attempt {attempt}", flush=True)
             return files
         return None
 
@@ -183,7 +184,7 @@ class Ledger:
         return staging.files
 
 
-def open_ledger(context: Context[Finetune]) -> Ledger:
+def open_ledger(context: Context[AnyStage]) -> Ledger:
     """Open the ledgers of all attempts by the same code, from the context's attempt back to the first.
 
     Its `attempts` include attempts that have only checkpoints, from which their fits continue.
@@ -205,11 +206,11 @@ def open_ledger(context: Context[Finetune]) -> Ledger:
     return Ledger(context, usable)
 
 
-def _name(context: Context[Finetune], attempt: int, file: str) -> str:
+def _name(context: Context[AnyStage], attempt: int, file: str) -> str:
     return f"{Layout.ledger(context.attempt.job, context.attempt.key, attempt)}/{file}"
 
 
-def _add(context: Context[Finetune], file: str, record: Record) -> bool:
+def _add(context: Context[AnyStage], file: str, record: Record) -> bool:
     """Create an entry; return False if it exists. Then Ray has rerun a task, and either result is valid."""
     named = record.model_copy(update={"name": _name(context, context.attempt.number, file)})
     checked = named.model_copy(update={"sha256": named.checksum()})

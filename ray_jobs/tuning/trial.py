@@ -98,8 +98,8 @@ class Refit(Trial):
         return self
 
 
-class Fold(Record):
-    """A finished fold of an audit's cross-validation: the file with its images' probabilities."""
+class Part(Record):
+    """A finished part of a stage's work: an audit's fold, a part of the images of embed or predict."""
 
     files: tuple[FileEntry, ...]
     """The files, in the folder `files` of the same attempt."""

@@ -7,6 +7,7 @@ from pydantic import Field
 from pipelines.spec.stages.audit import Audit
 from pipelines.spec.stages.base import BaseStage
 from pipelines.spec.stages.baselines import Baselines
+from pipelines.spec.stages.embed import Embed, Predict
 from pipelines.spec.stages.evaluate import Evaluate
 from pipelines.spec.stages.finetune import Finetune
 from pipelines.spec.stages.import_model import Import
@@ -15,7 +16,9 @@ from pipelines.spec.stages.pretrain import Pretrain
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 
-AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Report
+AnyStage = (
+    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Embed | Predict | Report
+)
 """All stages. Everything else that lists them is derived from this union."""
 Stage = Annotated[AnyStage, Field(discriminator="job")]
 STAGE_TYPES: dict[str, type[BaseStage]] = {

@@ -18,7 +18,7 @@ from vit_model.sizes import Model, ModelSize
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
-Kind = Literal["dataset", "model", "evaluation", "audit", "report"]
+Kind = Literal["dataset", "model", "evaluation", "audit", "embedding", "prediction", "report"]
 """The kinds of artifact that stages make."""
 SeenInTraining = Literal["fail", "report"]
 BACKBONE = "a stage's name; or, for a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
@@ -57,6 +57,10 @@ class BaseStage(Frozen):
             for version in range(self.VERSION, 0, -1)
             if version not in self.CONCERNS or self.CONCERNS[version](self)
         )
+
+    def uses_labels(self) -> bool:
+        """Return whether the stage needs the labels of its `data`."""
+        return True
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Return {field: the stages it names} for every field that takes artifacts and names at least one."""

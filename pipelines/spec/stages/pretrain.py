@@ -220,6 +220,9 @@ class Pretrain(TrainingStage):
         " null: do not",
     )
 
+    def uses_labels(self) -> bool:
+        return self.objective not in WITHOUT_LABELS or self.fewshot is not None
+
     def inputs(self) -> dict[str, tuple[str, ...]]:
         inputs = super().inputs()
         if self.init_from == LATEST:  # not a stage: the store may have it

@@ -9,7 +9,10 @@ In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layout
     root/site/metadata.jsonl                      split and a group that must stay in one split (a patient, a site), as
     root/train/metadata.parquet                   CSV, JSON lines or Parquet, in any folders
 
-Folders around the whole content of an archive are ignored. Out: `scan` lists entries without opening an image.
+With `labels: false`, folders are not classes: images may be anywhere, and are in train unless split folders or the
+tables say otherwise. Folders around the whole content of an archive are ignored.
+
+Out: `scan` lists entries without opening an image.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ EXTENSIONS = tuple(
     for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
+_UNLABELLED = "If the images have no labels, set source.labels: false"
 _IMAGES = {"image", "images", "img", "imgs"}
 _MASKS = {
     "mask",
@@ -64,6 +68,9 @@ _COCO_FILE = re.compile(
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
 
+_Labelled = tuple[str, str, str | None, str | None]  # key, class, split, group
+
+
 class Entry(NamedTuple):
     """One image: its path relative to the root with "/", its class, its split if the layout gives one."""
 
@@ -74,7 +81,7 @@ class Entry(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The content of a folder: entries sorted by key, sorted class names, files that are left out."""
+    """The content of a folder: entries sorted by key, sorted class names (none without labels), files left out."""
 
     root: str
     class_names: tuple[str, ...]
@@ -119,17 +126,27 @@ def arrange(
         )
     if tables:
         labelled = _from_tables(root, images, tables, columns)
-    elif columns != IMAGEFOLDER:
-        option, column, _ = next(
-            names for names in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if names[1] != names[2]
-        )
+    elif named := [
+        (option, column)
+        for option, column, default in zip(OPTIONS, columns, IMAGEFOLDER, strict=True)
+        if column not in (None, default)
+    ]:
+        option, column = named[0]
         raise UserError(
             f"{option}: {column!r} names a column of {', '.join(TABLES[:-1])} or {TABLES[-1]}, but {root} contains none"
         )
+    elif columns.label is None:
+        labelled = _without_labels(root, images)
     else:
         _check_not_detection(root, files, images)
         labelled = [(*entry, None) for entry in _from_folders(root, images)]
         _check_not_masks(root, {label for _, label, _, _ in labelled})
+    _check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
+    used = {*images, *tables}
+    ignored = tuple(key for key in files if key not in used)
+    if columns.label is None:
+        entries = tuple(Entry(key, 0, split or "train", group) for key, _, split, group in sorted(labelled))
+        return Listing(str(root), (), entries, ignored)
     spelled = one_spelling(label for _, label, _, _ in labelled)
     class_names = tuple(sorted(set(spelled.values())))
     if len(class_names) < 2:
@@ -138,24 +155,21 @@ def arrange(
             key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
         )
         raise UserError(
-            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
-            + (f". If the classes are the folders in it, set the root to {inside}" if nested else "")
+            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more. "
+            + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
         )
-    _check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     number = {name: label for label, name in enumerate(class_names)}
     entries = tuple(
         Entry(key, number[spelled[name]], split, group)
         for key, name, split, group in sorted(labelled, key=itemgetter(0))
     )
     _check_given_splits(root, class_names, entries)
-    used = {*images, *tables}
-    ignored = tuple(key for key in files if key not in used)
     return Listing(str(root), class_names, entries, ignored)
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
     """List every image below the root or in the archive. Raises UserError as `scan` does, and for a damaged archive."""
-    columns = Columns(source.image_column, source.label_column, source.group)
+    columns = Columns(source.image_column, source.label_column if source.labels else None, source.group)
     if Path(source.root).is_dir():
         scanned, unusable = scan(Path(source.root), columns, files.keys()), list[Unusable]()
         members = {
@@ -181,7 +195,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
 
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
-    notes = []
+    notes = [] if scanned.class_names else ["images without labels"]
     if scanned.ignored:
         notes.append(
             f"{len(scanned.ignored):,} files left out, not images by their extensions: {_extensions(scanned.ignored)}"
@@ -273,7 +287,8 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
     loose = [key for key in images if "/" not in key]
     if loose:
         raise UserError(
-            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder"
+            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
+            f" {_UNLABELLED}"
         )
     split_folders = _split_folders(images)
     if not split_folders:
@@ -292,9 +307,22 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
         top = key.partition("/")[0]
         label, slash, _ = key.removeprefix(around[top]).partition("/")
         if not slash:
-            raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/")
+            raise UserError(
+                f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {_UNLABELLED}"
+            )
         labelled.append((key, label, split_folders[top]))
     return labelled
+
+
+def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
+    """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
+    _check_not_masks(root, {key.partition("/")[0] for key in images})
+    folders = _split_folders(images)
+    found: list[_Labelled] = [
+        (key, "", folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
+    ]
+    _check_all_or_none(root, found)
+    return found
 
 
 def _split_folders(images: Iterable[str]) -> dict[str, str]:
@@ -368,7 +396,7 @@ def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequenc
 
 def _from_tables(
     root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
-) -> list[tuple[str, str, str | None, str | None]]:
+) -> list[_Labelled]:
     """Return (key, class, split, group) from tables, which must list every image once.
 
     If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
@@ -388,13 +416,18 @@ def _from_tables(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
             f"such as {unlisted[0]!r}"
         )
-    drawn = [key for key, _, split, _ in listed.values() if split is None]
+    _check_all_or_none(root, listed.values())
+    return list(listed.values())
+
+
+def _check_all_or_none(root: Path | str, listed: Collection[_Labelled]) -> None:
+    """Raise UserError if some of the images have a split and others do not."""
+    drawn = [key for key, _, split, _ in listed if split is None]
     if 0 < len(drawn) < len(listed):
         raise UserError(
             f"{root}: some images have a split, others do not, such as {drawn[0]!r}. Put all into split folders "
             "(train, val, test), or give every table a column `split`"
         )
-    return list(listed.values())
 
 
 def _split_named(name: str, where: str) -> str:

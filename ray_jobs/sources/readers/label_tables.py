@@ -29,7 +29,8 @@ class Columns(NamedTuple):
     """The names of the columns that are read."""
 
     image: str = "file_name"
-    label: str = "label"
+    label: str | None = "label"
+    """None: the images have no labels."""
     group: str | None = None
 
 
@@ -81,12 +82,12 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
         name = _text(where, columns.image, row.get(columns.image))
         key = (folder / _inside(where, columns.image, name)).as_posix()
         image = f"{where}: {key!r}"
-        if _is_list(row.get(columns.label)):
+        if columns.label is not None and _is_list(row.get(columns.label)):
             raise UserError(f"{image} has a list as its {columns.label}: multi-label is not supported yet")
         yield Row(
             where,
             key,
-            _value(image, columns.label, row),
+            "" if columns.label is None else _value(image, columns.label, row),
             _text(image, "split", row.get("split")) if "split" in header else None,
             None if columns.group is None else _value(image, columns.group, row),
         )

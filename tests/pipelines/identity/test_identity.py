@@ -345,6 +345,8 @@ FIRST = {
     "segment": ({"data": "d", "backbone": "b"}, "seed"),
     "baselines": ({"data": "d"}, "methods labels thumbnail max_images"),
     "audit": ({"data": "d", "backbone": "b"}, "cross_validation seed"),
+    "embed": ({"data": "d", "backbone": "b"}, "splits"),
+    "predict": ({"data": "d", "backbone": "b"}, "splits"),
     "report": ({"title": "t", "of": ["d"]}, "title note of"),
 }
 

@@ -327,6 +327,42 @@ def test_what_does_not_go_together_is_refused(stage: str, fields: dict[str, Any]
     assert message in str(error.value)
 
 
+PHOTOS = {"job": "ingest", "source": {"kind": "folder", "root": "/photos", "labels": False}}
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "finetune", "probe", "pixels"])
+def test_stages_that_need_labels_refuse_images_without(stage: str) -> None:
+    raw = yaml.safe_load(TINY.read_text())
+    raw["stages"] |= {"photos": PHOTOS, stage: raw["stages"][stage] | {"data": "photos"}}
+    with pytest.raises(
+        RecipeError, match=rf"stages\.{stage}\.data: photos has no labels .* use embed, or pretrain"
+    ):
+        parse_pipeline(raw, "tiny.yaml")
+
+
+def test_stages_that_need_no_labels_take_images_without() -> None:
+    raw = yaml.safe_load(TINY.read_text())
+    raw["stages"]["photos"] = PHOTOS
+    for name, stage in {
+        "masked": raw["stages"]["pretrain"] | MASKED | {"data": "photos"},
+        "embed": {"job": "embed", "data": "photos", "backbone": "masked"},
+        "predict": {
+            "job": "predict",
+            "data": "photos",
+            "backbone": {"stage": "pretrain", "checkpoint": "best"},
+        },
+    }.items():
+        raw["stages"][name] = stage
+    assert parse_pipeline(raw, "tiny.yaml").order()
+    raw["stages"]["masked"]["fewshot"] = {}
+    with pytest.raises(RecipeError, match=r"stages\.masked\.data: photos has no labels.* and no fewshot"):
+        parse_pipeline(raw, "tiny.yaml")
+    del raw["stages"]["masked"]["fewshot"]
+    raw["stages"]["predict"]["backbone"] = "masked"
+    with pytest.raises(RecipeError, match=r"stages\.predict\.backbone: masked has no classifier"):
+        parse_pipeline(raw, "tiny.yaml")
+
+
 def test_cycle_is_shown() -> None:
     raw = changed("stages.pretrain.data", "digits")
     raw["stages"]["a"] = raw["stages"]["finetune"] | {"backbone": "b"}

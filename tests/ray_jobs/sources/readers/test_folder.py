@@ -14,6 +14,7 @@ from pipelines.files.sources import source_files
 from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, Ingest, RecipeError
 from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
+from ray_jobs.sources.readers.label_tables import Columns
 from vit_model.errors import UserError
 
 
@@ -76,6 +77,28 @@ def test_top_folders_that_contain_splits_are_no_classes(tops: tuple[str, ...], t
 def test_classes_may_contain_the_name_of_a_split(tops: tuple[str, ...], tmp_path: Path) -> None:
     found = scan(touch(tmp_path, *(f"{top}/1.png" for top in tops)))
     assert found.class_names == tops and {entry.split for entry in found.entries} == {None}
+
+
+WITHOUT = Columns(label=None)
+
+
+def test_without_labels_images_are_anywhere_and_in_train(tmp_path: Path) -> None:
+    found = scan(touch(tmp_path, "1.png", "cat/2.png", "cat/deep/3.JPG", "notes.txt"), WITHOUT)
+    assert found.class_names == () and found.ignored == ("notes.txt",)
+    assert found.entries == tuple(Entry(key, 0, "train") for key in ("1.png", "cat/2.png", "cat/deep/3.JPG"))
+
+
+def test_without_labels_splits_and_groups_are_still_read(tmp_path: Path) -> None:
+    folders = scan(touch(tmp_path / "a", "train/1.png", "train/x/2.png", "test/3.png"), WITHOUT)
+    assert [entry.split for entry in folders.entries] == ["test", "train", "train"]
+    touch(tmp_path / "b", "1.png", "2.png")
+    metadata(tmp_path / "b", "file_name,site,split\n1.png,p1,train\n2.png,p2,test\n")
+    table = scan(tmp_path / "b", Columns(label=None, group="site"))
+    assert [(entry.split, entry.group) for entry in table.entries] == [("train", "p1"), ("test", "p2")]
+    with pytest.raises(UserError, match=r"some images have a split, others do not, such as 'x/4\.png'"):
+        scan(touch(tmp_path / "a", "x/4.png"), WITHOUT)
+    with pytest.raises(UserError, match="cat contains split folders"):
+        scan(touch(tmp_path / "c", "cat/train/1.png", "cat/test/2.png"), WITHOUT)
 
 
 def test_two_spellings_of_one_word_are_one_class(tmp_path: Path) -> None:
@@ -182,7 +205,10 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
     [
         ((), "has no images"),
         (("a/readme.txt",), "has no images"),
-        (("a/1.png", "a/2.png"), "only the class 'a': a classifier needs two or more$"),
+        (
+            ("a/1.png", "a/2.png"),
+            "only the class 'a': a classifier needs two or more. If the images have no labels, set",
+        ),
         (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
         (
             ("pets/train/cat/1.png", "pets/train/dog/2.png"),
@@ -204,7 +230,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("my_train/train/a/1.png", "my_train/test/b/1.png"),
             r"my_train contains split folders \(test, train\)",
         ),
-        (("a/1.png", "2.png"), "outside class folders, such as '2.png'"),
+        (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
             r"mixes split folders \(train\) and other folders \(cats\)",
