@@ -52,6 +52,17 @@ COMMANDS = {
     "schedule": "schedules",
 }
 """Command -> its module, in the order of the help."""
+MEANT = {
+    **dict.fromkeys(("train", "fit", "pretrain", "finetune", "evaluate", "eval", "resume"), "run PIPELINE"),
+    **dict.fromkeys(("infer", "classify"), "predict"),
+    "compare": "report compare",
+    "query": "report query",
+    "show": "report show",
+    **dict.fromkeys(("cancel", "kill"), "stop"),
+    "ls": "list",
+    "ps": "status",
+}
+"""Other programs' name of a command -> the command here."""
 
 
 class _Modules(Mapping[str, Any]):
@@ -71,6 +82,11 @@ class _Modules(Mapping[str, Any]):
 class _AllCommands(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": _Modules()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if meant := MEANT.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean 'vitflow {meant}'?")
+        return super().resolve_command(ctx, args)
 
 
 app = Commands(
