@@ -36,6 +36,7 @@ from pipelines.results.accuracies import (
     REPORT_COLUMNS,
     RESULT_COLUMNS,
     accuracy_table,
+    answering,
     list_reports,
     list_results,
     metrics_table,
@@ -236,20 +237,31 @@ def report_show(
         show_report(opened, manifest)
 
 
-def show_report(store: Store, manifest: Manifest) -> None:
-    """Print a report's tables (VTAB's too), its verdict, and the path of its page."""
+def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> None:
+    """Print a report's tables (VTAB's too), its verdict, and the address of its page.
+
+    A brief report has only the accuracies that its answer is about, and the answer.
+    """
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
-    if report["accuracies"] and len(report["accuracies"]) <= MOST_LINES:
-        console.print(accuracy_table(report))
+    lines = answering(report) if is_brief else report["accuracies"]
+    if lines and len(lines) <= MOST_LINES:
+        console.print(accuracy_table(report | {"accuracies": lines}))
+    if not is_brief:
+        _show_other_tables(report)
+    for line in verdict_lines(report, is_brief):
+        console.print(plain(line))
+    if rest := len(report["accuracies"]) - len(lines):
+        console.print(f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}")
+    console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
+
+
+def _show_other_tables(report: dict[str, Any]) -> None:
     if metrics := report.get("other_metrics"):
         console.print(metrics_table(metrics))
     for score in report.get("vtab", []):
         if score["trained"]:
             console.print(vtab_table(score))
-    for line in verdict_lines(report):
-        console.print(plain(line))
-    console.print(f"report: [bold]{plain(str(folder / 'report.html'))}[/]", soft_wrap=True)
 
 
 def _rounded(value: Any) -> Any:

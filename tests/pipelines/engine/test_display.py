@@ -14,13 +14,13 @@ def progress(done: int, total: int) -> str:
     return ProgressLine(done=done, total=total, unit="step").encode()
 
 
-def shown(*lines: str) -> str:
+def shown(*lines: str, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=200)
-    with RunDisplay(console, width=8) as display:
-        display.stage("pretrain", "RUNNING")
+    with RunDisplay(console, width=8, verbose=verbose) as display:
+        display.stage("pretrain", Status.RUNNING)
         for line in lines:
             display.line("pretrain", line)
-        display.stage("pretrain", "SUCCEEDED", "abc[0]")
+        display.stage("pretrain", Status.SUCCEEDED, "abc[0]")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -45,6 +45,11 @@ def test_progress_is_thinned_out_and_errors_are_not() -> None:
     text = shown(*(progress(step, 9) for step in range(9)), *["error: x"] * 3)
     assert text.count("step 0/9") == text.count("step") == 1
     assert text.count("error: x") == 3
+
+
+def test_without_logs_a_stage_is_one_line_and_its_warnings() -> None:
+    text = shown("loss [1/2]", "warning: quarantined 1", progress(3, 9), "error: x", verbose=False)
+    assert [line.split()[1] for line in text.splitlines()] == ["warning:", "error:", "SUCCEEDED"]
 
 
 def test_the_bar_and_the_logs_are_functions_of_the_record() -> None:

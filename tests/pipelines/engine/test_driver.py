@@ -780,5 +780,5 @@ def test_ctrl_c_is_exit_code_130_and_the_command_that_continues(
     with pytest.raises(typer.Exit) as ended:
         drive(store, run, connection)
     assert ended.value.exit_code == 130
-    assert "stopped; to continue: vitflow run two" in capsys.readouterr().out
+    assert "To continue: vitflow run two" in capsys.readouterr().out
     assert runs.run_status(store, run.id)["status"] == "STOPPED"

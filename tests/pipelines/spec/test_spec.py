@@ -102,7 +102,11 @@ RESNET = {"family": "resnet", "units": [1]}
             {"kind": "gird"},
             "search.kind: unknown kind 'gird'; did you mean 'grid'?",
         ),
-        ("stages.finetune.learning_rates", 0.001, "learning_rates: expected a list, such as [0.001], not 0.001"),
+        (
+            "stages.finetune.learning_rates",
+            0.001,
+            "learning_rates: expected a list, such as [0.001], not 0.001",
+        ),
         ("stages.finetune.learning_rates", {}, "learning_rates: expected a list, not {}"),
         (
             "stages.finetune.search",
