@@ -27,6 +27,7 @@ from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
 
 STEPS = 4  # that a measured fit does
+FITS, SECONDS = 3, 10.0  # that are measured; after these seconds no other one begins
 
 
 def finetuning_cost(task: Task) -> Cost:
@@ -60,13 +61,17 @@ def finetuning_cost(task: Task) -> Cost:
     return forward.model_copy(update={"training": measuring.speed(measured, parts * len(images), dtype)})
 
 
-def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
-    """Return the images per second of fine-tuning from scratch on random pixels, on one GPU or one core."""
-    seconds = []
+def images_per_second(size: Model, resolution: int, batch_size: int, threads: int) -> list[float]:
+    """Return images per second of fine-tunings from scratch on random pixels, on one GPU or these threads, of each."""
+    speeds: list[float] = []
+    first = time.perf_counter()
     with scratch_folder() as folder:
         data = _random_dataset(folder, resolution, batch_size)
         images = Images(data, data.index("train"))
-        for steps in (1, STEPS):  # the first run warms up
+        for steps in (1, *[STEPS] * FITS):  # the first run warms up
+            began = time.perf_counter()
+            if len(speeds) > 1 and began - first > SECONDS:
+                break
             config = Finetune(
                 job="finetune",
                 data="random",
@@ -76,17 +81,13 @@ def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
                 steps=steps,
                 batch_size=batch_size,
                 augment="crop_flip",
+                threads=threads,
             )
-            began = time.perf_counter()
+            task = Task(config, model_contract(size, resolution, data.info), None)
             with contextlib.redirect_stdout(io.StringIO()):  # hide its progress
-                fit(
-                    Task(config, model_contract(size, resolution, data.info), None),
-                    images,
-                    1e-4,
-                    seed=0,
-                )
-            seconds.append(time.perf_counter() - began)
-    return STEPS * batch_size / seconds[-1]
+                fit(task, images, 1e-4, seed=0)
+            speeds.append(steps * batch_size / (time.perf_counter() - began))
+    return speeds[1:]
 
 
 def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:
