@@ -5,7 +5,7 @@ Exit codes:
 1    a stage failed, the run was stopped, the store is damaged, the store or the cluster does not answer, `doctor` or
      `verify` found a problem, or `predict` could not read an image
 2    the request is invalid and nothing was started; the same request will fail again
-130  Ctrl-C
+130  Ctrl-C, or the terminal was closed
 
 The module of a command is imported only when that command is used, so that a cached rerun takes a fraction of a second.
 """

@@ -80,12 +80,14 @@ def hangup_is_ctrl_c() -> Iterator[None]:
         yield
         return
 
+    # a stream no longer is a terminal when that is closed, and writing to it is an error
+    terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel and the shell may both send it
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
-            if stream.isatty():  # it is an error to write to a closed terminal
-                os.dup2(nowhere, stream.fileno())
+        for terminal in terminals:
+            os.dup2(nowhere, terminal)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGHUP, interrupt)

@@ -63,13 +63,13 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     model = f"{pipeline.name}/{best.name}"
     where = "" if _is_default(store) else f" --store {shlex.quote(store.uri)}"
     yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
-    yield f"vitflow export {shlex.quote(model)} --format hf --output FOLDER{where}"
+    yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
 
 
-def _rank(stage: PlannedStage) -> tuple[bool, float]:
+def _rank(stage: PlannedStage) -> tuple[bool, float, bool]:
     assert isinstance(stage.config, Finetune) and stage.manifest is not None
     accuracy = float(stage.manifest.metrics.get("validation_accuracy", 0.0))
-    return stage.config.labels.per_class is None, accuracy
+    return stage.config.labels.per_class is None, accuracy, stage.config.backbone is not None
 
 
 def _is_default(store: Store) -> bool:

@@ -4,7 +4,9 @@ Time is the clock's of `tests.support.cluster`: an hour of waiting takes a milli
 """
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,8 +17,10 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 import pipelines.store.protocol
+from pipelines.cluster.local import LocalConnection
 from pipelines.commands import running
 from pipelines.engine import decisions, driver, runs
 from pipelines.engine.driver import Driver
@@ -25,6 +29,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
+from tests.conftest import Vitflow
 from tests.support.cluster import Script, random_script
 from tests.support.in_process import Jobs
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
@@ -782,3 +787,18 @@ def test_ctrl_c_is_exit_code_130_and_the_command_that_continues(
     assert ended.value.exit_code == 130
     assert "To continue: vitflow run two" in capsys.readouterr().out
     assert runs.run_status(store, run.id)["status"] == "STOPPED"
+
+
+def test_closing_the_terminal_stops_a_run_as_ctrl_c_does(
+    store: FolderStore, tmp_path: Path, vitflow_here: Vitflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = pipeline(tmp_path / "images").model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
+    connection = Committing(store)
+    monkeypatch.setattr(connection, "submit", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr(LocalConnection, "cluster", lambda _: connection)
+    done = vitflow_here("run", tmp_path / "two.yaml", "--store", store.uri, check=130)
+    assert "stopping images" in done.stdout and "To continue: vitflow run" in done.stdout
+    (run,) = runs.runs(store)
+    assert runs.run_status(store, run)["status"] == "STOPPED"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
