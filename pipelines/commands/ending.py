@@ -33,12 +33,10 @@ def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
         files = [file for file in manifest.files if file.path in names]
         if len(files) == len(names):
             parts.append((manifest.stage, manifest, local_files(store, manifest, files)))
-    tables = [
-        measures.join_tables(parts, name, schema)
-        for name, schema in zip(names, (ROWS, PREDICTIONS), strict=True)
-    ]
     entries = measures.entries(
-        *tables, {manifest.key: measures.draw_seed(manifest) for _, manifest, _ in parts}
+        measures.join_tables(parts, names[0], ROWS),
+        measures.join_tables(parts, names[1], PREDICTIONS),
+        {manifest.key: measures.draw_seed(manifest) for _, manifest, _ in parts},
     )
     for task in dict.fromkeys(entry.task for entry in entries):
         measured = [entry for entry in entries if entry.task == task]

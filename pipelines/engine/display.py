@@ -119,11 +119,13 @@ class RunDisplay:
         """Show a message."""
         self.console.print(escape(text), soft_wrap=True)
 
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
+    def _table(self) -> Table | str:
+        if not self.running:  # rich miscounts the lines of an empty table, so each refresh would scroll
+            return ""
+        table = Table.grid(padding=(0, 2), expand=True)
         for _ in range(4):
             table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis")
+        table.add_column(no_wrap=True, ratio=1)
         for name, last in list(self.running.items()):
             seconds = f"{time.monotonic() - self.began[name]:4.0f} s"
             bar: ProgressBar | str = ""

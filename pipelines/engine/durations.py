@@ -68,8 +68,8 @@ def last_seconds(
             for each in reversed(of_stage.get((base(stage.name), work), []))
             if recipe(each.run) == pipeline
         )
-        if (manifest := next(own, trainings.get(work))) is not None:
-            found[stage.name] = seconds_of(manifest)
+        if (newest := next(own, trainings.get(work))) is not None:
+            found[stage.name] = seconds_of(newest)
     return found
 
 

@@ -108,8 +108,8 @@ def name_of(architecture: Architecture) -> str:
     if not isinstance(architecture, ViTConfig):
         size = (architecture.units, architecture.width_factor)
         return next((f"ResNet {name}" for name, known in RESNETS.items() if known == size), family)
-    size_names = {size: name for name, size in SIZES.items() if architecture.stem is None}
     fields = (architecture.width, architecture.depth, architecture.num_heads, architecture.mlp_dim)
-    if name := size_names.get(fields):  # a named tuple equals a tuple
+    named = (name for name, size in SIZES.items() if size == fields and architecture.stem is None)
+    if name := next(named, None):
         return f"{family}-{name}/{architecture.patch_size}"
     return f"{family} of width {architecture.width}, depth {architecture.depth}, patches of {architecture.patch_size}"

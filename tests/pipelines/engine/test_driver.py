@@ -409,7 +409,8 @@ def test_ctrl_c_while_the_store_does_not_answer_waits_for_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         walk(world, Loses("create", "stop.json"))
     assert world.told.lines == [
-        "waiting for the store: create runs/some-20261122-120000-0000/stop.json got lost"
+        "stopping images",
+        "waiting for the store: create runs/some-20261122-120000-0000/stop.json got lost",
     ]
     assert world.stop_wish() is not None
     assert [job.status for job in world.cluster.started] == ["STOPPED"]
