@@ -9,7 +9,6 @@ from typing import Any
 
 from pipelines.engine.latest import recipe_of
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import canonical_json
 from pipelines.recipe.pipeline import base
 from pipelines.store import Manifest, Store
 
@@ -22,6 +21,7 @@ _OF_TRAININGS = (
     "refits",
 )  # fields that decide on the time
 LONGEST = 3  # stages that are named
+Work = tuple[str, ...]
 
 
 def seconds_of(manifest: Manifest) -> float:
@@ -54,12 +54,13 @@ def last_seconds(
         pipeline: the name of the recipe.
     """
     recipe = cache(partial(recipe_of, store))
-    trainings: dict[str, Manifest] = {}
-    of_stage: dict[tuple[str, str], list[Manifest]] = {}
+    trainings: dict[Work, Manifest] = {}
+    of_stage: dict[tuple[str, Work], list[Manifest]] = {}
     for manifest in manifests:
-        of_stage.setdefault((base(manifest.stage), _work(manifest.job, manifest.config)), []).append(manifest)
+        work = _work(manifest.job, manifest.config)
+        of_stage.setdefault((base(manifest.stage), work), []).append(manifest)
         if "steps" in manifest.config:
-            trainings[_work(manifest.job, manifest.config)] = manifest
+            trainings[work] = manifest
     found = {}
     for stage in stages:
         work = _work(stage.config.job, stage.config.model_dump(mode="json", include={*_OF_TRAININGS}))
@@ -73,7 +74,6 @@ def last_seconds(
     return found
 
 
-def _work(job: str, config: Mapping[str, Any]) -> str:
+def _work(job: str, config: Mapping[str, Any]) -> Work:
     """Return what decides on the time of a stage, as far as its fields do."""
-    fields = {name: config.get(name) for name in _OF_TRAININGS} if "steps" in config else {}
-    return f"{job} {canonical_json(fields)}"
+    return job, *(str(config.get(name)) for name in _OF_TRAININGS if "steps" in config)
