@@ -240,28 +240,23 @@ def report_show(
 def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> None:
     """Print a report's tables (VTAB's too), its verdict, and the address of its page.
 
-    A brief report has only the accuracies that its answer is about, and the answer.
+    A brief report has only the accuracies that its answer is about, or VTAB's, and the answer.
     """
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
-    lines = answering(report) if is_brief else report["accuracies"]
+    scores = [score for score in report.get("vtab", []) if score["trained"]]
+    lines = report["accuracies"] if not is_brief else [] if scores else answering(report)
     if lines and len(lines) <= MOST_LINES:
         console.print(accuracy_table(report | {"accuracies": lines}))
-    if not is_brief:
-        _show_other_tables(report)
+    if not is_brief and (metrics := report.get("other_metrics")):
+        console.print(metrics_table(metrics))
+    for score in scores:
+        console.print(vtab_table(score))
     for line in verdict_lines(report, is_brief):
         console.print(plain(line))
     if rest := len(report["accuracies"]) - len(lines):
         console.print(f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}")
     console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
-
-
-def _show_other_tables(report: dict[str, Any]) -> None:
-    if metrics := report.get("other_metrics"):
-        console.print(metrics_table(metrics))
-    for score in report.get("vtab", []):
-        if score["trained"]:
-            console.print(vtab_table(score))
 
 
 def _rounded(value: Any) -> Any:

@@ -143,13 +143,14 @@ def carry_out(
     address: str | None,
     token_file: Path | None,
     forced: tuple[str, ...] = (),
+    verbose: bool = False,
 ) -> list[PlannedStage]:
     """Run the targets of a pipeline and the stages that they need, and print the outcome.
 
     Returns:
         The stages with their manifests. If a stage could not be built, the command exits instead.
     """
-    options = WatchedRunOptions(pipeline.name, store, address, token_file)
+    options = WatchedRunOptions(pipeline.name, store, address, token_file, verbose=verbose)
     return _carry_out(pipeline, targets, options, forced)
 
 
