@@ -74,14 +74,17 @@ def estimate(stages: Sequence[Fits], machine: Machine) -> str:
     trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
     size, parallel = size_of(cheapest, head=True), machine.parallel(trials)
     rates = images_per_second(size, resolution, batch_size, machine.threads(trials))
+    slowest, fastest = min(now for now, _ in rates), max(alone for _, alone in rates)
     rounds = max(fits / parallel, math.ceil(trials / parallel) + 1)  # a stage's refit waits for its trials
     images = sum(stage.flops for stage in stages) / per_image * rounds / fits
-    least, most = (images / rate for rate in (max(rates), min(rates)))
+    range_ = _between(images / fastest + OTHER_SECONDS[0], SLOWER * images / slowest + OTHER_SECONDS[1])
+    busy = ", the first if nothing else runs, the last if other programs run as now" * (
+        fastest > 1.3 * slowest
+    )
     return (
-        f"about {_between(least + OTHER_SECONDS[0], SLOWER * most + OTHER_SECONDS[1])} in all on {machine}, if little"
-        f" else runs there: {fits} trainings of {stages[0].steps:,} steps of {stages[0].batch_size} images, the"
-        f" {'smallest model' if len(stages) > 1 else 'model'} at {min(rates):,.3g} to {max(rates):,.3g} images/s"
-        " measured here"
+        f"about {range_} in all on {machine}{busy}: {fits} trainings of {stages[0].steps:,} steps of"
+        f" {stages[0].batch_size} images, the {'smallest model' if len(stages) > 1 else 'model'} at {slowest:,.3g} to"
+        f" {fastest:,.3g} images/s measured here"
     )
 
 

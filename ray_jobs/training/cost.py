@@ -61,15 +61,21 @@ def finetuning_cost(task: Task) -> Cost:
     return forward.model_copy(update={"training": measuring.speed(measured, parts * len(images), dtype)})
 
 
-def images_per_second(size: Model, resolution: int, batch_size: int, threads: int) -> list[float]:
-    """Return images per second of fine-tunings from scratch on random pixels, on one GPU or these threads, of each."""
-    speeds: list[float] = []
+def images_per_second(
+    size: Model, resolution: int, batch_size: int, threads: int
+) -> list[tuple[float, float]]:
+    """Return speeds of fine-tunings from scratch on random pixels, on one GPU or these threads.
+
+    Returns:
+        (images per second of each, and how many they would be on a machine that does nothing else, by the CPU's time).
+    """
+    speeds: list[tuple[float, float]] = []
     first = time.perf_counter()
     with scratch_folder() as folder:
         data = _random_dataset(folder, resolution, batch_size)
         images = Images(data, data.index("train"))
         for steps in (1, *[STEPS] * FITS):  # the first run warms up
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             if len(speeds) > 1 and began - first > SECONDS:
                 break
             config = Finetune(
@@ -86,7 +92,9 @@ def images_per_second(size: Model, resolution: int, batch_size: int, threads: in
             task = Task(config, model_contract(size, resolution, data.info), None)
             with contextlib.redirect_stdout(io.StringIO()):  # hide its progress
                 fit(task, images, 1e-4, seed=0)
-            speeds.append(steps * batch_size / (time.perf_counter() - began))
+            seconds, cpu = time.perf_counter() - began, (time.process_time() - busy) / threads
+            alone = min(seconds, cpu) if devices.device().type == "cpu" else seconds
+            speeds.append((steps * batch_size / seconds, steps * batch_size / alone))
     return speeds[1:]
 
 
