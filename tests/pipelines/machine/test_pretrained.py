@@ -1,5 +1,6 @@
 """`vitflow init --from` writes a recipe that runs, or says what is wrong with the weights; nothing is started."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from PIL import Image
 
 from pipelines.engine.plan import plan_pipeline
-from pipelines.machine import pretrained
+from pipelines.machine import init, pretrained
 from pipelines.machine.pretrained import Backbone, common_resolution
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import Evaluate, Finetune, Import
@@ -114,6 +115,18 @@ def test_one_backbone_is_fine_tuned_beside_pixels_and_nothing_else(
         "report": "report",
     }
     assert "images_2: ViT of width 16" in said and "GFLOPs per image" in said
+
+
+def test_without_weights_few_images_start_from_scratch_and_the_way_to_weights_is_named(
+    vitflow_here: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "estimate", lambda *_: "about 1 minute")
+    said = vitflow_here("init", "new.yaml", "--images", "photos", "--store", "s").stdout
+    assert "12 images are few" in said
+    for weights in re.findall(r"--from (\S+)", said):
+        assert Import(job="import", path=weights).path in pretrained.EXAMPLES
+    assert [*load_pipeline("new.yaml").jobs()] == ["images", "vit", "pixels", "report"]
+    assert not Path("s").exists()
 
 
 def test_few_images_start_from_weights_that_were_imported(
