@@ -1,4 +1,4 @@
-# make quickstart   install what it needs, run the whole pipeline on real images, say where the report is
+# make quickstart   install what it and the README's commands need, run the whole pipeline on real images
 # make test         install, run the tests that a change needs (make test-all: all of them)
 # make check        lint, types, import directions, limits of size; installs all but DeepSpeed, whose build takes minutes
 # make install      also the extras and the tools for tests; DEVICE=cpu|cuda (found out when not given);
@@ -55,7 +55,7 @@ format: .venv/installed-check
 install: .venv/installed-dev
 
 .venv/installed: pyproject.toml constraints.txt infra/install.sh infra/uv_settings.py
-	bash infra/install.sh
+	EXTRAS=hub,onnx bash infra/install.sh
 	touch $@
 
 .venv/installed-dev: .venv/installed

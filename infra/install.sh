@@ -3,7 +3,7 @@
 #   DEVICE=cpu|cuda   default: cuda if nvidia-smi finds a GPU
 #   TORCH_INDEX=URL   package index for torch; default: pip's own, or PyTorch's if that has only the CUDA build
 #   PYTHON=python3    the interpreter to create .venv with, 3.11 or newer
-#   EXTRAS=dev        optional dependencies to install; default: none
+#   EXTRAS=hub,onnx   optional dependencies to install; dev: all, and the tools for tests; default: none
 #   DEEPSPEED=no      do not build and install DeepSpeed, which linters do not need
 #   INSTALLER=pip     install with pip; default: uv, which is faster, or pip if uv cannot do it
 set -euo pipefail

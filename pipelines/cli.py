@@ -5,7 +5,7 @@ Exit codes:
 1    a stage failed, the run was stopped, the store is damaged, the store or the cluster does not answer, `doctor` or
      `verify` found a problem, or `predict` could not read an image
 2    the request is invalid and nothing was started; the same request will fail again
-130  Ctrl-C
+130  Ctrl-C, or the terminal was closed
 
 The module of a command is imported only when that command is used, so that a cached rerun takes a fraction of a second.
 """
@@ -52,6 +52,17 @@ COMMANDS = {
     "schedule": "schedules",
 }
 """Command -> its module, in the order of the help."""
+MEANT = {
+    **dict.fromkeys(("train", "fit", "pretrain", "finetune", "evaluate", "eval", "resume"), "run PIPELINE"),
+    **dict.fromkeys(("infer", "classify"), "predict"),
+    "compare": "report compare",
+    "query": "report query",
+    "show": "report show",
+    **dict.fromkeys(("cancel", "kill"), "stop"),
+    "ls": "list",
+    "ps": "status",
+}
+"""Other programs' name of a command -> the command here."""
 
 
 class _Modules(Mapping[str, Any]):
@@ -71,6 +82,11 @@ class _Modules(Mapping[str, Any]):
 class _AllCommands(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": _Modules()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if meant := MEANT.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean 'vitflow {meant}'?")
+        return super().resolve_command(ctx, args)
 
 
 app = Commands(

@@ -1,15 +1,21 @@
-"""Untrusted text on a terminal: names, logs and responses may contain sequences that clear it or type into it.
+"""Untrusted text on a terminal, which may contain sequences that clear it or type into it; and its closing.
 
 A file or a pipe gets data unchanged, and logs without these sequences (`engine.display.readable`).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
@@ -64,3 +70,28 @@ class _Harmless:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self.shown, options):
             yield segment if segment.is_control else Segment(harmless(segment.text), segment.style)
+
+
+@contextmanager
+def hangup_is_ctrl_c() -> Iterator[None]:
+    """Treat the closing of the terminal as Ctrl-C in this block, unless its signal is ignored, as under nohup."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+        yield
+        return
+
+    # a stream no longer is a terminal when that is closed, and writing to it is an error
+    terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel and the shell may both send it
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for terminal in terminals:
+            os.dup2(nowhere, terminal)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGHUP, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -360,7 +360,9 @@ def _write_quarantine(path: Path, unusable: Sequence[Unusable]) -> None:
     for image in rows:
         keys.setdefault(image.reason, []).append(image.key)
     for reason, unusable_keys in sorted(keys.items(), key=lambda item: -len(item[1])):
-        print(f"quarantined {len(unusable_keys):,}: {reason}: {listed(unusable_keys)}", flush=True)
+        print(f"warning: quarantined {len(unusable_keys):,}: {reason}: {listed(unusable_keys)}", flush=True)
+    if rows:
+        print('all of them: vitflow report query "SELECT stage, key, reason FROM quarantine"', flush=True)
 
 
 if __name__ == "__main__":

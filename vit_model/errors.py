@@ -22,7 +22,11 @@ def reason(problem: Mapping[str, Any]) -> str:
     """Return the message of one of pydantic's errors, with YAML's lists and mappings, not tuples and dictionaries."""
     kind, value = problem["type"], problem["input"]
     if kind == "tuple_type":
-        return f"expected a list, [{value}]" if isinstance(value, str | int | float) else "expected a list"
+        return (
+            f"expected a list, such as [{value}]"
+            if isinstance(value, str | int | float)
+            else "expected a list"
+        )
     if kind in {"dict_type", "model_type", "model_attributes_type"}:
         return "expected a mapping, {field: value}"
     if kind in {"too_short", "too_long"}:

@@ -47,29 +47,28 @@ def init(
             help="the kind of source with --images as its root, or its fields: '{kind: cifar, classes: 100}'"
         ),
     ] = "folder",
-    compare: Annotated[
+    weights: Annotated[
         list[str] | None,
         typer.Option(
+            "--from",
             metavar="WEIGHTS...",
-            help="pretrained weights to compare on the images, two or more; each as `vitflow import` takes it",
+            help="pretrained weights to start from, or several to compare: each as `vitflow import` takes it, or a"
+            " model of the store",
         ),
     ] = None,
     others: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="weights")] = None,
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write a recipe for your images, with a model that fits them and this machine.
 
-    With --compare A.npz B_folder hf:ORG/NAME, the recipe compares these weights instead.
+    Few images start from pretrained weights: those of --from, or the newest that `vitflow import` has put into the
+    store. With --from A.npz B_folder hf:ORG/NAME, the recipe compares these weights.
     """
-    if compare:
-        from pipelines.machine.compare import write_comparison  # with torch
+    if others and not weights:
+        raise RecipeError(f"unexpected argument {others[0]!r}; weights follow --from")
+    from pipelines.machine.init import write_recipe  # with torch, and readers of images
 
-        write_comparison(file, images, source, [*compare, *(others or ())], console)
-    elif others:
-        raise RecipeError(f"unexpected argument {others[0]!r}; weights follow --compare")
-    else:
-        from pipelines.machine.init import write_recipe  # with readers of images
-
-        write_recipe(file, images, source, console)
+    write_recipe(file, images, source, [*(weights or ()), *(others or ())], store, console)
 
 
 @app.command("predict")

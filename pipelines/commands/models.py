@@ -78,7 +78,8 @@ def import_(
     setting = None if preprocessing is None else _read_preprocessing(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": setting, "averages": averages}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
-    [planned] = carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
+    forced = (stage,) if force else ()
+    [planned] = carry_out(pipeline, (stage,), store, address, token_file, forced, verbose=True)
     assert planned.manifest is not None and isinstance(planned.config, Import)
     key, path_option = planned.manifest.key[:12], shlex.quote(f"backbone.path={planned.config.path}")
     console.print(f"model [bold]{key}[/]; next:")

@@ -33,6 +33,7 @@ from pipelines.results.accuracies import (
     REPORT_COLUMNS,
     RESULT_COLUMNS,
     accuracy_table,
+    answering,
     list_reports,
     list_results,
     metrics_table,
@@ -225,20 +226,26 @@ def report_show(
         show_report(opened, manifest)
 
 
-def show_report(store: Store, manifest: Manifest) -> None:
-    """Print a report's tables (VTAB's too), its verdict, and the path of its page."""
+def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> None:
+    """Print a report's tables (VTAB's too), its verdict, and the address of its page.
+
+    A brief report has only the accuracies that its answer is about, or VTAB's, and the answer.
+    """
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
-    if report["accuracies"] and len(report["accuracies"]) <= MOST_LINES:
-        console.print(accuracy_table(report))
-    if metrics := report.get("other_metrics"):
+    scores = [score for score in report.get("vtab", []) if score["trained"]]
+    lines = report["accuracies"] if not is_brief else [] if scores else answering(report)
+    if lines and len(lines) <= MOST_LINES:
+        console.print(accuracy_table(report | {"accuracies": lines}))
+    if not is_brief and (metrics := report.get("other_metrics")):
         console.print(metrics_table(metrics))
-    for score in report.get("vtab", []):
-        if score["trained"]:
-            console.print(vtab_table(score))
-    for line in verdict_lines(report):
+    for score in scores:
+        console.print(vtab_table(score))
+    for line in verdict_lines(report, is_brief):
         console.print(plain(line))
-    console.print(f"report: [bold]{plain(str(folder / 'report.html'))}[/]", soft_wrap=True)
+    if rest := len(report["accuracies"]) - len(lines):
+        console.print(f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}")
+    console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
 
 
 def _rounded(value: Any) -> Any:

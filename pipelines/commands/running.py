@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,9 +37,11 @@ from pipelines.commands.common import (
     width,
     with_options,
 )
+from pipelines.commands.ending import best_lines, next_commands, time_line
 from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
+from pipelines.engine.durations import in_hours, last_seconds, longest
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run, is_over, stop_run
 from pipelines.engine.status import Status, run_outcome
@@ -48,7 +51,16 @@ from pipelines.recipe.pipeline import Pipeline, members, pin
 from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, wait_for_store
+from pipelines.store import (
+    Store,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    add_event,
+    all_manifests,
+    wait_for_store,
+)
+from pipelines.terminal import hangup_is_ctrl_c
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +82,12 @@ StrictCodeOption = Annotated[
         help="include the code digest in the cache key, so that results of other code are rebuilt",
     ),
 ]
+VerboseOption = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="also print the logs of the stages; `vitflow logs` has them, too"),
+]
+STOPPED = "the run and its jobs are stopped; finished stages and checkpoints are kept. To continue: "
+NAMED = 10  # stages in a line
 CORES = os.cpu_count() or 1
 
 
@@ -91,14 +109,31 @@ class RunOptions:
     strict_code: StrictCodeOption = False
 
 
+@dataclass(frozen=True)
+class WatchedRunOptions(RunOptions):
+    """The arguments and options of `run`."""
+
+    verbose: VerboseOption = False
+
+
 @app.command("run")
-@with_options(RunOptions)
-def run(options: RunOptions) -> None:
-    """Run a pipeline and wait for it; finished stages are reused."""
+@with_options(WatchedRunOptions)
+def run(options: WatchedRunOptions) -> None:
+    """Run a pipeline and wait for it; finished stages are reused.
+
+    Ctrl-C, or closing the terminal, stops the run; the same command continues it. `submit` needs no open terminal.
+    """
     loaded, _, forced = _requested(options.pipeline, options.only, options.force, options.changes)
     targets = tuple(options.only or ()) or tuple(loaded.stages)
-    at = (options.store, options.address, options.token_file)
-    carry_out(loaded, targets, *at, forced, options.parallel, options.strict_code)
+    planned = _carry_out(loaded, targets, options, forced)
+    store = open_(options.store)
+    if not any(stage.config.job == "report" for stage in planned):
+        for line in wait_for_store(lambda: list(best_lines(store, planned)), say):
+            say(line)
+    if commands := list(next_commands(store, loaded, planned)):
+        say("next:")
+    for command in commands:
+        say(f"  {command}")
 
 
 def carry_out(
@@ -108,27 +143,35 @@ def carry_out(
     address: str | None,
     token_file: Path | None,
     forced: tuple[str, ...] = (),
-    parallel: int | None = None,
-    strict_code: bool = False,
+    verbose: bool = False,
 ) -> list[PlannedStage]:
     """Run the targets of a pipeline and the stages that they need, and print the outcome.
 
     Returns:
         The stages with their manifests. If a stage could not be built, the command exits instead.
     """
-    with _planning_store(store, address) as current:
+    options = WatchedRunOptions(pipeline.name, store, address, token_file, verbose=verbose)
+    return _carry_out(pipeline, targets, options, forced)
+
+
+def _carry_out(
+    pipeline: Pipeline, targets: tuple[str, ...], options: WatchedRunOptions, forced: tuple[str, ...]
+) -> list[PlannedStage]:
+    strict_code = options.strict_code
+    with _planning_store(options.store, options.address) as current:
         names = pipeline.needed_for(targets)
         latest = runs.latest_models(current, pipeline, targets, forced, strict_code)
         planned = planning.plan_pipeline(current, pipeline, names, strict_code, forced, latest)
         if _is_complete(current, planned, forced):
             return planned
-    connection = _connection(address, token_file)
-    opened = open_(store)
+    connection = _connection(options.address, options.token_file)
+    opened = open_(options.store)
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]")
     again = shlex.join(["vitflow", *sys.argv[1:]])
-    return _drive(opened, started, connection, parallel, again)
+    with hangup_is_ctrl_c():
+        return _drive(opened, started, connection, options.parallel, again, options.verbose)
 
 
 @app.command("submit")
@@ -179,7 +222,12 @@ def drive(
 
 
 def _drive(
-    store: Store, run: Run, connecting: AbstractContextManager[Connection], parallel: int | None, again: str
+    store: Store,
+    run: Run,
+    connecting: AbstractContextManager[Connection],
+    parallel: int | None,
+    again: str,
+    verbose: bool = False,
 ) -> list[PlannedStage]:
     """Drive a run to its end and print how it ended; `again` is the command that continues it.
 
@@ -189,23 +237,28 @@ def _drive(
     Raises:
         Exit: with 1 if a stage has no manifest, with 130 after Ctrl-C.
     """
+    began = time.monotonic()
     from pipelines.engine.display import RunDisplay
     from pipelines.engine.driver import Driver
 
     names = run.pipeline.needed_for(run.targets)
     with translate_errors():
-        with RunDisplay(console, width(names)) as display, connecting as connection:
+        with RunDisplay(console, width(names), verbose) as display, connecting as connection:
             try:
                 status, committed = Driver(store, run, connection, display, parallel or CORES).walk()
             except KeyboardInterrupt:
-                display.say(f"stopped; to continue: {again}")
+                display.say(f"{STOPPED}{again}")
                 raise typer.Exit(130) from None
         _finish(store, committed)
+    made = [
+        stage.manifest for stage in committed if stage.manifest and status[stage.name] is not Status.CACHED
+    ]
+    say(time_line(time.monotonic() - began, made))
     outcome = run_outcome(status.values())
     if outcome.succeeded:
         return committed
     if outcome is Status.STOPPED:
-        errors.print(f"stopped; to continue: {plain(again)}", soft_wrap=True)
+        errors.print(plain(f"{STOPPED}{again}"), soft_wrap=True)
     failed = [name for name, state in status.items() if state is Status.FAILED]
     if failed:
         errors.print(
@@ -285,7 +338,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
             # `show_report` reads everything before it prints, so a retry prints nothing twice
-            wait_for_store(partial(show_report, store, stage.manifest), say)
+            wait_for_store(partial(show_report, store, stage.manifest, is_brief=True), say)
 
 
 def _print_notes(planned: list[PlannedStage]) -> None:
@@ -303,19 +356,27 @@ def plan(
     strict_code: StrictCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what `run` would do, and why. Changes nothing."""
+    """Show what `run` would do, and why. Changes nothing.
+
+    `took` is the duration of the newest similar result: of this stage, or of a training with the same work.
+    """
     loaded, names, forced = _requested(pipeline, only, force, changes)
     with _planning_store(store) as current:
         targets = tuple(only or ()) or tuple(loaded.stages)
         latest = runs.latest_models(current, loaded, targets, forced, strict_code)
         planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
         planned = list(planning.rerun(planned, forced))
-        why = planning.reasons(current, loaded.name, planned, forced)
+        to_make = [stage for stage in planned if stage.state in {"run", "pending"}]
+        manifests = [*all_manifests(current)] if to_make else []
+        why = planning.reasons(current, loaded.name, planned, forced, manifests)
+        seconds = last_seconds(current, manifests, loaded.name, to_make)
     rows = [
         {
             "stage": stage.name,
             "job": stage.config.job,
             "state": stage.state,
+            "took": in_hours(seconds[stage.name]) if stage.name in seconds else None,
+            "seconds": seconds.get(stage.name),
             "key": stage.key,
             "why": why[stage.name],
             "notes": list(planning.notes(stage)),
@@ -325,7 +386,11 @@ def plan(
     if as_json:
         print_json(rows)
         return
-    print_table(rows, ("stage", "job", "state", "key", "why"))
+    print_table(rows, ("stage", "job", "state", *(["took"] if seconds else []), "key", "why"))
+    if seconds:
+        say(f"longest the last time: {longest(seconds)}")
+    if unmeasured := [stage.name for stage in to_make if stage.name not in seconds]:
+        say(f"time not yet measured: {', '.join(unmeasured[:NAMED]) + ', ...' * (len(unmeasured) > NAMED)}")
     _print_notes(planned)
 
 

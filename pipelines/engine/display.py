@@ -1,4 +1,7 @@
-"""The display of a run: on a terminal a live line per stage, otherwise plain lines."""
+"""The display of a run: a line for each stage that has ended, and on a terminal a live line for each that is running.
+
+Logs are left out, except warnings and errors, unless they are wanted: `vitflow logs` has them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from pipelines.engine.status import Status
 from pipelines.store import ProgressLine, read_progress
 from pipelines.terminal import harmless
 
-PLAIN_SECONDS = 10.0  # between progress lines of a stage if there is no terminal
+# between progress lines of a stage if there is no terminal, without logs and with them
+QUIET_SECONDS, VERBOSE_SECONDS = 60.0, 10.0
 COLOURS = {
     Status.CACHED: "dim",
     Status.SUCCEEDED: "green",
@@ -30,6 +34,7 @@ COLOURS = {
     Status.WAITING: "yellow",
 }
 
+_ALWAYS_SHOWN = ("error:", "warning:")  # the beginnings of lines of logs
 _WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of its workers' lines
 # Lines that Ray and DeepSpeed print in every run, and that no setting turns off.
 _CHATTER = re.compile(
@@ -54,10 +59,10 @@ def in_words(line: str) -> str | None:
 class RunDisplay:
     """A context manager that displays a run; the driver's loop and the threads that follow logs call it."""
 
-    def __init__(self, console: Console, width: int) -> None:
-        """`width`: the length of the longest stage name."""
-        self.console, self.width = console, width
-        self.running: dict[str, ProgressLine | None] = {}
+    def __init__(self, console: Console, width: int, verbose: bool = False) -> None:
+        """`width`: the length of the longest stage name; `verbose`: show the logs of the stages, too."""
+        self.console, self.width, self.verbose = console, width, verbose
+        self.running: dict[str, ProgressLine | str] = {}  # the last progress or line of the log
         self.began: dict[str, float] = {}
         self.printed: dict[str, float] = {}
         self.spinner = Spinner("dots")
@@ -79,7 +84,9 @@ class RunDisplay:
         took = ""
         if status == Status.RUNNING:
             self.began.setdefault(name, time.monotonic())
-            self.running[name] = None
+            self.running[name] = ""
+            if not self.verbose:
+                return
         elif name in self.running and status != Status.WAITING:
             del self.running[name]
             took = f" {time.monotonic() - self.began[name]:.1f} s"
@@ -88,27 +95,41 @@ class RunDisplay:
         self.console.print(line, soft_wrap=True)
 
     def line(self, name: str, text: str) -> None:
-        """Show a line of a stage's log; progress replaces the last progress, everything else stays."""
+        """Show a line of a stage's log: in its live line until it has progress; if wanted or a warning, for good."""
         text = _WORKER.sub("", readable(text) or "")
-        if (progress := read_progress(text)) is None:
-            if text:
-                self.console.print(f"[dim]{name:<{self.width}}  {escape(text)}[/]", soft_wrap=True)
+        if not text:
             return
-        if name in self.running:
-            self.running[name] = progress
-        if not self.console.is_terminal and time.monotonic() - self.printed.get(name, 0.0) >= PLAIN_SECONDS:
+        progress = read_progress(text)
+        if name in self.running and (progress is not None or isinstance(self.running[name], str)):
+            self.running[name] = progress or text
+        if progress is not None:
+            self._print_progress(name, progress)
+        elif self.verbose or text.startswith(_ALWAYS_SHOWN):
+            self.console.print(f"[dim]{name:<{self.width}}  {escape(text)}[/]", soft_wrap=True)
+
+    def _print_progress(self, name: str, progress: ProgressLine) -> None:
+        """Print a stage's progress now and then, if there is no terminal."""
+        pause = VERBOSE_SECONDS if self.verbose else QUIET_SECONDS
+        last = self.printed.get(name, -pause if self.verbose else self.began.get(name, 0.0))
+        if not self.console.is_terminal and time.monotonic() - last >= pause:
             self.printed[name] = time.monotonic()
-            words = escape(progress.words())
-            self.console.print(f"{name:<{self.width}}  {words}", soft_wrap=True)
+            self.console.print(f"{name:<{self.width}}  {escape(progress.words())}", soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Show a message."""
         self.console.print(escape(text), soft_wrap=True)
 
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        for name, progress in list(self.running.items()):
+    def _table(self) -> Table | str:
+        if not self.running:  # rich miscounts the lines of an empty table, so each refresh would scroll
+            return ""
+        table = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(4):
+            table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, ratio=1)
+        for name, last in list(self.running.items()):
             seconds = f"{time.monotonic() - self.began[name]:4.0f} s"
-            bar = ProgressBar(progress.total, progress.done, width=20) if progress else ""
-            table.add_row(self.spinner, name, seconds, bar, escape(progress.words()) if progress else "")
+            bar: ProgressBar | str = ""
+            if isinstance(last, ProgressLine):
+                bar, last = ProgressBar(last.total, last.done, width=20), last.words()
+            table.add_row(self.spinner, name, seconds, bar, escape(last))
         return table

@@ -133,6 +133,8 @@ class Driver:
             while self._patiently(self.step):
                 self.clock.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
+            if running := [name for name in self.flights if name in self.attempts]:
+                self.display.say(f"stopping {', '.join(running)}")
             self._patiently(self.stop)
             raise
         finally:

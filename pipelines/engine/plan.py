@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -347,15 +347,26 @@ def notes(stage: PlannedStage) -> Iterator[str]:
 
 
 def reasons(
-    store: Store, pipeline: str, planned: Iterable[PlannedStage], forced: Container[str] = ()
+    store: Store,
+    pipeline: str,
+    planned: Iterable[PlannedStage],
+    forced: Container[str] = (),
+    manifests: Sequence[Manifest] | None = None,
 ) -> dict[str, str]:
-    """Return a short reason for each stage's state; `pipeline` is the recipe's name."""
+    """Return a short reason for each stage's state.
+
+    Args:
+        pipeline: the recipe's name.
+        manifests: all of the store, the oldest first; None: read them if needed.
+    """
     stages = list(planned)
     wanted = {(stage.config.job, stage.name) for stage in stages if stage.state == "run"}
     previous: dict[tuple[str, str], Manifest] = {}
     recipe = cache(partial(recipe_of, store))
-    # it reads every manifest, so only if something would run
-    for manifest in reversed([*all_manifests(store)] if wanted else []):
+    # reads every manifest, so only if something would run
+    if manifests is None:
+        manifests = [*all_manifests(store)] if wanted else []
+    for manifest in reversed(manifests):
         place = manifest.job, manifest.stage
         if place in wanted and place not in previous and recipe(manifest.run) == pipeline:
             previous[place] = manifest

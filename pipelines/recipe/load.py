@@ -28,14 +28,26 @@ _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 _MEANT = {
     "lr": ("learning_rate", "learning_rates"),
     "learning_rate": ("learning_rate", "learning_rates"),
-    "epochs": ("steps",),
-    "iterations": ("steps",),
-    "train": ("data",),
-    "image_size": ("resolution",),
-    "weight_decay": ("optimizer.weight_decay",),
-    "warmup": ("optimizer.warmup_fraction",),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs", "iterations"), ("steps",)),
+    **dict.fromkeys(("bs", "batch", "train_batch_size"), ("batch_size",)),
+    **dict.fromkeys(("grad_accum_steps", "accumulation"), ("gradient_accumulation_steps",)),
+    **dict.fromkeys(("train", "dataset"), ("data",)),
+    **dict.fromkeys(("image_size", "img_size", "input_size"), ("resolution",)),
+    **dict.fromkeys(("pretrained", "checkpoint", "weights"), ("backbone", "init_from")),
+    **dict.fromkeys(("wd", "weight_decay"), ("optimizer.weight_decay",)),
+    **dict.fromkeys(("warmup", "warmup_ratio"), ("optimizer.warmup_fraction",)),
+    **dict.fromkeys(("opt", "optim"), ("optimizer.name",)),
+    **dict.fromkeys(("sched", "scheduler", "lr_scheduler_type"), ("optimizer.schedule",)),
+    **dict.fromkeys(("clip_grad", "max_grad_norm"), ("optimizer.clip_norm",)),
+    "smoothing": ("label_smoothing",),
+    "drop_path": ("stochastic_depth", "model.stochastic_depth"),
+    **dict.fromkeys(("precision", "amp"), ("dtype",)),
     "gpus": ("workers",),
     "path": ("source.root",),
+}
+_REMARKS = {
+    "steps": " (epochs x training images / batch_size)",
+    "learning_rates": " (a list, such as [0.001])",
 }
 
 # YAML 1.2's numbers; and what YAML 1.1 reads as another number (010 is 8, 1:30 is 90) or what looks like one (08, 0b1).
@@ -325,9 +337,10 @@ def _meant(raw: dict[str, Any], problem: dict[str, Any], path: list[str], is_set
         is_stage = isinstance(raw[name], dict) and "job" in raw[name]
         return f"; did you mean 'stages.{name}'?" if is_stage else nearest(name, Pipeline.model_fields)
     stage, is_inner = STAGE_TYPES[problem["loc"][2]], len(path) > 3
-    for meant in _MEANT.get(name, ()):
+    for meant in _MEANT.get(name.lower().replace("-", "_"), ()):
         if meant.partition(".")[0] in stage.model_fields:
-            return f"; did you mean '{f'{base(path[1])}.' * (is_set or is_inner)}{meant}'?"
+            remark = _REMARKS.get(meant, "")
+            return f"; did you mean '{f'{base(path[1])}.' * (is_set or is_inner)}{meant}'?{remark}"
     if name in STAGE_TYPES and not is_inner:
         return f"; it is a job: write another stage with job: {name}"
     fields = _fields(stage, problem["loc"][3:-1]) if is_inner else [*stage.model_fields, "matrix"]

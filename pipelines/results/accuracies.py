@@ -25,16 +25,31 @@ _SETTING = ("task", "protocol", "method", "labels_per_class")
 BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "mean", "judged", "optimism", "key")
 RESULT_COLUMNS: tuple[str, ...] = (*_SETTING, "metric", "mean", "draws", "stage", "key", "run")
 MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are only on the report's page
+ANSWERING = 10  # accuracies at the end of a run
 
 
-def verdict_lines(report: dict[str, Any]) -> list[str]:
-    """Return VTAB's means, the question and its answer, a sentence per comparison, and the missing stages."""
-    missing, verdicts = report.get("missing", []), report["verdicts"]
+def answering(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the accuracies that a report's comparisons are about; without any, the first ones. At most ANSWERING."""
+    setting = itemgetter("task", "labels_per_class", "protocol", "artifact", "method")
+    reference = itemgetter(
+        "task", "labels_per_class", "reference_protocol", "reference_artifact", "reference"
+    )
+    compared = {side(verdict) for verdict in report["verdicts"] for side in (setting, reference)}
+    lines = [line for line in report["accuracies"] if not compared or setting(line) in compared]
+    return lines[:ANSWERING]
+
+
+def verdict_lines(report: dict[str, Any], is_brief: bool = False) -> list[str]:
+    """Return VTAB's means, the question and its answer, and the missing stages.
+
+    If it is not brief, also a sentence per comparison, and the note.
+    """
+    missing, verdicts = report.get("missing", []), [] if is_brief else report["verdicts"]
     return [
         *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
         f"{report['question']} {report['headline']}",
         *(verdict["sentence"] for verdict in verdicts if len(verdicts) <= MOST_SENTENCES),
-        *filter(None, [report["note"]]),
+        *filter(None, [] if is_brief else [report["note"]]),
         *([f"Not made, so not in this report: {', '.join(missing)}."] if missing else []),
     ]
 

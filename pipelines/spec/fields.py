@@ -43,6 +43,7 @@ def located(path: str) -> str:
 # Text, not compiled patterns: few commands use them, and start-up stays fast.
 HUB_PATH = r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?"
 COMMIT = r"[0-9a-f]{40}"
+MOST_NAMES = 20  # in a list of all possible names
 
 
 def checkpoint(path: str) -> str:
@@ -57,10 +58,17 @@ def checkpoint(path: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the nearest of these names, or the list of them if none is near."""
+    """Return '; did you mean ...?' with the nearest of these names; if none is near, the list of them.
+
+    A list of more than MOST_NAMES is shortened to the five nearest.
+    """
     known = list(names)
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(known) or 'none'}"
+    if matches := difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean {matches[0]!r}?"
+    if len(known) > MOST_NAMES:
+        few = difflib.get_close_matches(name, known, n=5, cutoff=0)
+        return f"; the nearest of {len(known)} names: {', '.join(few)}"
+    return f"; there are: {', '.join(known) or 'none'}"
 
 
 def quantity(number: int, unit: str, plural: str | None = None) -> str:

@@ -27,6 +27,7 @@ from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
 
 STEPS = 4  # that a measured fit does
+FITS, SECONDS = 3, 10.0  # that are measured; after these seconds no other one begins
 
 
 def finetuning_cost(task: Task) -> Cost:
@@ -60,13 +61,23 @@ def finetuning_cost(task: Task) -> Cost:
     return forward.model_copy(update={"training": measuring.speed(measured, parts * len(images), dtype)})
 
 
-def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
-    """Return the images per second of fine-tuning from scratch on random pixels, on one GPU or one core."""
-    seconds = []
+def images_per_second(
+    size: Model, resolution: int, batch_size: int, threads: int
+) -> list[tuple[float, float]]:
+    """Return speeds of fine-tunings from scratch on random pixels, on one GPU or these threads.
+
+    Returns:
+        (images per second of each, and how many they would be on a machine that does nothing else, by the CPU's time).
+    """
+    speeds: list[tuple[float, float]] = []
+    first = time.perf_counter()
     with scratch_folder() as folder:
         data = _random_dataset(folder, resolution, batch_size)
         images = Images(data, data.index("train"))
-        for steps in (1, STEPS):  # the first run warms up
+        for steps in (1, *[STEPS] * FITS):  # the first run warms up
+            began, busy = time.perf_counter(), time.process_time()
+            if len(speeds) > 1 and began - first > SECONDS:
+                break
             config = Finetune(
                 job="finetune",
                 data="random",
@@ -76,17 +87,15 @@ def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
                 steps=steps,
                 batch_size=batch_size,
                 augment="crop_flip",
+                threads=threads,
             )
-            began = time.perf_counter()
+            task = Task(config, model_contract(size, resolution, data.info), None)
             with contextlib.redirect_stdout(io.StringIO()):  # hide its progress
-                fit(
-                    Task(config, model_contract(size, resolution, data.info), None),
-                    images,
-                    1e-4,
-                    seed=0,
-                )
-            seconds.append(time.perf_counter() - began)
-    return STEPS * batch_size / seconds[-1]
+                fit(task, images, 1e-4, seed=0)
+            seconds, cpu = time.perf_counter() - began, (time.process_time() - busy) / threads
+            alone = min(seconds, cpu) if devices.device().type == "cpu" else seconds
+            speeds.append((steps * batch_size / seconds, steps * batch_size / alone))
+    return speeds[1:]
 
 
 def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:

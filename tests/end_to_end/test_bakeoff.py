@@ -1,4 +1,4 @@
-"""Two backbones on a folder of images, from `init --compare` to the table of accuracy and cost."""
+"""Two backbones on a folder of images, from `init --from` to the table of accuracy and cost."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_two_backbones_are_compared_and_what_they_cost_is_shown(
     write_weights(tmp_path)
     recipe, store = tmp_path / "which.yaml", tmp_path / "s"
     weights = (tmp_path / "small.npz", tmp_path / "wide")
-    said = vitflow_local("init", recipe, "--images", tmp_path / "photos", "--compare", *weights).stdout
+    said = vitflow_local("init", recipe, "--images", tmp_path / "photos", "--from", *weights).stdout
     assert "chose resolution 8" in said and "images/s measured here" in said
     changes = (
         "finetune.steps=4",

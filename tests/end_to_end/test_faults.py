@@ -71,7 +71,7 @@ def test_a_run_that_is_interrupted_and_then_killed_goes_on(
     interrupted.send_signal(signal.SIGINT)
     out, _ = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 130, out
-    assert "to continue: vitflow run" in out
+    assert "To continue: vitflow run" in out
     wait_for(lambda: not matching(own_ray, "-m ray_jobs.pretrain"), 20)
     assert set(manifests(store)) == {"digits"}
 

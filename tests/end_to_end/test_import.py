@@ -98,7 +98,7 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     run = ["run", "finetune_imported", "--store", store]
     run += [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
 
-    first = vitflow(*run).stdout
+    first = vitflow(*run, "--verbose").stdout
     assert "mean 0.4, 0.5, 0.6, std 0.2, 0.25, 0.3; bicubic, squashed to 16 x 16" in first
     assert "report.html" in first
     before = snapshot(store)

@@ -194,4 +194,4 @@ def test_your_own_images_from_init_to_predict(vitflow_local: Vitflow, tmp_path: 
     assert {top["class"] for top in said[0]["top"]} == {"china", "flower"}
     report = json.loads(vitflow_local("report", "show", "--store", tmp_path / "s", "--json").stdout)
     methods = {line["method"] for line in report["accuracies"]}
-    assert {"most frequent class", "k-NN", "logistic regression"} <= methods
+    assert {"most frequent class", "k-NN", "RBF SVM"} <= methods

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from pipelines import identity
 from pipelines.engine.plan import plan_pipeline
 from pipelines.files.fetch import fetched
 from pipelines.files.weights import lacks_preprocessing
-from pipelines.machine import init
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lineage import describe_source
@@ -133,18 +131,6 @@ def test_the_recipe_imports_and_does_not_pretrain(tmp_path: Path) -> None:
         "report",
     }
     assert pipeline.stages["finetune"].inputs() == {"data": ("images",), "backbone": ("backbone",)}
-
-
-def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "my images" / name).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "my images" / name / "1.png")
-    said: list[str] = []
-    init._warn_of_small_sets(tmp_path / "my images", 2, said.append)
-    command = shlex.split(said[0].partition("vitflow run ")[2])
-    assert load_pipeline(command[0], tuple(command[2::2])).stages["finetune"].inputs()["backbone"] == (
-        "backbone",
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Text from outside does not steer the terminal that shows it; a pipe gets data as they are."""
+"""Text from outside does not steer the terminal that shows it; a pipe gets data as they are; closing it is Ctrl-C."""
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pipelines.engine import runs
 from pipelines.recipe.load import parse_pipeline
 from pipelines.store import Layout, add_event, create_attempt
 from pipelines.store.folder import FolderStore
-from pipelines.terminal import escape_invalid_text, write
+from pipelines.terminal import escape_invalid_text, hangup_is_ctrl_c, write
 from tests.support.records import make_attempt
 
 HOSTILE = "a\x1b]0;renamed\x07\x1b[2Jb\x9b31mc\u202ed"
@@ -100,3 +101,37 @@ def test_a_pipe_gets_logs_without_colours_and_without_what_ray_prints_in_every_j
     (store.root / f"{Layout.attempt('ingest', 'k', 1)}/log.txt").write_text("\n".join(log))
     said = vitflow_here("logs", "one-1-1-1", "--store", store.uri).stdout
     assert said == "--- digits (attempt 1, SUCCEEDED)\n(Worker pid=7) one\n\ntwo\n"
+
+
+CLOSED = """
+import sys, time
+from pathlib import Path
+from pipelines.terminal import hangup_is_ctrl_c
+with hangup_is_ctrl_c():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("there is nobody to read this", flush=True)
+        Path(sys.argv[1]).write_text("stopped")
+"""
+
+
+def test_who_prints_when_the_terminal_is_closed_can_still_clean_up(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", CLOSED, str(tmp_path / "end")])
+    assert os.read(terminal, 5) == b"ready"
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    assert (tmp_path / "end").read_text() == "stopped"
+
+
+def test_under_nohup_a_closed_terminal_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with hangup_is_ctrl_c():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from pipelines.engine.display import RunDisplay, in_words
 from pipelines.engine.status import Status
@@ -14,13 +15,13 @@ def progress(done: int, total: int) -> str:
     return ProgressLine(done=done, total=total, unit="step").encode()
 
 
-def shown(*lines: str) -> str:
+def shown(*lines: str, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=200)
-    with RunDisplay(console, width=8) as display:
-        display.stage("pretrain", "RUNNING")
+    with RunDisplay(console, width=8, verbose=verbose) as display:
+        display.stage("pretrain", Status.RUNNING)
         for line in lines:
             display.line("pretrain", line)
-        display.stage("pretrain", "SUCCEEDED", "abc[0]")
+        display.stage("pretrain", Status.SUCCEEDED, "abc[0]")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -47,6 +48,11 @@ def test_progress_is_thinned_out_and_errors_are_not() -> None:
     assert text.count("error: x") == 3
 
 
+def test_without_logs_a_stage_is_one_line_and_its_warnings() -> None:
+    text = shown("loss [1/2]", "warning: quarantined 1", progress(3, 9), "error: x", verbose=False)
+    assert [line.split()[1] for line in text.splitlines()] == ["warning:", "error:", "SUCCEEDED"]
+
+
 def test_the_bar_and_the_logs_are_functions_of_the_record() -> None:
     """Numbers in a stage's own words are no progress, and a line that only looks like a record stays as it is."""
     display = RunDisplay(Console(file=io.StringIO(), width=200), width=8)
@@ -54,8 +60,25 @@ def test_the_bar_and_the_logs_are_functions_of_the_record() -> None:
     for line in (f"(pid=3, ip=127.0.0.1) {progress(3, 12)}", "loss [1/2]", 'progress {"done": 1}'):
         display.line("pretrain", line)
     assert display.running["pretrain"] == ProgressLine(done=3, total=12, unit="step")
-    bar = next(iter(display._table().columns[3].cells))
+    table = display._table()
+    assert isinstance(table, Table)
+    bar = next(iter(table.columns[3].cells))
     assert isinstance(bar, ProgressBar) and (bar.completed, bar.total) == (3, 12)
     assert in_words(f"(pid=3, ip=127.0.0.1) {progress(3, 12)}") == "step 3/12"
     assert in_words("progress step 3/12") == "progress step 3/12"  # of an earlier version
     assert in_words('progress {"done": 1}') == 'progress {"done": 1}'
+
+
+def test_on_a_terminal_a_running_stage_is_one_line_and_nothing_scrolls() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with RunDisplay(console, width=8) as display:
+        display.stage("pretrain", Status.RUNNING)
+        display.line("pretrain", "x" * 500)
+        display.live.refresh()
+        display.stage("pretrain", Status.SUCCEEDED)
+        for _ in range(9):
+            display.live.refresh()
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("\n") == 2, "the stage that ended, and the end of the display"
+    assert "pretrain     0 s" in text and "x" * 99 not in text

@@ -4,7 +4,9 @@ Time is the clock's of `tests.support.cluster`: an hour of waiting takes a milli
 """
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,8 +17,10 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 import pipelines.store.protocol
+from pipelines.cluster.local import LocalConnection
 from pipelines.commands import running
 from pipelines.engine import decisions, driver, runs
 from pipelines.engine.driver import Driver
@@ -25,6 +29,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
+from tests.conftest import Vitflow
 from tests.support.cluster import Script, random_script
 from tests.support.in_process import Jobs
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
@@ -404,7 +409,8 @@ def test_ctrl_c_while_the_store_does_not_answer_waits_for_it() -> None:
     with pytest.raises(KeyboardInterrupt):
         walk(world, Loses("create", "stop.json"))
     assert world.told.lines == [
-        "waiting for the store: create runs/some-20261122-120000-0000/stop.json got lost"
+        "stopping images",
+        "waiting for the store: create runs/some-20261122-120000-0000/stop.json got lost",
     ]
     assert world.stop_wish() is not None
     assert [job.status for job in world.cluster.started] == ["STOPPED"]
@@ -780,5 +786,20 @@ def test_ctrl_c_is_exit_code_130_and_the_command_that_continues(
     with pytest.raises(typer.Exit) as ended:
         drive(store, run, connection)
     assert ended.value.exit_code == 130
-    assert "stopped; to continue: vitflow run two" in capsys.readouterr().out
+    assert "To continue: vitflow run two" in capsys.readouterr().out
     assert runs.run_status(store, run.id)["status"] == "STOPPED"
+
+
+def test_closing_the_terminal_stops_a_run_as_ctrl_c_does(
+    store: FolderStore, tmp_path: Path, vitflow_here: Vitflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = pipeline(tmp_path / "images").model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
+    connection = Committing(store)
+    monkeypatch.setattr(connection, "submit", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr(LocalConnection, "cluster", lambda _: connection)
+    done = vitflow_here("run", tmp_path / "two.yaml", "--store", store.uri, check=130)
+    assert "stopping images" in done.stdout and "To continue: vitflow run" in done.stdout
+    (run,) = runs.runs(store)
+    assert runs.run_status(store, run)["status"] == "STOPPED"
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL

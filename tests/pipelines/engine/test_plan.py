@@ -11,6 +11,7 @@ import pytest
 from pipelines import store as st
 from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
+from pipelines.engine.durations import last_seconds, seconds_of
 from pipelines.engine.plan import PlannedStage
 from pipelines.identity import (
     code_digest,
@@ -387,3 +388,17 @@ def test_a_folder_is_known_by_its_images_not_by_what_is_hidden_in_it(tmp_path: P
     (tmp_path / "images" / ".git").mkdir()
     (tmp_path / "images" / ".git" / "HEAD").write_text("x")
     assert source_fingerprint(source) == before
+
+
+def test_the_last_similar_result_says_how_long_a_stage_takes(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    again = load_pipeline(str(TINY), ("pretrain.learning_rate=0.5", "finetune.steps=61"))
+    planned = plan.plan_pipeline(store, again, again.order())
+    manifests = list(st.all_manifests(store))
+    found = last_seconds(store, manifests, "tiny", planned)
+    assert set(found) == {*again.stages} - {"finetune"}, "more steps take another time"
+    pretrain = next(each for each in manifests if each.stage == "pretrain")
+    assert found["pretrain"] == seconds_of(pretrain)
+    other = [replace(stage, name=f"other_{stage.name}") for stage in planned]
+    found = last_seconds(store, manifests, "tiny", other)
+    assert set(found) == {"other_pretrain"}, "of other stages only trainings with the same work are similar"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pipelines.machine import init
+from pipelines.machine import examined, init
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import RecipeError
 from tests.support.archives import tar
@@ -18,12 +18,12 @@ from tests.support.cifar import members
     "name", ["photos: 2024", "x: {y", "2024", "yes", "a #b", "a, b]", "é", "a\nb", "1e3"]
 )
 def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "_images_per_second", lambda choice: 1000.0)
+    monkeypatch.setattr(init, "estimate", lambda *_: "")
     images, file = tmp_path / name, tmp_path / "mine.yaml"
     for label in ("red", "blue"):
         (images / label).mkdir(parents=True)
         Image.new("RGB", (8, 8), label).save(images / label / "1.png")
-    init.write_recipe(file, images, "folder", init.Console(quiet=True))
+    init.write_recipe(file, images, "folder", [], "s", init.Console(quiet=True))
     pipeline = load_pipeline(str(file))
     source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
     assert (source.name, source.root) == (name, str(images))
@@ -34,7 +34,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyte
 def test_an_archive_of_a_folder_is_as_the_folder(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(init, "_images_per_second", lambda choice: 1000.0)
+    monkeypatch.setattr(init, "estimate", lambda *_: "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for label in ("red", "blue"):
         (tmp_path / "in/pets" / label).mkdir(parents=True)
@@ -43,7 +43,7 @@ def test_an_archive_of_a_folder_is_as_the_folder(
     said = []
     for number, images in enumerate((tmp_path / "in/pets", Path(archive))):
         file = tmp_path / f"{number}.yaml"
-        init.write_recipe(file, images, "folder", init.Console())
+        init.write_recipe(file, images, "folder", [], "s", init.Console())
         source: Any = load_pipeline(str(file)).stages["images"].source  # type: ignore[union-attr]
         assert source.root == str(images)
         said.append(capsys.readouterr().out.replace(str(file), "").replace(str(images), ""))
@@ -62,13 +62,17 @@ def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_
     if content is not None:
         (tmp_path / "x.zip").write_bytes(content)
     with pytest.raises(RecipeError, match=message):
-        init.write_recipe(tmp_path / "x.yaml", tmp_path / "x.zip", "folder", init.Console(quiet=True))
+        init.write_recipe(
+            tmp_path / "x.yaml", tmp_path / "x.zip", "folder", [], "s", init.Console(quiet=True)
+        )
 
 
 def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "_images_per_second", lambda choice: 1000.0)
+    monkeypatch.setattr(init, "estimate", lambda *_: "")
     (tmp_path / "cifar-100-binary.tar").write_bytes(tar(members(100, "binary")))
-    init.write_recipe(tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}", init.Console(quiet=True))
+    init.write_recipe(
+        tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}", [], "s", init.Console(quiet=True)
+    )
     pipeline = load_pipeline(str(tmp_path / "x.yaml"))
     source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
     assert (source.kind, source.classes, source.root) == ("cifar", 100, str(tmp_path))
@@ -85,12 +89,12 @@ def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_source_that_does_not_fit_is_named(source: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
-        init.write_recipe(tmp_path / "x.yaml", tmp_path, source, init.Console(quiet=True))
+        init.write_recipe(tmp_path / "x.yaml", tmp_path, source, [], "s", init.Console(quiet=True))
 
 
 def test_a_recipe_that_cannot_be_read_is_not_left_behind(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
-        init.write_checked(tmp_path / "x.yaml", "name: {")
+        examined.write_checked(tmp_path / "x.yaml", "name: {")
     with pytest.raises(UnicodeEncodeError):
-        init.write_checked(tmp_path / "x.yaml", "# \udcff")
+        examined.write_checked(tmp_path / "x.yaml", "# \udcff")
     assert not [*tmp_path.iterdir()]

@@ -1,5 +1,6 @@
-"""`vitflow init --compare` writes a recipe that runs, or says what is wrong with the weights; nothing is started."""
+"""`vitflow init --from` writes a recipe that runs, or says what is wrong with the weights; nothing is started."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 from PIL import Image
 
 from pipelines.engine.plan import plan_pipeline
-from pipelines.machine import compare
-from pipelines.machine.compare import Backbone, common_resolution
+from pipelines.machine import init, pretrained
+from pipelines.machine.pretrained import Backbone, common_resolution
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import Evaluate, Finetune, Import
 from pipelines.store import open_store
@@ -42,12 +43,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "notes.txt").write_text("not weights")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "_estimate", lambda *_: "about 1 minute")
+    monkeypatch.setattr(pretrained, "estimate", lambda *_: "about 1 minute")
     return tmp_path
 
 
 def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, folder: Path) -> None:
-    said = vitflow_here("init", "b.yaml", "--images", "photos", "--compare", "images.npz", "b/images").stdout
+    said = vitflow_here("init", "b.yaml", "--images", "photos", "--from", "images.npz", "b/images").stdout
     pipeline = load_pipeline("b.yaml")
     imports = {name: stage.path for name, stage in pipeline.stages.items() if isinstance(stage, Import)}
     assert imports == {
@@ -64,7 +65,7 @@ def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, fold
     assert resolution == 8, "of those that they were trained at, the lowest"
     planned = plan_pipeline(open_store("s"), pipeline, pipeline.needed_for(("report",)))
     assert {stage.name for stage in planned} == set(pipeline.stages)
-    for text in ("12 images of 2 classes", "trained at 16 pixels", "chose resolution 8", "about 1 minute"):
+    for text in ("12 images of 2 classes", "at 16 pixels", "chose resolution 8", "about 1 minute"):
         assert text in said
     assert said.endswith("wrote b.yaml; next: vitflow run b.yaml\n")
 
@@ -73,7 +74,7 @@ def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
     vitflow_here: Vitflow, folder: Path
 ) -> None:
     said = vitflow_here(
-        "init", "b.yaml", "--images", "photos", "--compare", "images.npz", "silent.safetensors"
+        "init", "b.yaml", "--images", "photos", "--from", "images.npz", "silent.safetensors"
     ).stdout
     assert "next: vitflow run b.yaml --set silent.preprocessing=half" in said
     pipeline = load_pipeline("b.yaml", ("silent.preprocessing=half",))
@@ -84,10 +85,9 @@ def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (["images.npz"], "--compare images.npz: give at least two backbones"),
-        (["images.npz", "nowhere.npz"], "nowhere.npz: no such file or folder"),
-        (["images.npz", "copy.npz"], "--compare copy.npz: the same weights as images.npz"),
-        (["images.npz", "empty"], "--compare empty: its source has no files"),
+        (["images.npz", "nowhere.npz"], "nowhere.npz: no such file or folder, and no model in runs"),
+        (["images.npz", "copy.npz"], "--from copy.npz: the same weights as images.npz"),
+        (["images.npz", "empty"], "--from empty: its source has no files"),
         (["images.npz", "notes.txt"], "notes.txt has an unknown format"),
         (["images.npz", "hf:x"], "'hf:x' is not a model on the Hugging Face hub"),
         ([], "unexpected argument"),
@@ -96,10 +96,71 @@ def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
 def test_wrong_weights_are_refused(
     vitflow_here: Vitflow, folder: Path, weights: Sequence[str], message: str
 ) -> None:
-    given = ["--compare", *weights] if weights else ["more.npz"]
+    given = ["--from", *weights] if weights else ["more.npz"]
     done = vitflow_here("init", "b.yaml", "--images", "photos", *given, check=2)
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not (folder / "b.yaml").exists()
+
+
+def test_one_backbone_is_fine_tuned_beside_pixels_and_nothing_else(
+    vitflow_here: Vitflow, folder: Path
+) -> None:
+    said = vitflow_here("init", "one.yaml", "--images", "photos", "--from", "images.npz").stdout
+    pipeline = load_pipeline("one.yaml")
+    assert pipeline.jobs() == {
+        "images": "ingest",
+        "images_2": "import",
+        "vit": "finetune",
+        "pixels": "baselines",
+        "report": "report",
+    }
+    assert "images_2: ViT of width 16" in said and "GFLOPs per image" in said
+
+
+def test_without_weights_few_images_start_from_scratch_and_the_way_to_weights_is_named(
+    vitflow_here: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "estimate", lambda *_: "about 1 minute")
+    said = vitflow_here("init", "new.yaml", "--images", "photos", "--store", "s").stdout
+    assert "12 images are few" in said
+    for weights in re.findall(r"--from (\S+)", said):
+        assert Import(job="import", path=weights).path in pretrained.EXAMPLES
+    assert [*load_pipeline("new.yaml").jobs()] == ["images", "vit", "pixels", "report"]
+    assert not Path("s").exists()
+
+
+def test_few_images_start_from_weights_that_were_imported(
+    vitflow_local: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "MIN_SIDE", 8)
+    vitflow_local("import", "images.npz", "--name", "found", "--store", "s")
+    said = vitflow_local("init", "one.yaml", "--images", "photos", "--store", "s").stdout
+    assert "starting from found, which is in s" in said
+    stages = load_pipeline("one.yaml").stages
+    planned = plan_pipeline(open_store("s"), load_pipeline("one.yaml"), ("found",))
+    assert [stage.state for stage in planned] == ["cached"], "the same weights are not imported again"
+    for selector in ("import/found", planned[0].key or ""):
+        vitflow_local(
+            "init", f"{len(selector)}.yaml", "--images", "photos", "--store", "s", "--from", selector
+        )
+        assert load_pipeline(f"{len(selector)}.yaml").stages == stages
+    (folder / "images.npz").unlink()
+    vitflow_local("init", "copy.yaml", "--images", "photos", "--store", "s", "--from", "import/found")
+    copy = load_pipeline("copy.yaml").stages["found"]
+    assert isinstance(copy, Import) and copy.path.startswith(str(folder / "s")), "the store still has them"
+
+
+@pytest.mark.parametrize(
+    ("trained_at", "side", "gpus", "resolution"),
+    [(224, 500, 1, 224), (224, 500, 0, 160), (224, 138, 0, 128), (8, 500, 0, 8), (224, 138, 1, 128)],
+)
+def test_the_resolution_fits_images_and_machine(
+    trained_at: int, side: int, gpus: int, resolution: int
+) -> None:
+    backbone = Backbone(
+        "b", Import(job="import", path="p"), vit(trained_at, 16 if trained_at > 16 else 4), True
+    )
+    assert pretrained._resolution(backbone, side, gpus) == resolution
 
 
 def vit(image_size: int, patch_size: int) -> Architecture:
@@ -117,7 +178,12 @@ def vit(image_size: int, patch_size: int) -> Architecture:
     ],
 )
 def test_the_resolution_fits_all_patches(architectures: list[Architecture], resolution: int) -> None:
-    assert common_resolution([Backbone("b", "p", each, True) for each in architectures]) == resolution
+    assert (
+        common_resolution(
+            [Backbone("b", Import(job="import", path="p"), each, True) for each in architectures]
+        )
+        == resolution
+    )
 
 
 def test_the_shipped_recipe_gives_each_backbone_the_same_budget() -> None:
@@ -130,6 +196,6 @@ def test_the_shipped_recipe_gives_each_backbone_the_same_budget() -> None:
     }
     assert len(resolutions) == 1
     assert [f"{rate:.1e}" for rate in tuned[0].learning_rates] == [
-        f"{float(rate):.1e}" for rate in compare.LEARNING_RATES
+        f"{float(rate):.1e}" for rate in pretrained.LEARNING_RATES
     ]
-    assert (tuned[0].steps, tuned[0].batch_size) == (compare.MAX_STEPS, compare.BATCH_SIZE)
+    assert (tuned[0].steps, tuned[0].batch_size) == (pretrained.MAX_STEPS, pretrained.BATCH_SIZE)

@@ -1,0 +1,75 @@
+"""What a run ends with: where the time went, the best result if no report says more, and the commands to go on with."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pipelines.commands.common import DEFAULT_STORE
+from pipelines.engine.durations import in_hours, longest, seconds_of
+from pipelines.engine.plan import PlannedStage
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.spec import Finetune
+from pipelines.store import Manifest, Store, local_files
+
+
+def time_line(seconds: float, made: Iterable[Manifest]) -> str:
+    """Say how long a run took, and which of the stages that it made took longest."""
+    taken = {manifest.stage: seconds_of(manifest) for manifest in made}
+    return f"took {in_hours(seconds)}" + (f"; longest: {longest(taken)}" if len(taken) > 1 else "")
+
+
+def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
+    """Yield the highest test accuracy of each task, with its interval and protocol."""
+    # with numpy and scipy
+    from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+    from ray_jobs.reporting import measures
+
+    names = ("rows.parquet", "predictions.parquet")
+    parts = []
+    for manifest in (stage.manifest for stage in stages if stage.manifest is not None):
+        files = [file for file in manifest.files if file.path in names]
+        if len(files) == len(names):
+            parts.append((manifest.stage, manifest, local_files(store, manifest, files)))
+    entries = measures.entries(
+        measures.join_tables(parts, names[0], ROWS),
+        measures.join_tables(parts, names[1], PREDICTIONS),
+        {manifest.key: measures.draw_seed(manifest) for _, manifest, _ in parts},
+    )
+    for task in dict.fromkeys(entry.task for entry in entries):
+        measured = [entry for entry in entries if entry.task == task]
+        best = max(measured, key=lambda entry: entry.accuracy.value)
+        value, low, high = (f"{100 * number:.1f}" for number in best.accuracy)
+        labels = (
+            "all labels" if best.labels_per_class is None else f"{best.labels_per_class} labels per class"
+        )
+        which = f"the best of {len(measured)} results on test is " * (len(measured) > 1)
+        yield (
+            f"{task}: {which}{value}% (95% CI {low} to {high}), {best.method} ({best.protocol}, {labels},"
+            f" {len(best.sample_ids):,} test images, stage {best.stage})"
+        )
+
+
+def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStage]) -> Iterator[str]:
+    """Yield commands for the fine-tuned model that was best on held-out images; test plays no part in the choice."""
+    tuned = [stage for stage in stages if isinstance(stage.config, Finetune) and stage.manifest is not None]
+    if not tuned:
+        return
+    best = max(tuned, key=_rank)
+    model = f"{pipeline.name}/{best.name}"
+    where = "" if _is_default(store) else f" --store {shlex.quote(store.uri)}"
+    yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
+    yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
+
+
+def _rank(stage: PlannedStage) -> tuple[bool, float, bool]:
+    assert isinstance(stage.config, Finetune) and stage.manifest is not None
+    accuracy = float(stage.manifest.metrics.get("validation_accuracy", 0.0))
+    return stage.config.labels.per_class is None, accuracy, stage.config.backbone is not None
+
+
+def _is_default(store: Store) -> bool:
+    default = os.environ.get("VITFLOW_STORE", DEFAULT_STORE)
+    return store.uri in (default, str(Path(default).absolute()))

@@ -1,0 +1,118 @@
+"""What trainings take on this machine: its devices, a measured speed, and the run time that follows."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelines.spec import quantity
+from ray_jobs.training.cost import images_per_second
+from vit_model import compute
+from vit_model.config import Architecture, ViTConfig
+from vit_model.sizes import size_of
+from vit_model.variants import FAMILIES, RESNETS, SIZES
+
+MEASURED_FLOPS = 5e10  # of a measured step, of 8 to 64 images
+MOST_THREADS = 8  # of a fit: more help little with such batches
+OTHER_SECONDS = (
+    20,
+    90,
+)  # least and most of everything but the trainings: starts of processes, ingest, pixels, report
+SLOWER = 1.25  # than measured, because images are decoded and augmented
+
+
+class Machine(NamedTuple):
+    """The devices for training."""
+
+    gpus: int
+    cores: int
+
+    def threads(self, trials: int) -> int:
+        """Return the CPU threads of each of several trials."""
+        return max(1, min(MOST_THREADS, self.cores // (self.gpus or trials)))
+
+    def parallel(self, trials: int) -> int:
+        """Return how many trials run at the same time."""
+        return self.gpus or max(1, self.cores // self.threads(trials))
+
+    def __str__(self) -> str:
+        return quantity(self.gpus, "GPU") if self.gpus else quantity(self.cores, "CPU core")
+
+
+def this_machine() -> Machine:
+    """Return the devices of this machine, without importing torch."""
+    gpus = 0
+    if shutil.which("nvidia-smi") is not None:
+        gpus = len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
+    return Machine(gpus, len(os.sched_getaffinity(0)))
+
+
+class Fits(NamedTuple):
+    """The trainings of a fine-tuning: trials, and one refit."""
+
+    architecture: Architecture
+    trials: int
+    steps: int
+    batch_size: int
+
+    @property
+    def flops(self) -> float:
+        return (self.trials + 1) * self.steps * self.batch_size * compute.train_flops(self.architecture)
+
+
+def estimate(stages: Sequence[Fits], machine: Machine) -> str:
+    """Measure the cheapest model's training here, and estimate the run time of all stages from their operations."""
+    cheapest = min((stage.architecture for stage in stages), key=compute.train_flops)
+    per_image = compute.train_flops(cheapest)
+    batch_size = min(64, max(8, round(MEASURED_FLOPS / per_image)))
+    resolution = cheapest.image_shape[0]
+    trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
+    size, parallel = size_of(cheapest, head=True), machine.parallel(trials)
+    rates = images_per_second(size, resolution, batch_size, machine.threads(trials))
+    slowest, fastest = min(now for now, _ in rates), max(alone for _, alone in rates)
+    rounds = max(fits / parallel, math.ceil(trials / parallel) + 1)  # a stage's refit waits for its trials
+    images = sum(stage.flops for stage in stages) / per_image * rounds / fits
+    range_ = _between(images / fastest + OTHER_SECONDS[0], SLOWER * images / slowest + OTHER_SECONDS[1])
+    busy = ", the first if nothing else runs, the last if other programs run as now" * (
+        fastest > 1.3 * slowest
+    )
+    return (
+        f"about {range_} in all on {machine}{busy}: {fits} trainings of {stages[0].steps:,} steps of"
+        f" {stages[0].batch_size} images, the {'smallest model' if len(stages) > 1 else 'model'} at {slowest:,.3g} to"
+        f" {fastest:,.3g} images/s measured here"
+    )
+
+
+def _between(least: float, most: float) -> str:
+    """Return a range of seconds in minutes or hours."""
+    if most > 5400:
+        return f"{least / 3600:.1f} to {most / 3600:.1f} hours"
+    low, high = max(1, math.floor(least / 60)), math.ceil(most / 60)
+    return f"{low} to {high} minutes" if high > low else quantity(high, "minute")
+
+
+def described(architecture: Architecture) -> str:
+    """Return a model in the terms of the field: ViT-Ti/16 at 224 pixels, its parameters and GFLOPs."""
+    flops = compute.forward_flops(architecture) / 1e9
+    return (
+        f"{name_of(architecture)} at {architecture.image_shape[0]} pixels ({architecture.num_parameters / 1e6:,.3g} M"
+        f" parameters, {flops:,.3g} GFLOPs per image)"
+    )
+
+
+def name_of(architecture: Architecture) -> str:
+    """Return the name of an architecture's size, such as ViT-B/16; without one, its width and depth."""
+    family = FAMILIES[architecture.family]
+    if not isinstance(architecture, ViTConfig):
+        size = (architecture.units, architecture.width_factor)
+        return next((f"ResNet {name}" for name, known in RESNETS.items() if known == size), family)
+    fields = (architecture.width, architecture.depth, architecture.num_heads, architecture.mlp_dim)
+    named = (name for name, size in SIZES.items() if size == fields and architecture.stem is None)
+    if name := next(named, None):
+        return f"{family}-{name}/{architecture.patch_size}"
+    return f"{family} of width {architecture.width}, depth {architecture.depth}, patches of {architecture.patch_size}"

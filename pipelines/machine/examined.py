@@ -1,0 +1,183 @@
+"""The images of a source, examined for a recipe: how many, of which classes, how large."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from PIL import Image
+from pydantic import ValidationError
+
+from pipelines.files.sources import source_files
+from pipelines.recipe.load import load_pipeline, yaml_text
+from pipelines.spec import SOURCE_TYPES, RecipeError, Source
+from ray_jobs.sources import catalog
+from ray_jobs.sources.archives.entries import Listing
+from ray_jobs.sources.readers.features import counted
+from vit_model.errors import UserError, reasons
+from vit_model.preprocessing import open_image
+
+SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
+
+
+class Examined(NamedTuple):
+    """The images to write a recipe for."""
+
+    root: Path
+    fields: dict[str, Any]
+    """The fields of the recipe's source."""
+    source: Source
+    files: dict[str, str]
+    listing: Listing
+
+    @property
+    def classes(self) -> str:
+        return f"{len(self.listing.entries)} images of {len(self.listing.class_names)} classes"
+
+    def source_text(self) -> str:
+        """Return the source as YAML on one line."""
+        texts = {
+            name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
+            for name, value in self.fields.items()
+        }
+        return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+
+    def summary(self) -> Iterator[str]:
+        """Yield lines about the images, their classes and splits, and about files that are left out."""
+        labels, splits = (Counter(self.listing.entries[name].to_pylist()) for name in ("label", "split"))
+        official = {split: number for split, number in splits.items() if split is not None}
+        drawn = (
+            f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
+        )
+        counts = {name: labels[label] for label, name in enumerate(self.listing.class_names)}
+        yield f"found {self.classes} ({counted(counts)}), {drawn}"
+        yield from self.listing.notes
+
+    @property
+    def name(self) -> str:
+        """The name of the folder or archive."""
+        return self.root.expanduser().resolve().name
+
+    def recipe(self, file: Path, description: str, stages: str, title: str, of: Sequence[str]) -> str:
+        """Return a recipe: an ingest of these images, `stages` as YAML, and a report of the stages `of`."""
+        return f"""\
+# Written by `vitflow init` for {self.classes}. Edit it freely.
+#   vitflow run {file}
+name: {_pipeline_name(file)}
+description: {yaml_text(description)}
+
+stages:
+  images:
+    job: ingest
+    source: {self.source_text()}
+
+{stages}
+  report:
+    job: report
+    title: {yaml_text(title)}
+    of: [images, {", ".join(of)}]
+"""
+
+    def shots(self) -> Sequence[int]:
+        """Return the numbers of shots for which the smallest class has enough images (about 7 of 10 are train)."""
+        labels, splits = (self.listing.entries[name].to_pylist() for name in ("label", "split"))
+        trains = Counter(
+            label for label, split in zip(labels, splits, strict=True) if split in {None, "train"}
+        )
+        share = 1.0 if any(splits) else 0.7
+        smallest = min(trains[label] for label in range(len(self.listing.class_names)))
+        return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
+
+    def typical_side(self) -> int:
+        """Return the median shorter side of a sample of the images, from their headers.
+
+        Raises:
+            RecipeError: none of them can be opened.
+        """
+        entries, size = self.listing.entries, self.listing.image
+        if size is not None:
+            return min(size.height, size.width)
+        step = max(1, len(entries) // SIZE_SAMPLE)
+        sides: list[int] = []
+        for data in catalog.images(self.source, self.files, entries.take([*range(0, len(entries), step)])):
+            if isinstance(data, UserError):
+                continue  # ingest will quarantine it with a reason
+            if not isinstance(data, bytes):
+                sides.append(min(data.shape[:2]))
+                continue
+            try:
+                with open_image(data) as image:
+                    sides.append(min(image.size))
+            except (OSError, ValueError, Image.DecompressionBombError):
+                continue  # the same
+        if not sides:
+            raise RecipeError(f"{self.root}: cannot open any of the sampled images")
+        return round(float(statistics.median(sides)))
+
+
+def examine(file: Path, images: Path, source: str) -> Examined:
+    """Check that a recipe can be written to `file`, and list the images of a source.
+
+    Args:
+        images: the source's root.
+        source: its kind, or its fields as YAML, such as "{kind: cifar, classes: 100}".
+
+    Raises:
+        RecipeError: the recipe cannot be written, there is no such source, or its files are missing or damaged.
+    """
+    if file.exists():
+        raise RecipeError(f"{file} exists; use another name, or remove it")
+    if not file.parent.is_dir():
+        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
+    if file.suffix not in {".yaml", ".yml"}:
+        raise RecipeError(f"{file}: expected a name that ends in .yaml")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
+            pass
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
+    fields = _source_fields(images, source)
+    try:
+        checked: Any = SOURCE_TYPES[fields["kind"]].model_validate(fields)
+        files = {name: str(place) for name, place in source_files(checked).items()}
+        return Examined(images, fields, checked, files, catalog.listing(checked, files))
+    except ValidationError as error:
+        raise RecipeError(f"--source: {reasons(error)}") from None
+    except UserError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _source_fields(images: Path, source: str) -> dict[str, Any]:
+    """Return the fields of a source with this root. Raises RecipeError for an unknown kind, or one without a root."""
+    stated = yaml.safe_load(source)
+    fields = stated if isinstance(stated, dict) else {"kind": stated}
+    kinds = [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields]
+    if fields.get("kind") not in kinds:
+        raise RecipeError(
+            f"--source: unknown kind {fields.get('kind')!r}; expected one of: {', '.join(kinds)}"
+        )
+    root = images.expanduser().resolve()
+    name = {"name": root.name} if fields["kind"] == "folder" else {}
+    return {"kind": fields["kind"]} | name | fields | {"root": str(root)}
+
+
+def write_checked(file: Path, text: str) -> None:
+    """Write a recipe and read it; remove it again if it cannot be read. Raises RecipeError."""
+    try:
+        file.write_text(text, encoding="utf-8")
+        load_pipeline(str(file))
+    except (RecipeError, UnicodeEncodeError):
+        file.unlink()
+        raise
+
+
+def _pipeline_name(file: Path) -> str:
+    """Return a pipeline's name after its file."""
+    return (re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine")[:40]

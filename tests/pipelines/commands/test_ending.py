@@ -1,0 +1,50 @@
+"""What a run ends with: the rows that answer the recipe's question, the answer, the next commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Vitflow
+from tests.support.documented import prepare
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the store that the quickstart leaves."""
+    folder = tmp_path_factory.mktemp("ending")
+    prepare(folder)
+    return folder
+
+
+def test_the_quickstart_ends_with_an_answer_on_one_screen(
+    vitflow_here: Vitflow, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
+    said = vitflow_here("run", "quickstart").stdout
+    rows = re.findall(r"^  .+ \d+\.\d–\d+\.\d .+$", said, re.MULTILINE)
+    assert 3 <= len(rows) <= 10 and "majority" not in said
+    assert len(re.findall(r"^\d+ more accuracies: vitflow report show \w{12}$", said, re.MULTILINE)) == 1
+    assert f"\nreport: file://{workspace}/runs/artifacts/report/" in said
+    assert said.endswith(
+        "next:\n  vitflow predict quickstart/finetune_all IMAGE...\n"
+        "  vitflow export quickstart/finetune_all --format onnx --output FOLDER\n"
+    )
+    monkeypatch.chdir("/")
+    said = vitflow_here("run", "quickstart", "--store", workspace / "runs").stdout
+    assert f"IMAGE... --store {workspace}/runs\n" in said
+
+
+def test_without_a_report_the_best_result_has_an_interval_and_a_protocol(
+    vitflow_here: Vitflow, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
+    said = vitflow_here("run", "quickstart", "--only", "finetune_all").stdout
+    assert re.search(
+        r"^digits: 8\d\.\d% \(95% CI \d\d\.\d to \d\d\.\d\), ViT, pretrained \(fine-tuning, all labels, \d+ test"
+        r" images, stage finetune_all\)$",
+        said,
+        re.MULTILINE,
+    )
+    said = vitflow_here("run", "quickstart", "--only", "pixels_all").stdout
+    assert "digits: the best of 3 results on test is " in said and "next:" not in said
