@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from pipelines.spec import Report
 from pipelines.store import Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
@@ -48,7 +50,7 @@ class ReportData:
     numbers: dict[str, Any]
     rows: Any
     predictions: Any
-    figures: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Markup] = field(default_factory=dict)
     sheets: dict[str, list[pictures.Tiles]] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
 
