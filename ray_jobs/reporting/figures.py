@@ -22,6 +22,7 @@ Measured = Mapping[str, Sequence[plots.Measured]]  # a training's artifact -> it
 def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measured) -> dict[str, Markup]:
     """Draw every plot that has data, by name."""
     figures = {f"cost {task}": plots.costs(*data) for task, data in costs.points(numbers["costs"]).items()}
+    figures["lineage"] = plots.lineage(numbers["stages"])
     few_shot = [entry for entry in entries if entry.protocol.startswith("few-shot")]
     for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
         alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]

@@ -33,8 +33,9 @@ from ray_jobs.reporting import (
     provenance,
     vtab,
 )
+from ray_jobs.reporting.answer import answer
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import headline, labels_text, question, verdicts
+from ray_jobs.reporting.verdicts import labels_text, verdicts
 
 FORMAT_VERSION = 1
 
@@ -81,11 +82,6 @@ def gather(context: Context[Report]) -> ReportData:
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     numbers = {
-        "format_version": FORMAT_VERSION,
-        "title": context.config.title,
-        "artifact": context.attempt.key,
-        "note": context.config.note,
-        "missing": list(context.config.missing),
         **_scores(parts, entries, datasets, tested),
         **_trainings(parts),
         "measured_in_training": {
@@ -97,8 +93,15 @@ def gather(context: Context[Report]) -> ReportData:
         **_other_metrics(rows, manifests),
         **_audits(parts),
     }
+    about = {
+        "format_version": FORMAT_VERSION,
+        "title": context.config.title,
+        "artifact": context.attempt.key,
+        "note": context.config.note,
+        "missing": list(context.config.missing),
+    }
     return ReportData(
-        numbers,
+        about | answer(numbers) | numbers,
         rows,
         predictions,
         figures=figures.draw(entries, numbers, measured),
@@ -122,8 +125,6 @@ def _scores(
     evaluated = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     classes = {key: len(dataset.info.class_names) for key, dataset in tested.items()}
     return {
-        "question": question(comparisons),
-        "headline": headline(comparisons, unknown),
         "vtab": vtab.scores(entries, evaluated),
         "verdicts": [
             lines.verdict_line(verdict, tested.get(verdict.method.artifact), unknown)
@@ -140,7 +141,9 @@ def _scores(
         ],
         "costs": costs.costs(entries, parts, classes),
         "datasets": [
-            _origin(stage, manifest) | pictures.describe(datasets[manifest.key])
+            _origin(stage, manifest)
+            | pictures.describe(datasets[manifest.key])
+            | lines.card(datasets[manifest.key].folder)
             for stage, manifest, _ in parts
             if manifest.key in datasets
         ],

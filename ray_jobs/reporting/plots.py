@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import chain
 from typing import Any
 
@@ -79,9 +80,8 @@ def costs(unit: str, points: Sequence[CostPoint]) -> Markup:
     for point in points:
         title = f"{point.name}, {point.series}: {point.accuracy:.1%} at {point.cost:,.4g} {unit.partition(',')[0]}"
         parts.append(panel.mark(point.cost, point.accuracy, colours[point.series], title, shapes[point.name]))
-    legend = [(name, -1, shape) for name, shape in shapes.items()] if len(colours) > 1 else []
-    legend += [(name, colour, 1) for name, colour in colours.items()] if len(colours) > 1 else []
-    legend = legend or [(name, 0, shape) for name, shape in shapes.items()]
+    legend = [(name, -1, shape) for name, shape in shapes.items()]
+    legend += [(name, colour, 1) for name, colour in colours.items()]
     return svg.figure("Test accuracy by cost, for each backbone", 288, *parts, legend=legend)
 
 
@@ -197,6 +197,98 @@ def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_c
     spans = [panel.line([place, place], [min(accuracies), max(accuracies)], 0, "")] if folds else []
     ring = [panel.mark(place, mean, 1, "", style="ring")] if is_chosen else []
     return [*spans, panel.mark(place, mean, 0, title, style="hollow" if is_ended else ""), *ring]
+
+
+def interval(line: Mapping[str, Any], scale: Scale, colour: int) -> Markup:
+    """Draw an accuracy (a line of report.json) as a dot with its interval; the scale's positions are percents."""
+    title = f"{line['accuracy']:.1%}, 95% interval {line['low']:.1%} to {line['high']:.1%}"
+    return _dot(line["low"], line["accuracy"], line["high"], scale, title, svg.series(colour))
+
+
+def difference(verdict: Mapping[str, Any], scale: Scale) -> Markup:
+    """Draw a comparison's difference as a dot with its interval, and zero as a line."""
+    low, value, high = (verdict[name] for name in ("low", "difference", "high"))
+    title = f"{100 * value:+.1f} points, 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+    colour = {"above zero": "good", "below zero": "bad"}.get(verdict["conclusion"], "quiet")
+    at = f"{scale.at(0):.2f}%"
+    zero = element("line", x1=at, x2=at, y1="0", y2="100%", class_="zero")
+    return _dot(low, value, high, scale, title, colour, zero)
+
+
+def _dot(
+    low: float, value: float, high: float, scale: Scale, title: str, colour: str, *parts: Markup
+) -> Markup:
+    """Draw a dot and its interval; without a viewBox, so it is as wide as its cell while the dot stays round."""
+    first, middle, last = (f"{scale.at(place):.2f}%" for place in (low, value, high))
+    span = element("line", x1=first, x2=last, y1="50%", y2="50%")
+    dot = element("circle", cx=middle, cy="50%", r=4)
+    return element("svg", element("g", *parts, span, dot, title=title), class_=f"dots {colour}")
+
+
+def axis(scale: Scale, sign: str = "") -> Markup:
+    """Return the ticks of `interval`s and `difference`s, in percent or points."""
+    texts = [
+        element(
+            "text",
+            f"{100 * tick:{sign}g}".replace("-", "−").replace("+0", "0"),
+            x=f"{scale.at(tick):.2f}%",
+            y=14,
+            text_anchor="middle",
+        )
+        for tick in svg.ticks(scale.low, scale.high, 3)
+    ]
+    return element("svg", *texts, class_="dots", aria_hidden="true")
+
+
+def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
+    """Draw what each stage was made from, left to right; members of a matrix share a box, with their time added up.
+
+    Args:
+        stages: the stages of report.json.
+    """
+    names = {stage["artifact"]: stage["stage"].partition("@")[0] for stage in stages}
+    members: dict[str, list[Mapping[str, Any]]] = {}
+    for stage in stages:
+        members.setdefault(names[stage["artifact"]], []).append(stage)
+    before = {
+        name: {
+            names[key] for each in group for keys in each["inputs"].values() for key in keys if key in names
+        }
+        - {name}
+        for name, group in members.items()
+    }
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(before).static_order():
+        depth[name] = max((depth[other] + 1 for other in before[name]), default=0)
+    columns = [[name for name in members if depth[name] == level] for level in range(max(depth.values()) + 1)]
+    width, height = 136, 46 * max(map(len, columns))
+    places = {
+        name: (level * width, (row + 0.5) * height / len(column))
+        for level, column in enumerate(columns)
+        for row, name in enumerate(column)
+    }
+    parts = [_edge(places[other], places[name]) for name in members for other in sorted(before[name])]
+    for name, group in members.items():
+        parts.append(_node(*places[name], name, group))
+    return svg.figure("What each result was made from", height, *parts, width=len(columns) * width - 28)
+
+
+def _edge(start: tuple[float, float], end: tuple[float, float]) -> Markup:
+    x, left = start[0] + 108, end[0]
+    path = f"M{x:g} {start[1]:.1f}C{x + 20:g} {start[1]:.1f} {left - 20:g} {end[1]:.1f} {left:g} {end[1]:.1f}"
+    return element("path", d=path, class_="edge", aria_hidden="true")
+
+
+def _node(x: float, y: float, name: str, group: Sequence[Mapping[str, Any]]) -> Markup:
+    """Draw a stage as a box with its job and its time."""
+    seconds, count = sum(stage["seconds"] for stage in group), len(group)
+    about = f"{group[0]['job']}, {seconds:,.0f} s" + f", {count} results" * (count > 1)
+    parts = [
+        element("rect", x=x, y=y - 18, width=108, height=36, rx=5, class_="node"),
+        svg.text(x + 7, y - 3, _cut(name), "start", class_="name"),
+        svg.text(x + 7, y + 11, about, "start", class_="about"),
+    ]
+    return element("g", *parts, title=f"{name}: {about}")
 
 
 def confusion(class_names: Sequence[str], counts: np.ndarray) -> Markup:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-WIDTH = 480  # of a figure in its own units, which are pixels on a wide screen
-LEFT, RIGHT = 46.0, 470.0  # where the plotted area begins and ends
+WIDTH = 400  # of a figure in its own units, which are pixels on a wide screen
+LEFT, RIGHT = 46.0, 390.0  # where the plotted area begins and ends
 COLOURS = 6
 SHAPES = (
     "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
@@ -129,6 +129,7 @@ class Panel:
     ) -> Markup:
         """Draw a line through points, as one mark; `style` is a class of its own."""
         points = "L".join(f"{self.x.at(x):.1f} {self.y.at(y):.1f}" for x, y in zip(xs, ys, strict=True))
+        points += "h0" * (len(xs) == 1)  # a line of one point is a dot, because its ends are round
         return element("path", d=f"M{points}", class_=f"line {series(colour)} {style}".rstrip(), title=title)
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], colour: int) -> Markup:
@@ -158,9 +159,11 @@ def text(x: float, y: float, words: str, anchor: str = "middle", **attributes: s
     return element("text", words, x=round(x, 1), y=round(y, 1), text_anchor=anchor, **attributes)
 
 
-def figure(label: str, height: float, *parts: str, legend: Sequence[tuple[str, int, int]] = ()) -> Markup:
+def figure(
+    label: str, height: float, *parts: str, legend: Sequence[tuple[str, int, int]] = (), width: float = WIDTH
+) -> Markup:
     """Return the SVG of a figure, followed by its legend: (name, colour, shape) of each series."""
-    box = f"0 0 {WIDTH} {height:g}"
+    box = f"0 0 {width:g} {height:g}"
     drawing = element("svg", *parts, viewBox=box, role="group", aria_label=label, class_="plot")
     keys = [
         element(
