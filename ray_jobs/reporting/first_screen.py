@@ -102,7 +102,7 @@ def _leakage(stages: Sequence[Line]) -> tuple[str, bool]:
         )
     said = "No test image was used in training."
     if copies := max([*shared.values(), *near.values()], default=0):
-        said += f" Copies or near-copies of up to {quantity(copies, 'test image')} were."
+        said += f" Up to {quantity(copies, 'test image')} have a copy or near-copy among the training images."
     return said, not copies
 
 

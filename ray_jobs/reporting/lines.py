@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.spec import quantity
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.rows import REAL, is_reference
@@ -215,12 +214,9 @@ def card(folder: Path) -> dict[str, Any]:
         if width["least"] == width["most"] and height["least"] == height["most"]
         else (f", {width['least']} × {height['least']} to {width['most']} × {height['most']} pixels")
     )
-    copies = [
-        f"{quantity(each['images'], 'copy', 'copies')} ({each['kind']}): {each['done']}."
-        for each in counted["copies"]
-    ]
+    copies = ", ".join(f"{each['images']:,} {each['kind']} ({each['done']})" for each in counted["copies"])
     read = f"Formats: {formats}; {counted['bytes'] / 2**20:,.1f} MiB{sides}."
-    return {"card": [read, *copies], "quarantine": quarantine}
+    return {"card": [read, *([f"Copies: {copies}."] if copies else [])], "quarantine": quarantine}
 
 
 def label_issues(table: pa.Table) -> dict[str, Any]:

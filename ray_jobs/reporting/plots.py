@@ -260,7 +260,11 @@ def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
     depth: dict[str, int] = {}
     for name in TopologicalSorter(before).static_order():
         depth[name] = max((depth[other] + 1 for other in before[name]), default=0)
-    columns = [[name for name in members if depth[name] == level] for level in range(max(depth.values()) + 1)]
+    deepest, used = max(depth.values()), set().union(*before.values())
+    depth |= {
+        name: deepest for name in members if name not in used and before[name]
+    }  # results stand at the right
+    columns = [[name for name in members if depth[name] == level] for level in range(deepest + 1)]
     width, height = 136, 46 * max(map(len, columns))
     places = {
         name: (level * width, (row + 0.5) * height / len(column))
@@ -296,7 +300,7 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> Markup:
     size, shares = len(class_names), counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     names = [_cut(name) for name in class_names]
     longest = max(map(len, names))
-    left = 24.0 + 7 * longest
+    left = max(54.0, 24.0 + 7 * longest)
     cell = min(38.0, (WIDTH - left) / size)
     top = 24 + (7 * longest if (is_turned := longest > 3) else 12)
     parts = [svg.text(left, 12, "prediction →", "start"), svg.text(left - 8, 12, "label ↓", "end")]

@@ -164,7 +164,7 @@ def figure(
 ) -> Markup:
     """Return the SVG of a figure, followed by its legend: (name, colour, shape) of each series."""
     box = f"0 0 {width:g} {height:g}"
-    drawing = element("svg", *parts, viewBox=box, role="group", aria_label=label, class_="plot")
+    drawing = element("svg", *parts, viewBox=box, width=width, role="group", aria_label=label, class_="plot")
     keys = [
         element(
             "li",
