@@ -24,6 +24,7 @@ from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
+    attention,
     costs,
     figures,
     lines,
@@ -45,7 +46,8 @@ class ReportData:
     """The content of a report.
 
     `numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVGs by
-    name, `sheets` the tiles by dataset artifact, `images` the pictures of mistakes by sample id.
+    name, `sheets` the tiles by dataset artifact, `images` the pictures of mistakes by sample id, and `looked` the same,
+    tinted by the main model's attention.
     """
 
     numbers: dict[str, Any]
@@ -54,6 +56,7 @@ class ReportData:
     figures: dict[str, Markup] = field(default_factory=dict)
     sheets: dict[str, list[pictures.Tiles]] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
+    looked: dict[str, str] = field(default_factory=dict)
 
 
 def gather(context: Context[Report]) -> ReportData:
@@ -107,6 +110,7 @@ def gather(context: Context[Report]) -> ReportData:
         figures=figures.draw(entries, numbers, measured),
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
         images=_images(numbers, tested),
+        looked=_looked(store, manifests, numbers["mistakes"], tested),
     )
 
 
@@ -263,3 +267,19 @@ def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[s
             urls = pictures.data_urls(dataset, split, [rows[sample_id] for sample_id in present])
             images |= zip(present, urls, strict=True)
     return images
+
+
+def _looked(
+    store: Store,
+    manifests: Iterable[Manifest],
+    main: Mapping[str, Any] | None,
+    tested: Mapping[str, Dataset],
+) -> dict[str, str]:
+    """Return the main model's mistakes, tinted by its attention, by sample id; empty if it is not a fine-tuned ViT."""
+    model = next((each for each in manifests if main and each.key == main["artifact"]), None)
+    if model is None or main is None or model.kind != "model" or model.key not in tested:
+        return {}
+    rows = {sample_id: row for row, sample_id in enumerate(tested[model.key].sample_ids("test"))}
+    shown = [mistake["sample_id"] for mistake in main["worst"]]
+    urls = attention.overlays(store, model, tested[model.key], [rows[sample_id] for sample_id in shown])
+    return dict(zip(shown, urls, strict=False))

@@ -54,6 +54,7 @@ def render(data: ReportData) -> str:
         figures=data.figures,
         sheets=data.sheets,
         images=data.images,
+        looked=data.looked,
         metrics=COMPUTED,
         measured_on=measured_on(numbers["costs"]),
     )
