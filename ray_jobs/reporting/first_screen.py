@@ -100,10 +100,13 @@ def _leakage(stages: Sequence[Line]) -> tuple[str, bool]:
             f"The training images of the models behind {named} are unknown; test images may be among them.",
             False,
         )
-    said = "No test image was used in training."
-    if copies := max([*shared.values(), *near.values()], default=0):
-        said += f" Up to {quantity(copies, 'test image')} have a copy or near-copy among the training images."
-    return said, not copies
+    said = ["No test image was used in training."]
+    for found, copy in ((shared, "a copy"), (near, "a near-copy")):
+        if found:
+            said.append(
+                f"Up to {quantity(max(found.values()), 'test image')} have {copy} among the training images."
+            )
+    return " ".join(said), len(said) == 1
 
 
 def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:

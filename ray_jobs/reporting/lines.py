@@ -202,8 +202,8 @@ def mistakes_line(
 
 def card(folder: Path) -> dict[str, Any]:
     """Describe what ingest counted, in sentences, and list images that it left out, with the reason."""
-    left_out = pq.read_table(folder / "quarantine.parquet", columns=["key", "reason"])
-    quarantine = left_out.slice(0, MAX_QUARANTINED).to_pylist()
+    left_out = pq.read_table(folder / "quarantine.parquet").slice(0, MAX_QUARANTINED).to_pylist()
+    quarantine = [{name: row[name] for name in ("key", "reason")} for row in left_out]
     if not (path := folder / "card.json").is_file():  # of an earlier version
         return {"card": [], "quarantine": quarantine}
     counted = json.loads(path.read_text("utf-8"))

@@ -221,7 +221,7 @@ def _dot(
     """Draw a dot and its interval; without a viewBox, so it is as wide as its cell while the dot stays round."""
     first, middle, last = (f"{scale.at(place):.2f}%" for place in (low, value, high))
     span = element("line", x1=first, x2=last, y1="50%", y2="50%")
-    dot = element("circle", cx=middle, cy="50%", r=4)
+    dot = element("circle", cx=middle, cy="50%", r=3.5)
     return element("svg", element("g", *parts, span, dot, title=title), class_=f"dots {colour}")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -60,8 +59,9 @@ class Vtab:
         stage, name = f"images@task={task}", TASKS[task].title  # type: ignore[index]
         with self.store.staging(st.Layout.files("ingest", self.key(stage), 1)) as staging:
             put_digits(staging.path, name, parts, NOTES[task])
-            texts = pa.array([], pa.string())
-            pq.write_table(pa.table({"key": texts, "reason": texts}), staging.path / "quarantine.parquet")
+            pq.write_table(
+                pq.read_table(staging.path / "index.parquet")[:0], staging.path / "quarantine.parquet"
+            )
         source = {"kind": "vtab", "task": task, "root": f"/some/{task}", "pixels": "published"}
         data = self.commit(stage, "ingest", staging.files, config={"source": source})
         if "backbone" not in self.made:
