@@ -36,7 +36,8 @@ def answer(numbers: Line) -> dict[str, str]:
     elif len(whole) < len(numbers["accuracies"]):
         asked = "How good is the model?"
         said = (
-            "Nothing to compare: the model was trained on some test images, so the others are scored apart."
+            "Nothing to compare: the model was trained on some of the test images, so its accuracies cover only parts"
+            " of them."
         )
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
@@ -153,7 +154,8 @@ def _highest(lines: Sequence[Line]) -> str:
         return f"{reached}; it is not compared with another method."
     return (
         f"the highest of {len(lines)} accuracies is {percent(best['accuracy'])} ({interval}), of"
-        f" {subject(best['method'])} {said}; they are not compared in pairs."
+        f" {subject(best['method'])} {said}; nothing is compared, which"
+        " takes a model that was not trained on these labels before, and a reference with the same draws."
     )
 
 
@@ -176,8 +178,14 @@ def _on_vtab(scores: Sequence[Line]) -> str:
     best = max(scores, key=lambda score: (mean(score)["tasks"], mean(score)["mean"]))
     column, total = mean(best), len(best["tasks"])
     over = f"all {total} tasks" if column["tasks"] == total else f"{column['tasks']} of the {total} tasks"
-    among = f", the best of {len(scores)} scores" if len(scores) > 1 else ""
-    reached = f"{subject(best['method'])} reaches {percent(column['mean'])} with {column['labels']}"
+    peers = sum(mean(score)["tasks"] == column["tasks"] for score in scores)
+    among = f", the best of {peers} scores" if peers > 1 else ""
+    labels = (
+        column["labels"]
+        if column["labels"].endswith(("labels", "shots", "shot"))
+        else f"{column['labels']} labels"
+    )
+    reached = f"{subject(best['method'])} reaches {percent(column['mean'])} with {labels}"
     return f"{reached}, the mean of {over}{among}."
 
 

@@ -66,16 +66,18 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     """Return what speaks for and against the numbers: {text, is_good}."""
     notes = [_leakage(numbers["stages"])] if numbers["accuracies"] or numbers.get("other_metrics") else []
     for dataset in numbers["datasets"]:
-        if dataset["quarantined"]:
-            images = quantity(dataset["quarantined"], "image")
-            notes.append((f"{dataset['name']}: {images} could not be read and were left out.", False))
+        if left_out := dataset["quarantined"]:
+            were = "was" if left_out == 1 else "were"
+            images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
+            notes.append((f"{dataset['name']}: {images}.", False))
     total = len(numbers["verdicts"])
     if total > 1:
         above = sum(verdict["low"] > 0 for verdict in numbers["verdicts"])
+        below = sum(verdict["high"] < 0 for verdict in numbers["verdicts"])
         still = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
-        text = f"{above} of {total} differences lie above zero"
-        text += f"; adjusted for all {total} comparisons (Bonferroni), {still} do."
-        notes.append((text, above == still))
+        text = f"{above} of {total} differences lie above zero, {below} below"
+        text += f"; adjusted for all {total} comparisons (Bonferroni), {still} lie above."
+        notes.append((text, above == still > 0))
     return [{"text": text, "is_good": is_good} for text, is_good in notes]
 
 

@@ -43,7 +43,7 @@ def render(data: ReportData) -> str:
     return environment.get_template(TEMPLATE.name).render(
         **numbers,
         screen=screen,
-        shown=SHOWN,
+        shown=0 if numbers["vtab"] else SHOWN,
         is_scored=bool(numbers["accuracies"] or numbers.get("other_metrics")),
         has_curves=has_curves(data),
         sections=sections(data),
