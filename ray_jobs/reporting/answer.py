@@ -113,7 +113,7 @@ def _counted(strongest: Sequence[Line]) -> str:
     total, tasks = len(strongest), len({verdict["task"] for verdict in strongest})
     where = f" on {tasks} tasks" if tasks > 1 else ""
     return (
-        f"in {total} comparisons with the strongest reference{where}, the judged method is better in"
+        f"in {total} comparisons with the strongest reference{where}, the model is better in"
         f" {counts['above zero']}, worse in {counts['below zero']}, and cannot be told apart in"
         f" {counts['not told from zero']}."
     )

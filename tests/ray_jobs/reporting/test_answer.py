@@ -85,7 +85,7 @@ def test_comparisons_on_several_tasks_are_counted() -> None:
         verdict("d", 0.1, 0.3),
     ]
     assert answer(NOTHING | {"verdicts": verdicts})["headline"] == (
-        "In 4 comparisons with the strongest reference on 4 tasks, the judged method is better in 2, worse in 1, and"
+        "In 4 comparisons with the strongest reference on 4 tasks, the model is better in 2, worse in 1, and"
         " cannot be told apart in 1."
     )
 
