@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from pipelines.spec import quantity
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST
 from ray_jobs.reporting.answer import Line, magnitude, settings
 
 SHOWN = 4  # groups of comparisons; the others are folded
@@ -70,6 +71,8 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
             were = "was" if left_out == 1 else "were"
             images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
             notes.append((f"{dataset['name']}: {images}.", False))
+    if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
+        notes.append(("Some settings were chosen on test; these methods say so.", False))
     total = len(numbers["verdicts"])
     if total > 1:
         above = sum(verdict["low"] > 0 for verdict in numbers["verdicts"])

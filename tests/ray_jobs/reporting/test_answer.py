@@ -123,6 +123,13 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
     assert [each["stage"] for each in found["longest"]] == ["a", "b", "c"]
 
 
+def test_settings_chosen_on_test_are_not_trusted() -> None:
+    lines = [accuracy("s", "ViT, pretrained, settings chosen on test")]
+    assert {"text": "Some settings were chosen on test; these methods say so.", "is_good": False} in trust(
+        NOTHING | {"accuracies": lines}
+    )
+
+
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
