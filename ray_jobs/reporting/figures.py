@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from pipelines.store import FitName, LogLine, Manifest
 from ray_jobs.reporting import costs, plots
@@ -18,9 +19,10 @@ from ray_jobs.reporting.measures import Entry
 Measured = Mapping[str, Sequence[plots.Measured]]  # a training's artifact -> its curves
 
 
-def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measured) -> dict[str, str]:
+def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measured) -> dict[str, Markup]:
     """Draw every plot that has data, by name."""
     figures = {f"cost {task}": plots.costs(*data) for task, data in costs.points(numbers["costs"]).items()}
+    figures["lineage"] = plots.lineage(numbers["stages"])
     few_shot = [entry for entry in entries if entry.protocol.startswith("few-shot")]
     for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
         alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]

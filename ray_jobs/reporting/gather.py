@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from pipelines.spec import Report
 from pipelines.store import Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
@@ -22,6 +24,7 @@ from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
+    attention,
     costs,
     figures,
     lines,
@@ -31,8 +34,9 @@ from ray_jobs.reporting import (
     provenance,
     vtab,
 )
+from ray_jobs.reporting.answer import answer
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import headline, labels_text, question, verdicts
+from ray_jobs.reporting.verdicts import labels_text, verdicts
 
 FORMAT_VERSION = 1
 
@@ -42,15 +46,17 @@ class ReportData:
     """The content of a report.
 
     `numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVGs by
-    name, `sheets` the tiles by dataset artifact, `images` the pictures of mistakes by sample id.
+    name, `sheets` the tiles by dataset artifact, `images` the pictures of mistakes by sample id, and `looked` the same,
+    tinted by the main model's attention.
     """
 
     numbers: dict[str, Any]
     rows: Any
     predictions: Any
-    figures: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Markup] = field(default_factory=dict)
     sheets: dict[str, list[pictures.Tiles]] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
+    looked: dict[str, str] = field(default_factory=dict)
 
 
 def gather(context: Context[Report]) -> ReportData:
@@ -79,11 +85,6 @@ def gather(context: Context[Report]) -> ReportData:
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     numbers = {
-        "format_version": FORMAT_VERSION,
-        "title": context.config.title,
-        "artifact": context.attempt.key,
-        "note": context.config.note,
-        "missing": list(context.config.missing),
         **_scores(parts, entries, datasets, tested),
         **_trainings(parts),
         "measured_in_training": {
@@ -95,13 +96,21 @@ def gather(context: Context[Report]) -> ReportData:
         **_other_metrics(rows, manifests),
         **_audits(parts),
     }
+    about = {
+        "format_version": FORMAT_VERSION,
+        "title": context.config.title,
+        "artifact": context.attempt.key,
+        "note": context.config.note,
+        "missing": list(context.config.missing),
+    }
     return ReportData(
-        numbers,
+        about | answer(numbers) | numbers,
         rows,
         predictions,
         figures=figures.draw(entries, numbers, measured),
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
         images=_images(numbers, tested),
+        looked=_looked(store, manifests, numbers["mistakes"], tested),
     )
 
 
@@ -120,8 +129,6 @@ def _scores(
     evaluated = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     classes = {key: len(dataset.info.class_names) for key, dataset in tested.items()}
     return {
-        "question": question(comparisons),
-        "headline": headline(comparisons, unknown),
         "vtab": vtab.scores(entries, evaluated),
         "verdicts": [
             lines.verdict_line(verdict, tested.get(verdict.method.artifact), unknown)
@@ -138,7 +145,9 @@ def _scores(
         ],
         "costs": costs.costs(entries, parts, classes),
         "datasets": [
-            _origin(stage, manifest) | pictures.describe(datasets[manifest.key])
+            _origin(stage, manifest)
+            | pictures.describe(datasets[manifest.key])
+            | lines.card(datasets[manifest.key].folder)
             for stage, manifest, _ in parts
             if manifest.key in datasets
         ],
@@ -258,3 +267,19 @@ def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[s
             urls = pictures.data_urls(dataset, split, [rows[sample_id] for sample_id in present])
             images |= zip(present, urls, strict=True)
     return images
+
+
+def _looked(
+    store: Store,
+    manifests: Iterable[Manifest],
+    main: Mapping[str, Any] | None,
+    tested: Mapping[str, Dataset],
+) -> dict[str, str]:
+    """Return the main model's mistakes, tinted by its attention, by sample id; empty if it is not a fine-tuned ViT."""
+    model = next((each for each in manifests if main and each.key == main["artifact"]), None)
+    if model is None or main is None or model.kind != "model" or model.key not in tested:
+        return {}
+    rows = {sample_id: row for row, sample_id in enumerate(tested[model.key].sample_ids("test"))}
+    shown = [mistake["sample_id"] for mistake in main["worst"]]
+    urls = attention.overlays(store, model, tested[model.key], [rows[sample_id] for sample_id in shown])
+    return dict(zip(shown, urls, strict=False))

@@ -10,10 +10,12 @@ import json
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
@@ -26,11 +28,12 @@ MAX_CONFUSION = 30  # classes; a larger matrix is unreadable
 MAX_CLASSES = 200  # lines of the table of classes, the worst first
 MAX_ISSUES = 100  # images with a likely wrong label
 MAX_PAIRS = 10  # pairs of label and suggested class
+MAX_QUARANTINED = 50  # images that ingest left out
 Metrics = Mapping[str, float | int | str]
 
 
 def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[str]) -> dict[str, Any]:
-    """Return a comparison's line; see `verdicts.headline` for `unknown`."""
+    """Return a comparison's line; `unknown` are the artifacts whose training images are unknown."""
     method, reference, classes = verdict.method, verdict.reference, _num_classes(dataset)
     return {
         "task": method.task,
@@ -195,6 +198,25 @@ def mistakes_line(
         ],
         "confusion": confusion,
     }
+
+
+def card(folder: Path) -> dict[str, Any]:
+    """Describe what ingest counted, in sentences, and list images that it left out, with the reason."""
+    left_out = pq.read_table(folder / "quarantine.parquet").slice(0, MAX_QUARANTINED).to_pylist()
+    quarantine = [{name: row[name] for name in ("key", "reason")} for row in left_out]
+    if not (path := folder / "card.json").is_file():  # of an earlier version
+        return {"card": [], "quarantine": quarantine}
+    counted = json.loads(path.read_text("utf-8"))
+    formats = ", ".join(f"{count:,} {name}" for name, count in counted["formats"].items())
+    width, height = counted["sizes"]["width"], counted["sizes"]["height"]
+    sides = (
+        ""
+        if width["least"] == width["most"] and height["least"] == height["most"]
+        else (f", {width['least']} × {height['least']} to {width['most']} × {height['most']} pixels")
+    )
+    copies = ", ".join(f"{each['images']:,} {each['kind']} ({each['done']})" for each in counted["copies"])
+    read = f"Formats: {formats}; {counted['bytes'] / 2**20:,.1f} MiB{sides}."
+    return {"card": [read, *([f"Copies: {copies}."] if copies else [])], "quarantine": quarantine}
 
 
 def label_issues(table: pa.Table) -> dict[str, Any]:

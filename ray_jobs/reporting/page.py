@@ -1,22 +1,26 @@
 """The page: one self-contained HTML file.
 
-In: `ReportData`. Out: HTML as text. The template is page.html.j2. Class names and titles are untrusted, so everything
-is escaped except the plots, whose text matplotlib has escaped.
+In: `ReportData`. Out: HTML as text. The template is page.html.j2, with a part for each section. Class names and titles
+are untrusted, so everything
+is escaped.
 """
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from ray_jobs.evaluation.metrics import COMPUTED
+from ray_jobs.reporting import plots
+from ray_jobs.reporting.first_screen import SHOWN, first_screen
 from ray_jobs.reporting.gather import ReportData
-from ray_jobs.reporting.verdicts import CONCLUSIONS, labels_text, percent, points, sort_of_learning
+from ray_jobs.reporting.svg import Scale, spread
+from ray_jobs.reporting.verdicts import labels_text, percent, points, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
@@ -32,19 +36,27 @@ def render(data: ReportData) -> str:
         keep_trailing_newline=True,
     )
     filters = (percent, points, duration, number, day, mebibytes, setting)
+    filters = (percent, points, duration, number, day, mebibytes, setting)
     environment.filters |= {function.__name__: function for function in filters}
+    numbers = data.numbers
+    screen = first_screen(numbers)
     return environment.get_template(TEMPLATE.name).render(
-        **data.numbers,
-        groups=groups(data.numbers["accuracies"]),
-        other_groups=other_groups(data.numbers.get("other_metrics", [])),
-        figures={name: Markup(svg) for name, svg in data.figures.items()},  # noqa: S704 - made by matplotlib, text escaped
+        **numbers,
+        screen=screen,
+        shown=0 if numbers["vtab"] else SHOWN,
+        is_scored=bool(numbers["accuracies"] or numbers.get("other_metrics")),
+        has_curves=has_curves(data),
+        sections=sections(data),
+        plots=plots,
+        axes=axes(numbers["accuracies"], screen["compared"]),
+        groups=groups(numbers["accuracies"]),
+        other_groups=other_groups(numbers.get("other_metrics", [])),
+        figures=data.figures,
         sheets=data.sheets,
         images=data.images,
-        scale=scale(data.numbers["accuracies"]),
-        conclusions=CONCLUSIONS,
-        cost_figures=[f"cost {group['task']}" for group in data.numbers["costs"]],
+        looked=data.looked,
         metrics=COMPUTED,
-        measured_on=measured_on(data.numbers["costs"]),
+        measured_on=measured_on(numbers["costs"]),
     )
 
 
@@ -69,10 +81,45 @@ def other_groups(metrics: list[dict[str, Any]]) -> list[tuple[str, list[dict[str
     return [(name, list(lines)) for name, lines in groupby(metrics, heading)]
 
 
-def scale(accuracies: list[dict[str, Any]]) -> float:
-    """Return where the table's bars begin (they end at 1): a round tenth below the lowest interval, at most 0.9."""
-    lowest = min((line["low"] for line in accuracies), default=0.0)
-    return min(0.9, max(0.0, int(lowest * 10) / 10))
+def has_curves(data: ReportData) -> bool:
+    """Return whether there is a plot of few-shot accuracy, of a training or of a sweep."""
+    return any(name.startswith(("few-shot ", "loss ", "search ")) for name in data.figures)
+
+
+def sections(data: ReportData) -> list[tuple[str, str]]:
+    """Return (id, name) of the page's sections."""
+    numbers = data.numbers
+    is_there = {
+        ("answer", "Answer"): True,
+        ("vtab", "VTAB-1k"): numbers["vtab"],
+        ("cost", "Accuracy and cost"): numbers["costs"],
+        ("accuracy", "Test accuracy"): numbers["accuracies"],
+        ("accuracy", "Other metrics"): "other_metrics" in numbers and not numbers["accuracies"],
+        ("curves", "Curves and sweeps"): has_curves(data),
+        ("mistakes", "Mistakes"): numbers["mistakes"],
+        ("labels-1", "Likely wrong labels"): numbers.get("label_issues"),
+        ("data", "Data"): numbers["datasets"],
+        ("provenance", "Provenance"): True,
+        ("settings", "Settings"): True,
+    }
+    return [section for section, content in is_there.items() if content]
+
+
+def axes(accuracies: Sequence[Mapping[str, Any]], compared: Sequence[Mapping[str, Any]]) -> dict[str, Scale]:
+    """Return the scales, in percent of a cell's width, of all accuracies, of the compared ones, and of differences."""
+    rows = [row for group in compared for row in group["rows"]]
+    verdicts = [row["verdict"] for row in rows if row["verdict"]]
+    return {
+        "all": _scale(accuracies),
+        "accuracy": _scale([row["line"] for row in rows]),
+        "difference": _scale([*verdicts, {"low": 0.0, "high": 0.0}]),
+    }
+
+
+def _scale(lines: Iterable[Mapping[str, Any]]) -> Scale:
+    """Return a scale that holds all intervals."""
+    bounds = [line[bound] for line in lines for bound in ("low", "high")]
+    return spread(bounds or [0.0, 1.0], 3, 97, pad=0.02)
 
 
 def measured_on(costs: list[dict[str, Any]]) -> list[str]:
@@ -116,8 +163,11 @@ def setting(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return '4.2 s', or '0:03:12' for a minute or more."""
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    """Return '4.2 s', '3 min 12 s' or '26 h 5 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def number(value: float | int | str) -> str:

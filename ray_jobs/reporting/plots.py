@@ -1,54 +1,21 @@
-"""Plots as inline SVG, with the page's colour variables, and text in the page's font.
+"""The plots of the page as inline SVG (`ray_jobs.reporting.svg`).
 
-In: plain numbers and names. Out: SVG, the same bytes for the same input. The page defines --ink, --faint and
---series-1 .. --series-6, for light and dark.
+In: plain numbers and names. Out: SVG with its legend, the same for the same input.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from graphlib import TopologicalSorter
+from itertools import chain
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from markupsafe import Markup
 
-# matplotlib only writes fixed colours, so these are placeholders, which `_inline` replaces by the page's variables.
-INK, FAINT = "#0a0b01", "#0a0b02"
-SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 7))
-_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
-    colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, 1)
-}
-_MARKERS = "osD^vP*X<>dph"
-_FOLDS = (*SERIES[2:], SERIES[1])  # SERIES[0] is the training's
-_RING = {"color": SERIES[1], "marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "vitflow",
-    "text.usetex": False,
-    "text.parse_math": False,
-    "figure.constrained_layout.use": True,
-    "legend.frameon": False,
-    "axes.axisbelow": True,
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.labelsize": 10,
-    "axes.titlesize": 10.5,
-    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9.5),
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
-    "grid.linewidth": 0.5,
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-}
+from ray_jobs.reporting import svg
+from ray_jobs.reporting.svg import LEFT, RIGHT, WIDTH, Panel, Scale, element, spread
 
 
 @dataclass(frozen=True)
@@ -81,89 +48,101 @@ class CostPoint:
     accuracy: float
 
 
-def few_shot(curves: Sequence[Curve]) -> str:
+def few_shot(curves: Sequence[Curve]) -> Markup:
     """Plot accuracy by shots: the mean as a line, the 10th to 90th percentile of the draws as a band."""
-    with _figure(5.6, 3.5) as (figure, out):
-        axes = figure.subplots()
-        for number, curve in enumerate(curves):
-            colour = SERIES[number % len(SERIES)]
-            low, high = np.array([np.percentile(draws, [10, 90]) for draws in curve.draws]).T
-            axes.fill_between(curve.shots, low, high, color=colour, alpha=0.14, linewidth=0)
-            marker = _MARKERS[number % len(_MARKERS)]
-            axes.plot(curve.shots, curve.means, color=colour, marker=marker, markersize=5, label=curve.name)
-        shots = sorted({shot for curve in curves for shot in curve.shots})
-        _logarithmic(axes, shots, [f"{shot}" for shot in shots])
-        axes.set(xlabel="labelled images per class", ylabel="test accuracy")
-        _percent_axis(axes)
-        axes.legend(loc="lower right")
-    return out[0]
+    shots = sorted({shot for curve in curves for shot in curve.shots})
+    ranges = [np.array([np.percentile(draws, [10, 90]) for draws in curve.draws]).T for curve in curves]
+    every = [float(bound) for bounds in ranges for bound in bounds.ravel()]
+    panel = Panel(spread(shots, LEFT, RIGHT, is_log=True), spread(every, 250, 24))
+    parts = [
+        panel.axes(svg.numbers(shots), svg.percents(panel.y), "labelled images per class", "test accuracy")
+    ]
+    for number, (curve, (low, high)) in enumerate(zip(curves, ranges, strict=True)):
+        parts.append(panel.band(curve.shots, low, high, number))
+        parts.append(panel.line(curve.shots, curve.means, number, ""))
+        for shot, mean, least, most in zip(curve.shots, curve.means, low, high, strict=True):
+            title = f"{curve.name}, {shot} per class: {mean:.1%}; the middle 80% of the draws {least:.1%} to {most:.1%}"
+            parts.append(panel.mark(shot, mean, number, title, shape=number))
+    legend = [(curve.name, number, number) for number, curve in enumerate(curves)]
+    return svg.figure("Test accuracy by number of labelled images per class", 288, *parts, legend=legend)
 
 
-def costs(unit: str, points: Sequence[CostPoint]) -> str:
-    """Plot accuracy by cost, a colour per series and a marker per model."""
-    series = dict(zip(dict.fromkeys(point.series for point in points), cycle(SERIES)))
-    markers = dict(zip(dict.fromkeys(point.name for point in points), cycle(_MARKERS)))
-    with _figure(5.6, 3.9) as (figure, out):
-        axes = figure.subplots()
-        for point in points:
-            axes.plot(point.cost, point.accuracy, markers[point.name], color=series[point.series])
-        for name, marker in markers.items():
-            axes.plot([], [], marker, color=INK, fillstyle="none", label=name)
-        for name, colour in series.items():
-            axes.plot([], [], "s", color=colour, label=name)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        places = [point.cost for point in points]
-        axes.set_xlim(min(places) / 1.6, max(places) * 1.6)  # room for a tick
-        axes.set(xlabel=unit, ylabel="test accuracy")
-        _percent_axis(axes)
-        figure.legend(loc="outside lower center", ncols=2)
-    return out[0]
+def costs(unit: str, points: Sequence[CostPoint]) -> Markup:
+    """Plot accuracy by cost, a colour per series and a shape per model."""
+    colours = _numbered(point.series for point in points)
+    shapes = _numbered(point.name for point in points)
+    places = [point.cost for point in points]
+    x = Scale(min(places) / 1.6, max(places) * 1.6, LEFT, RIGHT, is_log=True)  # room for a tick
+    panel = Panel(x, spread([point.accuracy for point in points], 250, 24))
+    parts = [
+        panel.axes(svg.numbers(svg.log_ticks(x.low, x.high)), svg.percents(panel.y), unit, "test accuracy")
+    ]
+    for point in points:
+        title = f"{point.name}, {point.series}: {point.accuracy:.1%} at {point.cost:,.4g} {unit.partition(',')[0]}"
+        parts.append(panel.mark(point.cost, point.accuracy, colours[point.series], title, shapes[point.name]))
+    legend = [(name, -1, shape) for name, shape in shapes.items()]
+    legend += [(name, colour, 1) for name, colour in colours.items()]
+    return svg.figure("Test accuracy by cost, for each backbone", 288, *parts, legend=legend)
 
 
-def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> str:
+def _numbered(names: Any) -> dict[str, int]:
+    """Number the distinct names in their order."""
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> Markup:
     """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws.
 
-    If images were held out, their accuracy is plotted in between, and their loss with the training loss.
+    If images were held out, their accuracy is plotted in between, and their loss, dotted, with the training loss.
     """
-    with _figure(5.6, 5.0 if measured else 3.5) as (figure, out):
-        above, *between, below = figure.subplots(
-            3 if measured else 2, sharex=True, height_ratios=(3, 2, 1.4) if measured else (3, 1)
+    steps = [[point["step"] for point in points] for points in draws]
+    all_steps = [*chain(*steps), *(step for curve in measured for step in curve.steps)]
+    x = spread(all_steps, LEFT, RIGHT, pad=0.01)
+    losses = [[point["loss"] for point in points] for points in draws]
+    held_out = [value for curve in measured for value in curve.losses]
+    above = Panel(x, spread([*chain(*losses), *held_out], 160, 24))
+    name = "loss" if held_out else "training loss"
+    parts = [above.axes({}, svg.numbers(svg.ticks(*above.y[:2], 4)), "", name)]
+    faint = "faint" if len(draws) > 1 else ""
+    for number, (own, values) in enumerate(zip(steps, losses, strict=True)):
+        draw = f"draw {number}, " * (len(draws) > 1)
+        title = (
+            f"training loss, {draw}{values[0]:.3g} at step {own[0]:,} to {values[-1]:.3g} at step {own[-1]:,}"
         )
-        for points in draws:
-            steps, losses = [point["step"] for point in points], [point["loss"] for point in points]
-            above.plot(steps, losses, color=SERIES[0], alpha=1 if len(draws) == 1 else 0.5)
-        for number, curve in enumerate(measured):
-            style = _fold_style(number) | {"label": curve.name}
-            between[0].plot(curve.steps, curve.accuracies, **style)
-            if curve.losses:
-                above.plot(curve.steps, curve.losses, linestyle=":", **style)
-        for axes in between:
-            axes.legend(fontsize="small")
-            axes.set(ylabel="accuracy")
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-        above.set(ylabel="loss" if any(curve.losses for curve in measured) else "training loss")
-        below.plot(steps, [point["learning_rate"] for point in draws[0]], color=SERIES[1])
-        below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
-        below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        for axes in (above, *between, below):
-            axes.grid(axis="y")
-        figure.align_ylabels()
-    return out[0]
+        parts.append(above.line(own, values, 0, title, faint))
+    bottom = 160.0
+    if measured:
+        bottom = 270.0
+        parts += _held_out(above, Panel(x, spread(_flat(measured), bottom, 190)), measured)
+    rates = [point["learning_rate"] for point in draws[0]]
+    below = Panel(x, Scale(0, max([*rates, 1e-12]) * 1.1, bottom + 84, bottom + 30))
+    shown = svg.numbers(svg.ticks(x.low, x.high))
+    parts.append(below.axes(shown, svg.numbers(svg.ticks(*below.y[:2], 2)), "step", "learning rate"))
+    title = f"learning rate, at most {max(rates):g}, at the end {rates[-1]:g}"
+    parts.append(below.line(steps[0], rates, 1, title))
+    legend = [(curve.name, number + 2, number) for number, curve in enumerate(measured)]
+    return svg.figure(f"{name} and learning rate by step", bottom + 122, *parts, legend=legend)
 
 
-def _fold_style(number: int) -> dict[str, Any]:
-    """Return the colour and the marker of a fold; the first five folds differ in both."""
-    return {
-        "color": _FOLDS[number % len(_FOLDS)],
-        "marker": _MARKERS[number % len(_MARKERS)],
-        "markersize": 4,
-    }
+def _flat(measured: Sequence[Measured]) -> list[float]:
+    return [accuracy for curve in measured for accuracy in curve.accuracies]
 
 
-def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> str:
+def _held_out(above: Panel, between: Panel, measured: Sequence[Measured]) -> list[Markup]:
+    """Draw the accuracies on held-out images, and their losses in the panel of the training loss."""
+    parts = [between.axes({}, svg.percents(between.y, 3), "", "accuracy on held-out images")]
+    for number, curve in enumerate(measured):
+        parts.append(between.line(curve.steps, curve.accuracies, number + 2, ""))
+        for step, accuracy in zip(curve.steps, curve.accuracies, strict=True):
+            title = f"{curve.name}, step {step:,}: accuracy {accuracy:.1%}"
+            parts.append(between.mark(step, accuracy, number + 2, title, number))
+        if curve.losses:
+            title = f"{curve.name}: loss {curve.losses[0]:.3g} to {curve.losses[-1]:.3g}"
+            parts.append(above.line(curve.steps, curve.losses, number + 2, title, "dotted"))
+    return parts
+
+
+def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> Markup:
     """Plot validation accuracy by each searched field: a dot per trial, hollow if it was ended, a ring for `chosen`.
 
     A vertical line spans the folds of a trial. If a field's values are not all numbers, its axis has a tick per value.
@@ -173,72 +152,175 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> st
         chosen: the chosen trial.
     """
     points = [trial.get("point") or {"learning_rate": trial["learning_rate"]} for trial in trials]
-    means = [float(np.mean(trial["accuracies"])) for trial in trials]
-    best = trials.index(chosen)
-    with _panels(len(points[0])) as (grid, out):
-        for field, axes in zip(points[0], grid, strict=True):
-            values = [point[field] for point in points]
-            is_number = all(
-                isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    fields, columns = list(points[0]), min(2, len(points[0]))
+    width, height = (RIGHT - LEFT) if columns == 1 else (RIGHT - LEFT) / 2 - 20, 200
+    accuracies = [accuracy for trial in trials for accuracy in trial["accuracies"]]
+    parts: list[Markup] = []
+    for number, field in enumerate(fields):
+        left, top = LEFT + (number % 2) * (width + 40), number // 2 * height + 24
+        values = [point[field] for point in points]
+        scale, places, names = _searched(values, left, left + width)
+        panel = Panel(scale, spread(accuracies, top + 126, top))
+        name = "validation accuracy" if number == 0 else ""
+        parts.append(panel.axes(names, svg.percents(panel.y, 4), "", name))
+        parts.append(svg.text(left + width / 2, top + 172, field.replace("_", " ")))
+        for place, value, trial in zip(places, values, trials, strict=True):
+            parts += _trial(
+                panel, place, f"{field.replace('_', ' ')} {_value(value)}", trial, trial is chosen
             )
-            names = sorted({_value(value) for value in values})
-            places = values if is_number else [names.index(_value(value)) for value in values]
-            for place, accuracy, trial in zip(places, means, trials, strict=True):
-                fill = "none" if "pruned_at" in trial else SERIES[0]
-                axes.vlines(place, min(trial["accuracies"]), max(trial["accuracies"]), color=SERIES[0])
-                axes.plot(place, accuracy, "o", color=SERIES[0], markerfacecolor=fill, markersize=4)
-            axes.plot(places[best], means[best], **_RING)
-            if not is_number:
-                axes.set_xticks(range(len(names)), names)
-                axes.set_xlim(-0.5, len(names) - 0.5)
-            elif min(places) > 0 and max(places) >= 10 * min(places):
-                few = sorted(set(places))
-                powers = [10.0**power for power in range(-12, 12) if few[0] <= 10.0**power <= few[-1]]
-                ticks = few if len(few) <= 5 else powers
-                _logarithmic(axes, ticks, [f"{tick:g}" for tick in ticks])
-            axes.set(xlabel=field.replace("_", " "))
-    return out[0]
+    rows = -(-len(fields) // columns)
+    return svg.figure("Validation accuracy of each trial", rows * height + 4, *parts)
 
 
-@contextmanager
-def _panels(count: int) -> Iterator[tuple[list[Any], list[str]]]:
-    """Yield the axes of `count` panels of validation accuracy in two columns, and `_figure`'s list."""
-    columns = min(2, count)
-    rows = -(-count // columns)
-    with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
-        grid = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
-        yield grid[:count], out
-        for axes in grid[:count]:
-            _percent_axis(axes)
-        for axes in grid[count:]:
-            axes.remove()
-        figure.supylabel("validation accuracy", fontsize=10)
+def _searched(
+    values: Sequence[Any], left: float, right: float
+) -> tuple[Scale, list[float], dict[float, str]]:
+    """Return the scale of a searched field, the place of each value, and the ticks."""
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        names = sorted({_value(value) for value in values})
+        places = [float(names.index(_value(value))) for value in values]
+        ticks = {float(number): name for number, name in enumerate(names)}
+        return Scale(-0.5, len(names) - 0.5, left, right), places, ticks
+    distinct = sorted(set(values))
+    is_log = distinct[0] > 0 and distinct[-1] >= 10 * distinct[0]
+    scale = spread(values, left, right, is_log)
+    few = svg.log_ticks(scale.low, scale.high, (1,)) if is_log else svg.ticks(scale.low, scale.high, 4)
+    return scale, list(values), svg.numbers(distinct if len(distinct) <= 4 else few)
 
 
-def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
+def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_chosen: bool) -> list[Markup]:
+    """Draw a trial: the range of its folds, their mean, and a ring around the chosen one."""
+    accuracies = trial["accuracies"]
+    mean, is_ended = float(np.mean(accuracies)), "pruned_at" in trial
+    folds = f", folds {min(accuracies):.1%} to {max(accuracies):.1%}" if len(accuracies) > 1 else ""
+    title = f"{name}: {mean:.1%}{folds}{', ended early' * is_ended}{', chosen' * is_chosen}"
+    spans = [panel.line([place, place], [min(accuracies), max(accuracies)], 0, "")] if folds else []
+    ring = [panel.mark(place, mean, 1, "", style="ring")] if is_chosen else []
+    return [*spans, panel.mark(place, mean, 0, title, style="hollow" if is_ended else ""), *ring]
+
+
+def interval(line: Mapping[str, Any], scale: Scale, colour: int) -> Markup:
+    """Draw an accuracy (a line of report.json) as a dot with its interval; the scale's positions are percents."""
+    title = f"{line['accuracy']:.1%}, 95% interval {line['low']:.1%} to {line['high']:.1%}"
+    return _dot(line["low"], line["accuracy"], line["high"], scale, title, svg.series(colour))
+
+
+def difference(verdict: Mapping[str, Any], scale: Scale) -> Markup:
+    """Draw a comparison's difference as a dot with its interval, and zero as a line."""
+    low, value, high = (verdict[name] for name in ("low", "difference", "high"))
+    title = f"{100 * value:+.1f} points, 95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+    colour = {"above zero": "good", "below zero": "bad"}.get(verdict["conclusion"], "quiet")
+    at = f"{scale.at(0):.2f}%"
+    zero = element("line", x1=at, x2=at, y1="0", y2="100%", class_="zero")
+    return _dot(low, value, high, scale, title, colour, zero)
+
+
+def _dot(
+    low: float, value: float, high: float, scale: Scale, title: str, colour: str, *parts: Markup
+) -> Markup:
+    """Draw a dot and its interval; without a viewBox, so it is as wide as its cell while the dot stays round."""
+    first, middle, last = (f"{scale.at(place):.2f}%" for place in (low, value, high))
+    span = element("line", x1=first, x2=last, y1="50%", y2="50%")
+    dot = element("circle", cx=middle, cy="50%", r=3.5)
+    return element("svg", element("g", *parts, span, dot, title=title), class_=f"dots {colour}")
+
+
+def axis(scale: Scale, sign: str = "") -> Markup:
+    """Return the ticks of `interval`s and `difference`s, in percent or points."""
+    texts = [
+        element(
+            "text",
+            f"{100 * tick:{sign}g}".replace("-", "−").replace("+0", "0"),
+            x=f"{scale.at(tick):.2f}%",
+            y=14,
+            text_anchor="middle",
+        )
+        for tick in svg.ticks(scale.low, scale.high, 3)
+    ]
+    return element("svg", *texts, class_="dots", aria_hidden="true")
+
+
+def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
+    """Draw what each stage was made from, left to right; members of a matrix share a box, with their time added up.
+
+    Args:
+        stages: the stages of report.json.
+    """
+    names = {stage["artifact"]: stage["stage"].partition("@")[0] for stage in stages}
+    members: dict[str, list[Mapping[str, Any]]] = {}
+    for stage in stages:
+        members.setdefault(names[stage["artifact"]], []).append(stage)
+    before = {
+        name: {
+            names[key] for each in group for keys in each["inputs"].values() for key in keys if key in names
+        }
+        - {name}
+        for name, group in members.items()
+    }
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(before).static_order():
+        depth[name] = max((depth[other] + 1 for other in before[name]), default=0)
+    deepest, used = max(depth.values()), set().union(*before.values())
+    depth |= {
+        name: deepest for name in members if name not in used and before[name]
+    }  # results stand at the right
+    columns = [[name for name in members if depth[name] == level] for level in range(deepest + 1)]
+    width, height = 136, 46 * max(map(len, columns))
+    places = {
+        name: (level * width, (row + 0.5) * height / len(column))
+        for level, column in enumerate(columns)
+        for row, name in enumerate(column)
+    }
+    parts = [_edge(places[other], places[name]) for name in members for other in sorted(before[name])]
+    for name, group in members.items():
+        parts.append(_node(*places[name], name, group))
+    return svg.figure("What each result was made from", height, *parts, width=len(columns) * width - 28)
+
+
+def _edge(start: tuple[float, float], end: tuple[float, float]) -> Markup:
+    x, left = start[0] + 108, end[0]
+    path = f"M{x:g} {start[1]:.1f}C{x + 20:g} {start[1]:.1f} {left - 20:g} {end[1]:.1f} {left:g} {end[1]:.1f}"
+    return element("path", d=path, class_="edge", aria_hidden="true")
+
+
+def _node(x: float, y: float, name: str, group: Sequence[Mapping[str, Any]]) -> Markup:
+    """Draw a stage as a box with its job and its time."""
+    seconds, count = sum(stage["seconds"] for stage in group), len(group)
+    about = f"{group[0]['job']}, {seconds:,.0f} s" + f", {count} results" * (count > 1)
+    parts = [
+        element("rect", x=x, y=y - 18, width=108, height=36, rx=5, class_="node"),
+        svg.text(x + 7, y - 3, _cut(name), "start", class_="name"),
+        svg.text(x + 7, y + 11, about, "start", class_="about"),
+    ]
+    return element("g", *parts, title=f"{name}: {about}")
+
+
+def confusion(class_names: Sequence[str], counts: np.ndarray) -> Markup:
     """Plot counts of predictions (columns) by label (rows), correct blue, wrong orange, shaded by share of the row."""
     size, shares = len(class_names), counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     names = [_cut(name) for name in class_names]
-    with _figure(5.6, 5.2 if size > 6 else 3.8) as (figure, out):
-        axes = figure.subplots()
-        for row, column in zip(*counts.nonzero(), strict=True):
-            share, correct = shares[row, column], row == column
-            alpha = 0.12 + 0.6 * share if correct else min(0.9, 0.2 + 2 * share)
-            corner, colour = (column - 0.5, row - 0.5), SERIES[0 if correct else 1]
-            axes.add_patch(Rectangle(corner, 1, 1, linewidth=0, facecolor=colour, alpha=alpha))
-            if size <= 15:
-                axes.text(column, row, f"{counts[row, column]:g}", ha="center", va="center", fontsize=8.5)
-        turned = max(len(name) for name in names) > 2
-        axes.set_xticks(range(size), names, rotation=90 if turned else 0)
-        axes.set_yticks(range(size), names)
-        axes.set(
-            xlim=(-0.5, size - 0.5),
-            ylim=(size - 0.5, -0.5),
-            xlabel="prediction",
-            ylabel="label",
-            aspect="equal",
-        )
-    return out[0]
+    longest = max(map(len, names))
+    left = max(54.0, 24.0 + 7 * longest)
+    cell = min(38.0, (WIDTH - left) / size)
+    top = 24 + (7 * longest if (is_turned := longest > 3) else 12)
+    parts = [svg.text(left, 12, "prediction →", "start"), svg.text(left - 8, 12, "label ↓", "end")]
+    for place, name in enumerate(names):
+        middle = (place + 0.5) * cell
+        x, y = left + middle, top - 6
+        turn = {"transform": f"rotate(-90 {x + 4:.1f} {y:.1f})"} if is_turned else {}
+        parts.append(svg.text(x + 4 * is_turned, y, name, "start" if is_turned else "middle", **turn))
+        parts.append(svg.text(left - 8, top + middle + 4, name, "end"))
+    for row, column in zip(*counts.nonzero(), strict=True):
+        share, is_correct = shares[row, column], row == column
+        opacity = 0.12 + 0.6 * share if is_correct else min(0.9, 0.2 + 2 * share)
+        x, y = left + column * cell, top + row * cell
+        said = f"{class_names[row]} predicted as {class_names[column]}: {counts[row, column]:,} ({share:.1%})"
+        box = {"x": x, "y": y, "width": cell, "height": cell, "fill_opacity": float(opacity)}
+        parts.append(element("rect", class_=svg.series(int(not is_correct)), title=said, **box))
+        if size <= 15:
+            label = f"{counts[row, column]:g}"
+            parts.append(svg.text(x + cell / 2, y + cell / 2 + 4, label, class_="count", aria_hidden="true"))
+    return svg.figure("Confusion matrix: labels down, predictions across", top + size * cell + 4, *parts)
 
 
 def _value(value: Any) -> str:
@@ -251,47 +333,3 @@ def _value(value: Any) -> str:
 def _cut(name: str) -> str:
     """Shorten a name to fit under an axis."""
     return name if len(name) <= 16 else f"{name[:15]}…"
-
-
-def _percent_axis(axes: Any) -> None:
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    axes.grid(axis="y")
-
-
-def _logarithmic(axes: Any, places: Sequence[float] | np.ndarray, names: Sequence[str]) -> None:
-    axes.set_xscale("log")
-    axes.set_xticks(places, names)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    if len(places) == 1:  # a logarithmic axis with one tick would show a whole decade
-        axes.set_xlim(places[0] / 2, places[0] * 2)
-
-
-@contextmanager
-def _figure(width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
-    """Yield a figure of this size in inches, and a list that holds its SVG after the block."""
-    out: list[str] = []
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # The browser draws the text, so it does not matter if matplotlib's font lacks a letter of a class name.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
-        figure = Figure(figsize=(width, height))
-        yield figure, out
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        out.append(_inline(file.getvalue()))
-
-
-def _inline(svg: str) -> str:
-    """Return the <svg> element without a fixed size, in the page's colours, and without unused ids."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, count=1, flags=re.DOTALL)
-    svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
-    # A style element would apply to the whole page.
-    svg = re.sub(r"<style.*?</style>", "", svg, count=1)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(f": {colour}", f": {variable}")
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-
-    def keep_used(tag: re.Match[str]) -> str:
-        return tag.group(0) if tag.group(2) in used else tag.group(1)
-
-    return re.sub(r'(?<=<)(\w+) id="([^"]+)"', keep_used, svg)

@@ -1,13 +1,13 @@
 """Verdicts: paired differences between trained methods and their references.
 
-In: `Entry`s. Out: `Verdict`s, one per comparison, and a headline. A comparison pairs the same label draws and the same
-test images. The best of several references is chosen by test accuracy, which can only favour the reference. Comparisons
-with the same kind of model without pretraining (from scratch or untrained) show whether pretraining helped; comparisons
-with pixels answer another question.
+In: `Entry`s. Out: `Verdict`s, one per comparison, and their sentences. A comparison pairs the same label draws and the
+same test images. The best of several references is chosen by test accuracy, which can only favour the reference.
+Comparisons with the same kind of model without pretraining (from scratch or untrained) show whether pretraining helped;
+comparisons with pixels answer another question.
 
 The comparisons of one report are a family. Each has a 95% interval, so about one of 20 intervals of true zeros excludes
 zero. Each therefore has a second, wider interval; with 95% probability these hold for all comparisons together
-(Bonferroni: each at 1 - 0.05 / number of comparisons), and the headline says how many of them lie above zero.
+(Bonferroni: each at 1 - 0.05 / number of comparisons), and the page says how many of them lie above zero.
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ from ray_jobs.evaluation.intervals import Interval, detectable_difference, paire
 from ray_jobs.evaluation.rows import ACCURACY, MOST_FREQUENT, is_apart
 from ray_jobs.reporting.measures import Entry
 
-CONCLUSIONS = {
-    "above zero": "above zero",
-    "below zero": "below zero",
-    "not told from zero": "interval includes zero",
-}
-"""How the page shows a `Verdict.conclusion`."""
-WITHOUT_PRETRAINING = {"scratch": "training from scratch", "untrained": "an untrained model"}
 REFERENCES = (
-    *WITHOUT_PRETRAINING,
+    "scratch",
+    "untrained",
     "pixels",
 )  # methods are compared with the best entry of each of these kinds
 SHOTS = 5  # the verdict is about the number of shots nearest to this
@@ -118,58 +112,8 @@ def comparable(a: Entry, b: Entry) -> bool:
     return same_labels and a.sample_ids == b.sample_ids and bool(set(a.draws) & set(b.draws))
 
 
-def question(comparisons: Sequence[Verdict]) -> str:
-    """Return the first question that the verdicts answer."""
-    return (
-        _HELPED
-        if any(kind(verdict.reference) in WITHOUT_PRETRAINING for verdict in comparisons)
-        else _BEATS_PIXELS
-    )
-
-
-def headline(comparisons: Sequence[Verdict], unknown: Container[str] = ()) -> str:
-    """Return the answer in a few sentences, with few labels and with all; then whether pixels are beaten.
-
-    The next sentence is about all comparisons together. The last names the stages of the artifacts `unknown`, whose
-    models were trained on unknown images.
-    """
-    if not comparisons:
-        return (
-            "Nothing to compare. A comparison needs a model that was not trained on these images before, and another"
-            " method with the same labels and test images."
-        )
-    answers = [
-        f"Compared with {name}: {answer}"
-        for sort, name in WITHOUT_PRETRAINING.items()
-        if (answer := _answers(comparisons, sort))
-    ]
-    if against_pixels := _answers(comparisons, "pixels"):
-        answers += [_BEATS_PIXELS] if answers else []
-        answers.append(against_pixels[0].upper() + against_pixels[1:])
-    answers += [_adjusted(comparisons)] if len(comparisons) > 1 else []
-    methods = [verdict.method for verdict in comparisons]
-    if stages := dict.fromkeys(method.stage for method in methods if method.artifact in unknown):
-        answers.append(
-            f"The training images of the models behind {', '.join(stages)} are unknown; test images may be among them."
-        )
-    return " ".join(answers)
-
-
-_HELPED, _BEATS_PIXELS = "Did pretraining help?", "Does the model beat simple classifiers on pixels?"
-
-
-def _answers(comparisons: Sequence[Verdict], sort: str) -> str:
-    """Answer by the comparisons with this kind of reference, with few labels and with all; empty if there are none."""
-    relevant = [verdict for verdict in comparisons if kind(verdict.reference) == sort]
-    answers = []
-    for name, is_all in (("few", False), ("all", True)):
-        if budget := [verdict for verdict in relevant if (verdict.method.labels_per_class is None) == is_all]:
-            answers.append(f"with {name} labels, {_answer(budget)}")
-    return "; ".join(answers) + "." * bool(answers)
-
-
 def sentence(verdict: Verdict, classes: int | None, unknown: Container[str] = ()) -> str:
-    """Describe a comparison in words, with its numbers; see `headline` for `unknown`."""
+    """Describe a comparison in words, with its numbers; `unknown` artifacts have unknown training images."""
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
     images = " (its training images are unknown)" if method.artifact in unknown else ""
@@ -226,30 +170,3 @@ def paired(a: Entry, b: Entry, metric: str = ACCURACY) -> tuple[np.ndarray, np.n
     common = sorted(set(a.draws) & set(b.draws))
     first, second = (entry.table(metric)[[entry.draws.index(draw) for draw in common]] for entry in (a, b))
     return first, second
-
-
-def _answer(comparisons: Sequence[Verdict]) -> str:
-    """Return 'yes', 'partly', 'no' or 'not shown', with the reason."""
-    total = len(comparisons)
-    above, below = (
-        sum(verdict.conclusion == side for verdict in comparisons) for side in ("above zero", "below zero")
-    )
-    answer = "partly" if above else "not shown"
-    if total in (above, below):
-        answer = "yes" if above else "no"
-    if total == 1:
-        position = "lies above zero" if above else "lies below zero" if below else "includes zero"
-        return f"{answer} (the 95% interval of the difference {position})"
-    count = f"all {total}" if above == total else f"{above} of {total}"
-    rest = f", and in {below} below zero" if below else ""
-    return f"{answer} (in {count} comparisons the 95% interval lies above zero{rest})"
-
-
-def _adjusted(comparisons: Sequence[Verdict]) -> str:
-    """Say how many intervals lie above zero when they are adjusted for all comparisons."""
-    total = len(comparisons)
-    above = sum(verdict.adjusted.low > 0 for verdict in comparisons)
-    lie = "lies" if above == 1 else "lie"
-    return (
-        f"Adjusted for all {total} comparisons (Bonferroni), {above} of {total} intervals {lie} above zero."
-    )

@@ -155,7 +155,7 @@ def test_what_is_missing_is_said_wherever_the_score_stands(whole: tuple[dict[str
     )
     assert score["sentence"].endswith(f" with all 50; missing: {', '.join(OTHERS)}.")
     assert verdict_lines(numbers)[0] == score["sentence"]
-    assert "<h2>VTAB-1k: 4 of 19 tasks</h2>" in page
+    assert ">VTAB-1k: 4 of 19 tasks</h2>" in page
     assert "Mean over 4 of 19 tasks" in page
     assert page.count(": missing</td>") == 15
     assert "Not on this page, because they could not be built: images@task=dtd, few_shot@task=dtd." in page

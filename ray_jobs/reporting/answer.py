@@ -1,0 +1,217 @@
+"""The answer of a report in words: a question and one sentence.
+
+In: the lines of report.json. Out: texts. Of several references of a method, the sentence takes the strongest; it speaks
+of the fewest labels first, and then of the most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipelines.spec import quantity
+from ray_jobs.evaluation.rows import MOST_FREQUENT
+from ray_jobs.reporting.verdicts import percent
+
+Line = Mapping[str, Any]
+REFERENCES = {  # by the kind of reference
+    "pixels": "the best classifier on pixels",
+    "untrained": "the untrained model",
+    "scratch": "the model trained from scratch",
+}
+PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
+
+
+def answer(numbers: Line) -> dict[str, str]:
+    """Return the question of a report and the sentence that answers it."""
+    trained = [score for score in numbers["vtab"] if score["trained"]]
+    whole = [line for line in numbers["accuracies"] if not line["apart"]]
+    if trained:
+        asked, said = "How good is the model on VTAB-1k?", _on_vtab(trained)
+    elif numbers["costs"] and len({group["task"] for group in numbers["costs"]}) == 1:
+        asked, said = "Which backbone is best?", _best_backbone(numbers)
+    elif numbers["verdicts"]:
+        asked, said = "Which method is best?", _compared(numbers["verdicts"])
+    elif len(whole) < len(numbers["accuracies"]):
+        asked = "How good is the model?"
+        said = (
+            "Nothing to compare: the model was trained on some of the test images, so its accuracies cover only parts"
+            " of them."
+        )
+    elif whole:
+        asked, said = "How good is the model?", _highest(whole)
+    elif others := [line for line in numbers.get("other_metrics", ()) if not line["apart"]]:
+        asked, said = "How good is the model?", _highest_metric(others)
+    elif audits := numbers.get("label_issues"):
+        asked = "Which labels are probably wrong?"
+        said = "; ".join(audit["headline"] for audit in audits) + "."
+    else:
+        kinds = Counter(stage["kind"] for stage in numbers["stages"])
+        listed = ", ".join(quantity(count, kind) for kind, count in sorted(kinds.items()))
+        asked, said = "What does this report show?", f"It shows {listed}; nothing was scored."
+    return {"question": asked, "headline": said[:1].upper() + said[1:]}
+
+
+def settings(verdicts: Sequence[Line]) -> list[list[Line]]:
+    """Group comparisons by task, number of labels and judged method, the strongest reference of each group first."""
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for verdict in verdicts:
+        key = verdict["task"], verdict["labels_per_class"], verdict["protocol"], verdict["artifact"]
+        groups.setdefault((*key, verdict["method"]), []).append(verdict)
+    return [sorted(group, key=lambda verdict: -verdict["reference_accuracy"]) for group in groups.values()]
+
+
+def _compared(verdicts: Sequence[Line]) -> str:
+    """Describe one method's comparisons on one task, with few labels and with many; otherwise count them.
+
+    Of several protocols with the same number of labels, the sentence takes the most accurate.
+    """
+    strongest = [group[0] for group in settings(verdicts)]
+    if len({(verdict["task"], verdict["method"]) for verdict in strongest}) > 1:
+        return _counted(strongest)
+    ordered = sorted(
+        strongest, key=lambda verdict: (verdict["labels_per_class"] or float("inf"), -verdict["accuracy"])
+    )
+    first = ordered[0]
+    last = next(
+        verdict for verdict in ordered if verdict["labels_per_class"] == ordered[-1]["labels_per_class"]
+    )
+    unknown = ", training images unknown" * first["unknown_training"]
+    said = (
+        f"{subject(first['method'])} reaches {percent(first['accuracy'])} with {_setting(first, unknown)} on"
+        f" {first['num_images']:,} test images, {_difference(first)}"
+    )
+    if last is first:
+        return f"{said}."
+    is_again = last["reference_kind"] == first["reference_kind"]
+    return f"{said}; with {_setting(last)}, {_difference(last, is_again)}."
+
+
+def _difference(verdict: Line, is_again: bool = False) -> str:
+    """Return '10.3 points (95% interval 8.4 to 12.2) above the best classifier on pixels'.
+
+    Args:
+        is_again: the sentence has named the reference before.
+    """
+    reference, value = REFERENCES[verdict["reference_kind"]], verdict["difference"]
+    if verdict["reference"].startswith(MOST_FREQUENT):
+        reference = "always answering the most frequent class"
+    interval = f"95% interval {magnitude(verdict['low'])} to {magnitude(verdict['high'])}"
+    if verdict["conclusion"] == "not told from zero":
+        if is_again:
+            return "the two cannot be told apart"
+        return f"not clearly different from {reference} ({magnitude(value, '+')} points, {interval})"
+    side = "above" if value > 0 else "below"
+    low, high = sorted(abs(verdict[bound]) for bound in ("low", "high"))
+    size = f"{magnitude(abs(value))} points (95% interval {magnitude(low)} to {magnitude(high)}) {side}"
+    return f"it is {size} it" if is_again else f"{size} {reference}"
+
+
+def _counted(strongest: Sequence[Line]) -> str:
+    counts = Counter(verdict["conclusion"] for verdict in strongest)
+    total, tasks = len(strongest), len({verdict["task"] for verdict in strongest})
+    where = f" on {tasks} tasks" if tasks > 1 else ""
+    return (
+        f"in {total} comparisons with the strongest reference{where}, the model is better in"
+        f" {counts['above zero']}, worse in {counts['below zero']}, and cannot be told apart in"
+        f" {counts['not told from zero']}."
+    )
+
+
+def _best_backbone(numbers: Line) -> str:
+    """Name the most accurate backbone, fine-tuned if any were, and say whether it is told from the second."""
+    groups = numbers["costs"]
+    group = next((group for group in groups if group["protocol"] == "fine-tuning"), groups[0])
+    best, second = group["lines"][:2]
+    images = next(
+        line["num_images"] for line in numbers["accuracies"] if line["artifact"] == best["artifact"]
+    )
+    said = (
+        f"{best['backbone']} is the most accurate of {len(group['lines'])} backbones:"
+        f" {percent(best['accuracy'])} with {group['labels'].partition(' (')[0]} ({_how(group['protocol'])}) on"
+        f" {images:,} test images"
+    )
+    if (difference := second["minus_best"]) is None:
+        return f"{said}; {second['backbone']} was scored on other images or labels."
+    low, high = sorted((-difference["low"], -difference["high"]))
+    interval = f"95% interval {magnitude(low)} to {magnitude(high)}"
+    if low > 0:
+        return f"{said}, {magnitude(-difference['value'])} points ({interval}) above {second['backbone']}."
+    lower = f"{magnitude(-difference['value'])} points lower ({interval})"
+    return f"{said}; {second['backbone']}, {lower}, cannot be told from it."
+
+
+def _highest(lines: Sequence[Line]) -> str:
+    tasks = {line["task"] for line in lines}
+    if len(tasks) > 1:
+        return f"{len(lines)} accuracies on {len(tasks)} tasks, without a comparison; the table lists them."
+    best = max(lines, key=lambda line: line["accuracy"])
+    interval = f"95% interval {percent(best['low'])} to {percent(best['high'])}"
+    said = f"with {_setting(best)} on {quantity(best['num_images'], 'test image')}"
+    if len(lines) == 1:
+        reached = f"{subject(best['method'])} reaches {percent(best['accuracy'])} ({interval}) {said}"
+        return f"{reached}; it is not compared with another method."
+    return (
+        f"the highest of {len(lines)} accuracies is {percent(best['accuracy'])} ({interval}), of"
+        f" {subject(best['method'])} {said}; nothing is compared, which"
+        " takes a model that was not trained on these labels before, and a reference with the same draws."
+    )
+
+
+def _highest_metric(lines: Sequence[Line]) -> str:
+    best = max(lines, key=lambda line: line["value"])
+    return (
+        f"the highest {best['metric']} is {percent(best['value'])}, of {subject(best['method'])}"
+        f" ({_how(best['protocol'])}) on {quantity(best['num_images'], 'test image')} of {best['task']}; it has no"
+        " interval."
+    )
+
+
+def _on_vtab(scores: Sequence[Line]) -> str:
+    """Return the mean of the best score with the most labels."""
+
+    def mean(score: Line) -> Line:
+        measured: Line = next(column for column in reversed(score["columns"]) if column["tasks"])
+        return measured
+
+    best = max(scores, key=lambda score: (mean(score)["tasks"], mean(score)["mean"]))
+    column, total = mean(best), len(best["tasks"])
+    over = f"all {total} tasks" if column["tasks"] == total else f"{column['tasks']} of the {total} tasks"
+    peers = sum(mean(score)["tasks"] == column["tasks"] for score in scores)
+    among = f", the best of {peers} scores" if peers > 1 else ""
+    labels = (
+        column["labels"]
+        if column["labels"].endswith(("labels", "shots", "shot"))
+        else f"{column['labels']} labels"
+    )
+    reached = f"{subject(best['method'])} reaches {percent(column['mean'])} with {labels}"
+    return f"{reached}, the mean of {over}{among}."
+
+
+def subject(method: str) -> str:
+    """Return a method as the subject of a sentence: 'the pretrained ViT (LoRA)' for 'ViT, pretrained, LoRA'."""
+    name, *parts = method.split(", ")
+    for part, form in {
+        "pretrained": "the pretrained {}",
+        "untrained": "the untrained {}",
+        "from scratch": "the {} trained from scratch",
+    }.items():
+        if part in parts:
+            rest = [other for other in parts if other != part]
+            return form.format(name) + (f" ({', '.join(rest)})" if rest else "")
+    return method
+
+
+def _setting(line: Line, more: str = "") -> str:
+    """Return '5 labels per class (linear probe)'."""
+    return f"{line['labels'].partition(' (')[0]} ({_how(line['protocol'])}{more})"
+
+
+def _how(protocol: str) -> str:
+    return PROTOCOLS.get(protocol, protocol.removeprefix("few-shot "))
+
+
+def magnitude(fraction: float, sign: str = "") -> str:
+    """Return percentage points: '8.4', or with a sign '+8.4'; a real minus sign."""
+    return f"{100 * fraction:{sign}.1f}".replace("-", "−")

@@ -1,0 +1,153 @@
+"""What the first screen of the page shows beside the answer: comparisons, power, trust, cost, and the model to use.
+
+In: the lines of report.json. Out: texts and plain dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from pipelines.spec import quantity
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST
+from ray_jobs.reporting.answer import Line, magnitude, settings
+
+SHOWN = 4  # groups of comparisons; the others are folded
+
+
+def first_screen(numbers: Line) -> dict[str, Any]:
+    """Return what the first screen shows beside the answer: groups, power, trust, cost, and the model to use."""
+    groups = settings(numbers["verdicts"])
+    return {
+        "compared": [_rows(group, numbers["accuracies"]) for group in groups],
+        "power": power([group[0] for group in groups]),
+        "trust": trust(numbers),
+        "cost": cost(numbers["stages"], numbers["environments"]),
+        "model": model(numbers),
+    }
+
+
+def _rows(group: Sequence[Line], accuracies: Sequence[Line]) -> dict[str, Any]:
+    """Return a group's heading and its methods, the most accurate first; each reference has its comparison."""
+    lines = {
+        (line["artifact"], line["method"], line["labels_per_class"], line["protocol"], line["task"]): line
+        for line in accuracies
+    }
+    first = group[0]
+    labels, task = first["labels_per_class"], first["task"]
+    rows = [
+        {"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}
+    ]
+    for verdict in group:
+        key = verdict["reference_artifact"], verdict["reference"], labels, verdict["reference_protocol"], task
+        rows.append({"line": lines[key], "verdict": verdict})
+    return {
+        "task": task,
+        "labels": first["labels"],
+        "unknown": first["unknown_training"],
+        "rows": sorted(rows, key=lambda row: -row["line"]["accuracy"]),
+    }
+
+
+def power(strongest: Sequence[Line]) -> str:
+    """Say which differences these test images are too few to show; empty without comparisons."""
+    parts: dict[str, None] = {}
+    for verdict in strongest:
+        draws = f"{quantity(verdict['draws'], 'draw')} of " if verdict["draws"] > 1 else ""
+        images = f"{draws}{verdict['labels'].partition(' (')[0]} and {verdict['num_images']:,} test images"
+        size = magnitude(verdict["detectable"])
+        parts.setdefault(f"with {images} a difference below {size} points cannot be seen")
+    text = "; ".join(parts) if len(parts) <= SHOWN else ""
+    return text and f"{text[0].upper()}{text[1:]}."
+
+
+def trust(numbers: Line) -> list[dict[str, Any]]:
+    """Return what speaks for and against the numbers: {text, is_good}."""
+    notes = [_leakage(numbers["stages"])] if numbers["accuracies"] or numbers.get("other_metrics") else []
+    for dataset in numbers["datasets"]:
+        if left_out := dataset["quarantined"]:
+            were = "was" if left_out == 1 else "were"
+            images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
+            notes.append((f"{dataset['name']}: {images}.", False))
+    if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
+        notes.append(("Some settings were chosen on test; these methods say so.", False))
+    total = len(numbers["verdicts"])
+    if total > 1:
+        above = sum(verdict["low"] > 0 for verdict in numbers["verdicts"])
+        below = sum(verdict["high"] < 0 for verdict in numbers["verdicts"])
+        still = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
+        text = f"{above} of {total} differences lie above zero, {below} below"
+        text += f"; adjusted for all {total} comparisons (Bonferroni), {still} lie above."
+        notes.append((text, above == still > 0))
+    return [{"text": text, "is_good": is_good} for text, is_good in notes]
+
+
+def _leakage(stages: Sequence[Line]) -> tuple[str, bool]:
+    """Say whether test images were among training images."""
+    measured = [stage for stage in stages if "test_images_seen_in_training" in stage["metrics"]]
+    seen, shared, near = (
+        {
+            stage["stage"]: count
+            for stage in measured
+            if (count := stage["metrics"].get(f"test_images_{name}"))
+        }
+        for name in ("seen_in_training", "also_in_train", "near_training_images")
+    )
+    unknown = [stage["stage"] for stage in stages if "unknown_training" in stage["metrics"]]
+    if seen:
+        named = ", ".join(f"{count:,} in {stage}" for stage, count in seen.items())
+        return f"Models were trained on some of their test images ({named}); these are scored apart.", False
+    if unknown:
+        named = ", ".join(unknown)
+        return (
+            f"The training images of the models behind {named} are unknown; test images may be among them.",
+            False,
+        )
+    said = ["No test image was used in training."]
+    for found, copy in ((shared, "a copy"), (near, "a near-copy")):
+        if found:
+            said.append(
+                f"Up to {quantity(max(found.values()), 'test image')} have {copy} among the training images."
+            )
+    return " ".join(said), len(said) == 1
+
+
+def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:
+    """Return the time in which a stage ran, the three longest stages, and the hours of cores and GPUs.
+
+    A stage may have used less of its machine, so the hours are an upper bound.
+    """
+    ends = sorted(
+        (datetime.fromisoformat(stage["finished"]).timestamp() - stage["seconds"], stage["seconds"])
+        for stage in stages
+    )
+    clock, until = 0.0, 0.0
+    for start, seconds in ends:  # stages may have run in parallel
+        clock += max(0.0, start + seconds - max(start, until))
+        until = max(until, start + seconds)
+    took = {stage["stage"]: stage["seconds"] for stage in stages}
+    hours: Counter[str] = Counter()
+    for environment in environments:
+        for unit, name in (("CPU", "core"), ("GPU", "GPU")):
+            if amount := environment["cluster"].get(unit):
+                hours[name] += amount * sum(took[stage] for stage in environment["stages"]) / 3600
+    longest = sorted(stages, key=lambda stage: -stage["seconds"])[:3]
+    return {"clock": clock, "hours": hours, "longest": longest}
+
+
+def model(numbers: Line) -> str | None:
+    """Return the artifact of the fine-tuned model to use: pretrained, with the most labels, the most accurate."""
+    models = {stage["artifact"] for stage in numbers["stages"] if stage["kind"] == "model"}
+    tuned = [line for line in numbers["accuracies"] if line["artifact"] in models]
+    best = max(
+        tuned,
+        key=lambda line: (
+            "pretrained" in line["method"],
+            line["labels_per_class"] or float("inf"),
+            line["accuracy"],
+        ),
+        default=None,
+    )
+    return best and best["artifact"]

@@ -1,0 +1,168 @@
+"""The sentence that answers a report's question, and what stands beside it, from lines of report.json."""
+
+from typing import Any
+
+import pytest
+
+from ray_jobs.reporting.answer import answer, subject
+from ray_jobs.reporting.first_screen import cost, model, power, trust
+
+NOTHING: dict[str, Any] = {
+    "vtab": [],
+    "costs": [],
+    "verdicts": [],
+    "accuracies": [],
+    "datasets": [],
+    "stages": [],
+}
+
+
+def accuracy(
+    artifact: str, method: str = "ViT, pretrained", labels: int | None = None, value: float = 0.9
+) -> Any:
+    return {
+        "artifact": artifact,
+        "method": method,
+        "task": "pets",
+        "labels_per_class": labels,
+        "labels": "all labels" if labels is None else f"{labels} labels per class (up to 50 in total)",
+        "protocol": "fine-tuning",
+        "accuracy": value,
+        "low": value - 0.05,
+        "high": value + 0.05,
+        "num_images": 100,
+        "apart": False,
+    }
+
+
+def verdict(task: str, low: float, high: float, **fields: Any) -> dict[str, Any]:
+    conclusion = "above zero" if low > 0 else "below zero" if high < 0 else "not told from zero"
+    return (
+        accuracy("a")
+        | {"task": task, "accuracy": 0.9, "reference": "RBF SVM", "reference_kind": "pixels", "draws": 1}
+        | {
+            "reference_accuracy": 0.8,
+            "difference": (low + high) / 2,
+            "low": low,
+            "high": high,
+            "detectable": 0.031,
+        }
+        | {"adjusted_low": low - 0.05, "conclusion": conclusion, "unknown_training": False}
+        | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (
+            {"value": -0.021, "low": -0.034, "high": -0.008},
+            ", 2.1 points (95% interval 0.8 to 3.4) above wide.",
+        ),
+        (
+            {"value": -0.005, "low": -0.02, "high": 0.01},
+            "; wide, 0.5 points lower (95% interval −1.0 to 2.0), cannot be told from it.",
+        ),
+        (None, "; wide was scored on other images or labels."),
+    ],
+)
+def test_the_best_backbone_is_told_from_the_second_or_not(second: dict[str, float] | None, said: str) -> None:
+    lines = [
+        {"backbone": name, "artifact": name, "accuracy": 0.9, "minus_best": minus}
+        for name, minus in (("small", None), ("wide", second))
+    ]
+    group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines}
+    found = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})
+    begin = "Small is the most accurate of 2 backbones: 90.0% with all labels (fine-tuned) on 100 test images"
+    assert found == {"question": "Which backbone is best?", "headline": begin + said}
+
+
+def test_comparisons_on_several_tasks_are_counted() -> None:
+    verdicts = [
+        verdict("a", 0.1, 0.2),
+        verdict("b", -0.2, -0.1),
+        verdict("c", -0.1, 0.1),
+        verdict("d", 0.1, 0.3),
+    ]
+    assert answer(NOTHING | {"verdicts": verdicts})["headline"] == (
+        "In 4 comparisons with the strongest reference on 4 tasks, the model is better in 2, worse in 1, and"
+        " cannot be told apart in 1."
+    )
+
+
+def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_called_that() -> None:
+    one = verdict("a", 0.1, 0.2, unknown_training=True, reference="most frequent class")
+    said = answer(NOTHING | {"verdicts": [one]})["headline"]
+    assert "(fine-tuned, training images unknown)" in said
+    assert said.endswith("above always answering the most frequent class.")
+
+
+def test_power_is_said_once_for_each_number_of_labels() -> None:
+    few = {"labels_per_class": 5, "labels": "5 labels per class (up to 50 in total)", "draws": 20}
+    assert power([verdict("a", 0.1, 0.2, **few), verdict("a", 0.1, 0.2)]) == (
+        "With 20 draws of 5 labels per class and 100 test images a difference below 3.1 points cannot be seen; with"
+        " all labels and 100 test images a difference below 3.1 points cannot be seen."
+    )
+    assert power([]) == ""
+
+
+def stage(name: str, seconds: float, finished: str, **metrics: Any) -> dict[str, Any]:
+    fields = {"stage": name, "artifact": name, "kind": "model", "seconds": seconds, "metrics": metrics}
+    return fields | {"finished": f"2026-11-25T{finished}+00:00"}
+
+
+def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_there() -> None:
+    stages = [stage("a", 60, "10:01:00"), stage("b", 60, "10:01:30"), stage("c", 30, "11:00:00")]
+    machines = [
+        {"cluster": {"CPU": 4.0, "memory": 1e9}, "stages": ["a", "b"]},
+        {"cluster": {"CPU": 2.0, "GPU": 1.0}, "stages": ["c"]},
+    ]
+    found = cost(stages, machines)
+    assert found["clock"] == pytest.approx(90 + 30)
+    assert found["hours"] == pytest.approx({"core": (4 * 120 + 2 * 30) / 3600, "GPU": 30 / 3600})
+    assert [each["stage"] for each in found["longest"]] == ["a", "b", "c"]
+
+
+def test_settings_chosen_on_test_are_not_trusted() -> None:
+    lines = [accuracy("s", "ViT, pretrained, settings chosen on test")]
+    assert {"text": "Some settings were chosen on test; these methods say so.", "is_good": False} in trust(
+        NOTHING | {"accuracies": lines}
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"seen": 0}, "No test image was used in training."),
+        ({"seen": 0, "near": 3}, "Up to 3 test images have a near-copy among the training images."),
+        ({"seen": 7}, "(7 in s); these are scored apart."),
+        ({"seen": 0, "unknown": "x"}, "test images may be among them."),
+    ],
+)
+def test_trust_begins_with_leakage(metrics: dict[str, Any], said: str) -> None:
+    names = {
+        "seen": "test_images_seen_in_training",
+        "near": "test_images_near_training_images",
+        "unknown": "unknown_training",
+    }
+    measured = stage("s", 1, "10:00:00", **{names[name]: value for name, value in metrics.items()})
+    (first,) = trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured]})
+    assert first["text"].endswith(said) and first["is_good"] == (metrics == {"seen": 0})
+
+
+def test_the_model_to_use_is_pretrained_and_has_seen_the_most_labels() -> None:
+    lines = [
+        accuracy("few", labels=10, value=0.99),
+        accuracy("all"),
+        accuracy("scratch", "ViT, from scratch", value=0.95),
+        accuracy("pixels", "RBF SVM", value=1.0),
+    ]
+    stages = [stage(name, 1, "10:00:00") for name in ("few", "all", "scratch")]
+    assert model(NOTHING | {"accuracies": lines, "stages": stages}) == "all"
+    assert model(NOTHING | {"accuracies": lines[3:], "stages": stages}) is None
+
+
+def test_methods_become_subjects() -> None:
+    assert subject("ViT, pretrained, LoRA") == "the pretrained ViT (LoRA)"
+    assert subject("ViT, from scratch") == "the ViT trained from scratch"
+    assert subject("pixels, standardised") == "pixels, standardised"
