@@ -55,8 +55,7 @@ class Examined(NamedTuple):
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
         if not self.listing.class_names:
-            yield f"found {self.classes}"
-            yield from self.listing.notes
+            yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
             return
         labels, splits = (Counter(self.listing.entries[name].to_pylist()) for name in ("label", "split"))
         official = {split: number for split, number in splits.items() if split is not None}

@@ -71,7 +71,7 @@ def test_images_without_labels_are_embedded(
         pipeline = load_pipeline(str(file))
         assert [stage.job for stage in pipeline.stages.values()] == ["ingest", job, "embed", "report"]
         assert pipeline.stages["images"].source.labels is False  # type: ignore[union-attr]
-    assert "3 images without labels" in capsys.readouterr().out
+    assert "found 3 files; images without labels" in capsys.readouterr().out
     with pytest.raises(RecipeError, match="without labels nothing tells which is best"):
         init.write_recipe(tmp_path / "x.yaml", photos, "folder", weights, "s", init.Console())
 
