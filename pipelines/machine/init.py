@@ -43,8 +43,8 @@ GPU_CHOICES = (
 )
 CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
 ADVICE = (
-    "{number:,} images are few: a ViT trained on them from scratch will be weak. Pretrained weights help most: --from {weights} (from the Hugging Face hub), or a file or folder"
-    " of Google's, timm's or Hugging Face's weights"
+    "{number:,} images are few: a ViT trained on them from scratch will be weak. Pretrained weights help most:"
+    " --from {weights} (from the Hugging Face hub), or a file or folder of Google's, timm's or Hugging Face's weights"
 )
 
 
