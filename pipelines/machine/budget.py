@@ -53,7 +53,7 @@ def this_machine() -> Machine:
 
 
 class Fits(NamedTuple):
-    """The trainings of a fine-tuning: trials, and one refit."""
+    """The trainings of a fine-tuning: trials, and one refit; or one training without trials."""
 
     architecture: Architecture
     trials: int
@@ -72,8 +72,9 @@ def estimate(stages: Sequence[Fits], machine: Machine) -> str:
     batch_size = min(64, max(8, round(MEASURED_FLOPS / per_image)))
     resolution = cheapest.image_shape[0]
     trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
-    size, parallel = size_of(cheapest, head=True), machine.parallel(trials)
-    rates = images_per_second(size, resolution, batch_size, machine.threads(trials))
+    together = max(1, trials)  # a single training has no trials
+    size, parallel = size_of(cheapest, head=True), machine.parallel(together)
+    rates = images_per_second(size, resolution, batch_size, machine.threads(together))
     slowest, fastest = min(now for now, _ in rates), max(alone for _, alone in rates)
     rounds = max(fits / parallel, math.ceil(trials / parallel) + 1)  # a stage's refit waits for its trials
     images = sum(stage.flops for stage in stages) / per_image * rounds / fits
@@ -82,7 +83,7 @@ def estimate(stages: Sequence[Fits], machine: Machine) -> str:
         fastest > 1.3 * slowest
     )
     return (
-        f"about {range_} in all on {machine}{busy}: {fits} trainings of {stages[0].steps:,} steps of"
+        f"about {range_} in all on {machine}{busy}: {quantity(fits, 'training')} of {stages[0].steps:,} steps of"
         f" {stages[0].batch_size} images, the {'smallest model' if len(stages) > 1 else 'model'} at {slowest:,.3g} to"
         f" {fastest:,.3g} images/s measured here"
     )

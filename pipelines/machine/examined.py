@@ -21,6 +21,8 @@ from pipelines.spec import SOURCE_TYPES, RecipeError, Source
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
 from ray_jobs.sources.readers.features import counted
+from ray_jobs.sources.readers.folder import EXTENSIONS
+from ray_jobs.sources.readers.label_tables import TABLES
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import open_image
 
@@ -39,7 +41,8 @@ class Examined(NamedTuple):
 
     @property
     def classes(self) -> str:
-        return f"{len(self.listing.entries)} images of {len(self.listing.class_names)} classes"
+        number = len(self.listing.class_names)
+        return f"{len(self.listing.entries)} images {f'of {number} classes' if number else 'without labels'}"
 
     def source_text(self) -> str:
         """Return the source as YAML on one line."""
@@ -51,6 +54,9 @@ class Examined(NamedTuple):
 
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
+        if not self.listing.class_names:
+            yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
+            return
         labels, splits = (Counter(self.listing.entries[name].to_pylist()) for name in ("label", "split"))
         official = {split: number for split, number in splits.items() if split is not None}
         drawn = (
@@ -164,8 +170,19 @@ def _source_fields(images: Path, source: str) -> dict[str, Any]:
             f"--source: unknown kind {fields.get('kind')!r}; expected one of: {', '.join(kinds)}"
         )
     root = images.expanduser().resolve()
-    name = {"name": root.name} if fields["kind"] == "folder" else {}
-    return {"kind": fields["kind"]} | name | fields | {"root": str(root)}
+    more: dict[str, Any] = {}
+    if fields["kind"] == "folder":
+        more = {"name": root.name} | ({"labels": False} if _is_flat(root) else {})
+    return {"kind": fields["kind"]} | more | fields | {"root": str(root)}
+
+
+def _is_flat(root: Path) -> bool:
+    """Return whether a folder has images but no folders, which would be classes, and no table of labels."""
+    if not root.is_dir():
+        return False
+    files = [path for path in root.iterdir() if not path.name.startswith(".")]
+    is_table = any(path.name in TABLES or path.is_dir() for path in files)
+    return not is_table and any(path.suffix.lower() in EXTENSIONS for path in files)
 
 
 def write_checked(file: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from pipelines.machine import pretrained
 from pipelines.machine.budget import Fits, Machine, described, estimate, this_machine
 from pipelines.machine.examined import Examined, examine, write_checked
-from pipelines.spec import ModelSize
+from pipelines.spec import ModelSize, RecipeError
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
@@ -43,9 +43,8 @@ GPU_CHOICES = (
 )
 CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
 ADVICE = (
-    "{number:,} images are few: a ViT trained on them from scratch will be weak, often no better than the report's"
-    " pixel baselines. Pretrained weights help most: --from {weights} (from the Hugging Face hub), or a file or folder"
-    " of Google's, timm's or Hugging Face's weights"
+    "{number:,} images are few: a ViT trained on them from scratch will be weak. Pretrained weights help most:"
+    " --from {weights} (from the Hugging Face hub), or a file or folder of Google's, timm's or Hugging Face's weights"
 )
 
 
@@ -78,11 +77,12 @@ def write_recipe(
             if backbones
             else ADVICE.format(number=number, weights=pretrained.EXAMPLES[machine.gpus > 0])
         )
-    text = (
-        pretrained.recipe(file, examined, backbones, machine, say)
-        if backbones
-        else _from_scratch(file, examined, machine, say)
-    )
+    if not examined.listing.class_names:
+        text = _without_labels(file, examined, backbones, machine, say)
+    elif backbones:
+        text = pretrained.recipe(file, examined, backbones, machine, say)
+    else:
+        text = _from_scratch(file, examined, machine, say)
     write_checked(file, text)
     say(f"wrote {file}; next: vitflow run {file}{pretrained.settings(backbones, say)}")
 
@@ -112,6 +112,65 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
 {pretrained.PIXELS}"""
     description = f"A ViT trained on {images.name}, beside baselines on pixels."
     return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
+
+
+def _without_labels(
+    file: Path,
+    images: Examined,
+    backbones: Sequence[pretrained.Backbone],
+    machine: Machine,
+    say: Callable[[str], None],
+) -> str:
+    """Return a recipe that groups images by their features: of pretrained weights, or of a ViT that learns from them.
+
+    Raises:
+        RecipeError: there are several backbones, which cannot be compared without labels.
+    """
+    if len(backbones) > 1:
+        raise RecipeError(
+            f"--from: {len(backbones)} weights, but without labels nothing tells which is best; give one"
+        )
+    say("without labels there is no accuracy: the report shows groups of images that the model finds alike")
+    if backbones:
+        (backbone,) = backbones
+        say(f"{backbone.name}: {described(backbone.architecture)}")
+        stages, model = backbone.stage(), backbone.name
+    else:
+        stages, model = _pretraining(images, machine, say), "vit"
+    stages += f"""
+
+  # A feature per image, in Parquet.
+  embed:
+    job: embed
+    data: images
+    backbone: {model}
+    threads: {machine.threads(1)}
+"""
+    title = f"Groups in {images.name}"
+    description = f"Features of {images.name}, which has no labels, and groups of images that are alike."
+    return images.recipe(file, description, stages, title, [model, "embed"])
+
+
+def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
+    """Return the stage of a pretraining without labels, as YAML."""
+    side = images.typical_side()
+    choice = _choose(side, len(images.listing.entries), machine.gpus)
+    architecture = choice.model.architecture(choice.resolution, 3, 0)
+    say(f"images are about {side} pixels per side; chose a {described(architecture)}")
+    say(estimate([Fits(architecture, 0, choice.steps, choice.batch_size)], machine))
+    size = choice.model
+    return f"""\
+  # A masked autoencoder: the ViT sees a quarter of an image's patches, and a decoder predicts the others.
+  vit:
+    job: pretrain
+    data: images
+    objective: mae
+    model: {{patch_size: {size.patch_size}, width: {size.width}, depth: {size.depth}, num_heads: {size.num_heads}}}
+    resolution: {choice.resolution}
+    steps: {choice.steps}
+    batch_size: {choice.batch_size}
+    learning_rate: 1.0e-3
+    augment: resized_crop_flip"""
 
 
 def _choose(side: int, images: int, gpus: int) -> Choice:

@@ -46,6 +46,8 @@ def answer(numbers: Line) -> dict[str, str]:
     elif audits := numbers.get("label_issues"):
         asked = "Which labels are probably wrong?"
         said = "; ".join(audit["headline"] for audit in audits) + "."
+    elif embeddings := numbers.get("embeddings"):
+        asked, said = "What kinds of images are there?", _clustered(embeddings[0])
     else:
         kinds = Counter(stage["kind"] for stage in numbers["stages"])
         listed = ", ".join(quantity(count, kind) for kind, count in sorted(kinds.items()))
@@ -86,6 +88,15 @@ def _compared(verdicts: Sequence[Line]) -> str:
         return f"{said}."
     is_again = last["reference_kind"] == first["reference_kind"]
     return f"{said}; with {_setting(last)}, {_difference(last, is_again)}."
+
+
+def _clustered(embedding: Line) -> str:
+    sizes = [cluster["images"] for cluster in embedding["clusters"]]
+    groups = quantity(len(sizes), "cluster")
+    return (
+        f"by the features of {embedding['stage']}, {sum(sizes):,} training images form {groups}"
+        f" of {min(sizes, default=0):,} to {max(sizes, default=0):,} images; without labels, nothing was scored."
+    )
 
 
 def _difference(verdict: Line, is_again: bool = False) -> str:

@@ -100,18 +100,14 @@ def _leakage(stages: Sequence[Line]) -> tuple[str, bool]:
         named = ", ".join(f"{count:,} in {stage}" for stage, count in seen.items())
         return f"Models were trained on some of their test images ({named}); these are scored apart.", False
     if unknown:
-        named = ", ".join(unknown)
-        return (
-            f"The training images of the models behind {named} are unknown; test images may be among them.",
-            False,
-        )
-    said = ["No test image was used in training."]
+        said = f"The training images of the models behind {', '.join(unknown)} are unknown"
+        return f"{said}; test images may be among them.", False
+    parts = ["No test image was used in training."]
     for found, copy in ((shared, "a copy"), (near, "a near-copy")):
         if found:
-            said.append(
-                f"Up to {quantity(max(found.values()), 'test image')} have {copy} among the training images."
-            )
-    return " ".join(said), len(said) == 1
+            images = quantity(max(found.values()), "test image")
+            parts.append(f"Up to {images} have {copy} among the training images.")
+    return " ".join(parts), len(parts) == 1
 
 
 def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
     attention,
+    clusters,
     costs,
     figures,
     lines,
@@ -82,6 +83,7 @@ def gather(context: Context[Report]) -> ReportData:
         for manifest in manifests
         if (curves := figures.measured_in_training(finished_log(store, manifest), manifest))
     }
+    embedded = _embedded(store, manifests)
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     numbers = {
@@ -95,6 +97,7 @@ def gather(context: Context[Report]) -> ReportData:
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests),
         **_audits(parts),
+        **_clusters(parts, embedded),
     }
     about = {
         "format_version": FORMAT_VERSION,
@@ -108,7 +111,8 @@ def gather(context: Context[Report]) -> ReportData:
         rows,
         predictions,
         figures=figures.draw(entries, numbers, measured),
-        sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
+        sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()}
+        | {key: clusters.sheet(tested[key], found) for key, found in embedded.items() if key in tested},
         images=_images(numbers, tested),
         looked=_looked(store, manifests, numbers["mistakes"], tested),
     )
@@ -193,6 +197,27 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
         if manifest.kind == "audit"
     ]
     return {"label_issues": audits} if audits else {}
+
+
+def _embedded(store: Store, manifests: Iterable[Manifest]) -> dict[str, list[clusters.Cluster]]:
+    """Return artifact -> the clusters of each embedding."""
+    return {
+        manifest.key: clusters.clusters_of(local_files(store, manifest))
+        for manifest in manifests
+        if manifest.kind == "embedding"
+    }
+
+
+def _clusters(
+    parts: Sequence[provenance.Part], embedded: Mapping[str, Sequence[clusters.Cluster]]
+) -> dict[str, Any]:
+    """Return the clusters of embeddings, if there are any."""
+    lines = [
+        {**_origin(stage, manifest), "clusters": [cluster._asdict() for cluster in embedded[manifest.key]]}
+        for stage, manifest, _ in parts
+        if manifest.key in embedded
+    ]
+    return {"embeddings": lines} if lines else {}
 
 
 def _small_files(store: Store, manifest: Manifest) -> Path:

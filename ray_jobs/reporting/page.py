@@ -36,7 +36,6 @@ def render(data: ReportData) -> str:
         keep_trailing_newline=True,
     )
     filters = (percent, points, duration, number, day, mebibytes, setting)
-    filters = (percent, points, duration, number, day, mebibytes, setting)
     environment.filters |= {function.__name__: function for function in filters}
     numbers = data.numbers
     screen = first_screen(numbers)
@@ -44,7 +43,6 @@ def render(data: ReportData) -> str:
         **numbers,
         screen=screen,
         shown=0 if numbers["vtab"] else SHOWN,
-        is_scored=bool(numbers["accuracies"] or numbers.get("other_metrics")),
         has_curves=has_curves(data),
         sections=sections(data),
         plots=plots,

@@ -17,6 +17,8 @@ from markupsafe import Markup
 from ray_jobs.reporting import svg
 from ray_jobs.reporting.svg import LEFT, RIGHT, WIDTH, Panel, Scale, element, spread
 
+BOX = 130  # the width of a stage in the drawing of the lineage
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -265,7 +267,7 @@ def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
         name: deepest for name in members if name not in used and before[name]
     }  # results stand at the right
     columns = [[name for name in members if depth[name] == level] for level in range(deepest + 1)]
-    width, height = 136, 46 * max(map(len, columns))
+    width, height = BOX + 28, 46 * max(map(len, columns))
     places = {
         name: (level * width, (row + 0.5) * height / len(column))
         for level, column in enumerate(columns)
@@ -278,7 +280,7 @@ def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float]) -> Markup:
-    x, left = start[0] + 108, end[0]
+    x, left = start[0] + BOX, end[0]
     path = f"M{x:g} {start[1]:.1f}C{x + 20:g} {start[1]:.1f} {left - 20:g} {end[1]:.1f} {left:g} {end[1]:.1f}"
     return element("path", d=path, class_="edge", aria_hidden="true")
 
@@ -286,9 +288,9 @@ def _edge(start: tuple[float, float], end: tuple[float, float]) -> Markup:
 def _node(x: float, y: float, name: str, group: Sequence[Mapping[str, Any]]) -> Markup:
     """Draw a stage as a box with its job and its time."""
     seconds, count = sum(stage["seconds"] for stage in group), len(group)
-    about = f"{group[0]['job']}, {seconds:,.0f} s" + f", {count} results" * (count > 1)
+    about = f"{group[0]['job']}{f' ×{count}' if count > 1 else ''}, {seconds:,.0f} s"
     parts = [
-        element("rect", x=x, y=y - 18, width=108, height=36, rx=5, class_="node"),
+        element("rect", x=x, y=y - 18, width=BOX, height=36, rx=5, class_="node"),
         svg.text(x + 7, y - 3, _cut(name), "start", class_="name"),
         svg.text(x + 7, y + 11, about, "start", class_="about"),
     ]
@@ -300,16 +302,17 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> Markup:
     size, shares = len(class_names), counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     names = [_cut(name) for name in class_names]
     longest = max(map(len, names))
-    left = max(54.0, 24.0 + 7 * longest)
-    cell = min(38.0, (WIDTH - left) / size)
-    top = 24 + (7 * longest if (is_turned := longest > 3) else 12)
+    left = max(54.0, 24.0 + 6.5 * longest)
+    cell = min(38.0, max(13.0, (WIDTH - left) / size))  # a line of text
+    top = 24 + (6.5 * longest if (is_turned := longest > 3) else 12)
+    look = {"class_": "small"} if cell < 18 else {}
     parts = [svg.text(left, 12, "prediction →", "start"), svg.text(left - 8, 12, "label ↓", "end")]
     for place, name in enumerate(names):
         middle = (place + 0.5) * cell
         x, y = left + middle, top - 6
         turn = {"transform": f"rotate(-90 {x + 4:.1f} {y:.1f})"} if is_turned else {}
-        parts.append(svg.text(x + 4 * is_turned, y, name, "start" if is_turned else "middle", **turn))
-        parts.append(svg.text(left - 8, top + middle + 4, name, "end"))
+        parts.append(svg.text(x + 4 * is_turned, y, name, "start" if is_turned else "middle", **turn, **look))
+        parts.append(svg.text(left - 8, top + middle + 4, name, "end", **look))
     for row, column in zip(*counts.nonzero(), strict=True):
         share, is_correct = shares[row, column], row == column
         opacity = 0.12 + 0.6 * share if is_correct else min(0.9, 0.2 + 2 * share)
@@ -320,7 +323,8 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> Markup:
         if size <= 15:
             label = f"{counts[row, column]:g}"
             parts.append(svg.text(x + cell / 2, y + cell / 2 + 4, label, class_="count", aria_hidden="true"))
-    return svg.figure("Confusion matrix: labels down, predictions across", top + size * cell + 4, *parts)
+    label, width = "Confusion matrix: labels down, predictions across", max(WIDTH, left + size * cell + 4)
+    return svg.figure(label, top + size * cell + 4, *parts, width=width)
 
 
 def _value(value: Any) -> str:

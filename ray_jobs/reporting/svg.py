@@ -150,8 +150,8 @@ def _mark(x: float, y: float, colour: int, shape: int, title: str = "", style: s
 
 
 def series(number: int) -> str:
-    """Return the class of a series' colour; series 0 has the first colour."""
-    return f"s{number % COLOURS + 1}"
+    """Return the class of a series' colour; series 0 has the first colour, -1 that of text."""
+    return "ink" if number < 0 else f"s{number % COLOURS + 1}"
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", **attributes: str) -> Markup:

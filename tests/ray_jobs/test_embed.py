@@ -198,7 +198,7 @@ stages:
     batch_size: 4
     learning_rate: 0.001
   embed: {{job: embed, data: photos, backbone: pretrain}}
-  report: {{job: report, title: Photos, of: [photos, pretrain]}}
+  report: {{job: report, title: Photos, of: [photos, pretrain, embed]}}
 """
 
 
@@ -222,6 +222,11 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
     assert "9 images without labels" in card.read_text()
     listed = vitflow_local("list", "--kind", "embeddings", "--store", tmp_path / "s", "--json").stdout
     assert [row["metrics"]["images"] for row in json.loads(listed)] == [9]
+    report = json.loads(vitflow_local("report", "show", "--store", tmp_path / "s", "--json").stdout)
+    assert [cluster["images"] for cluster in report["embeddings"][0]["clusters"]] == [9]
+    assert report["headline"].startswith("By the features of embed, 9 training images form 1 cluster")
+    (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
+    assert "9 training, 0 dev and 0 test images without labels" in page.read_text()
 
 
 def test_a_prefix_on_s3_becomes_features_on_s3(

@@ -12,6 +12,10 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.spec import RecipeError
 from tests.support.archives import tar
 from tests.support.cifar import members
+from tests.support.vits import TINY, contract_for
+from vit_model.config import ViTConfig
+from vit_model.model import ViT
+from vit_model.weights import save_model
 
 
 @pytest.mark.parametrize(
@@ -48,6 +52,28 @@ def test_an_archive_of_a_folder_is_as_the_folder(
         assert source.root == str(images)
         said.append(capsys.readouterr().out.replace(str(file), "").replace(str(images), ""))
     assert said[0] == said[1] and "2 images of 2 classes" in said[0] and "about 40 pixels" in said[0]
+
+
+def test_images_without_labels_are_embedded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(init, "estimate", lambda *_: "")
+    photos, weights = tmp_path / "photos", [str(tmp_path / name) for name in ("a", "b")]
+    photos.mkdir()
+    for number in range(3):
+        Image.new("RGB", (40, 50)).save(photos / f"{number}.png")
+    for depth, folder in enumerate(weights, 1):
+        config = ViTConfig.model_validate(TINY | {"depth": depth})
+        save_model(Path(folder), ViT(config), contract_for(config))
+    for used, job in (([], "pretrain"), (weights[:1], "import")):
+        file = tmp_path / f"{job}.yaml"
+        init.write_recipe(file, photos, "folder", used, "s", init.Console())
+        pipeline = load_pipeline(str(file))
+        assert [stage.job for stage in pipeline.stages.values()] == ["ingest", job, "embed", "report"]
+        assert pipeline.stages["images"].source.labels is False  # type: ignore[union-attr]
+    assert "found 3 files; images without labels" in capsys.readouterr().out
+    with pytest.raises(RecipeError, match="without labels nothing tells which is best"):
+        init.write_recipe(tmp_path / "x.yaml", photos, "folder", weights, "s", init.Console())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Clusters of an embedding: groups of images that a model finds alike, whether or not they have labels.
+
+k-means of the features of up to MAX_IMAGES training images, drawn with a fixed seed. Each feature is divided by its
+length, so that the angle between two decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
+from threadpoolctl import threadpool_limits
+
+from ray_jobs.data.shards import Dataset
+from ray_jobs.randomness import Purpose
+from ray_jobs.reporting.pictures import Tiles, data_urls
+
+MAX_IMAGES = 10_000
+MAX_CLUSTERS, IMAGES_PER_CLUSTER = 12, 10  # fewer clusters if they would have fewer images on average
+SHOWN = 8  # images nearest to a cluster's centre
+
+
+class Cluster(NamedTuple):
+    """The number of images in a cluster, and the ids of those nearest to its centre, the nearest first."""
+
+    images: int
+    nearest: list[str]
+
+
+def clusters_of(folder: Path) -> list[Cluster]:
+    """Return the clusters of the training images of an embedding's files, the largest first."""
+    ids, features = _sample(sorted(folder.glob("images/*.parquet")))
+    if not len(ids):
+        return []
+    features /= np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    number = int(np.clip(len(ids) // IMAGES_PER_CLUSTER, 1, MAX_CLUSTERS))
+    with threadpool_limits(1):
+        found = KMeans(number, n_init=4, random_state=Purpose.CLUSTERS).fit(features)
+        distances = found.transform(features)
+    clusters = []
+    for label in range(number):
+        members = np.flatnonzero(found.labels_ == label)
+        nearest = members[np.argsort(distances[members, label], kind="stable")[:SHOWN]]
+        clusters.append(Cluster(len(members), ids.take(pa.array(nearest)).to_pylist()))
+    return sorted(clusters, key=lambda cluster: -cluster.images)
+
+
+def _sample(files: list[Path]) -> tuple[pa.Array, NDArray[np.float32]]:
+    """Return the ids [n] and features [n, width] of the drawn training images."""
+    splits = [pq.read_table(file, columns=["split"])["split"] for file in files]
+    is_train = np.concatenate([pc.equal(split, "train").to_numpy(zero_copy_only=False) for split in splits])
+    rng = np.random.default_rng([0, Purpose.CLUSTERS])
+    drawn = np.zeros(len(is_train), bool)
+    drawn[rng.permutation(np.flatnonzero(is_train))[:MAX_IMAGES]] = True
+    tables, start = [], 0
+    for file, split in zip(files, splits, strict=True):
+        rows = drawn[start : start + len(split)]
+        start += len(split)
+        tables.append(pq.read_table(file, columns=["sample_id", "feature"]).filter(pa.array(rows)))
+    table = pa.concat_tables(tables).combine_chunks()
+    width = table.schema.field("feature").type.list_size
+    values = table["feature"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return table["sample_id"].combine_chunks(), np.array(values, np.float32).reshape(-1, width)
+
+
+def sheet(dataset: Dataset, clusters: list[Cluster]) -> list[Tiles]:
+    """Return the images nearest to each cluster's centre."""
+    rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids("train"))}
+    shown = [rows[sample_id] for cluster in clusters for sample_id in cluster.nearest]
+    urls: Iterator[str] = iter(data_urls(dataset, "train", shown))
+    return [
+        Tiles(
+            f"{cluster.images:,} image{'s' * (cluster.images > 1)}",
+            tuple(next(urls) for _ in cluster.nearest),
+        )
+        for cluster in clusters
+    ]
