@@ -1,0 +1,114 @@
+"""A model of the store in another library's format, with its card.
+
+In: a store and a model's manifest. Out: the files in a folder, and lines for the user: what the format does not keep, and
+what was measured. `vitflow export` and `vitflow push` use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from pipelines.results.card import Facts, Format, facts_of, render
+from pipelines.results.licences import license_to_publish
+from pipelines.spec import RecipeError
+from pipelines.store import Manifest, Store, model_folder
+from vit_model.build import Network
+from vit_model.contract import ModelContract
+from vit_model.errors import UserError
+from vit_model.formats import hugging_face, npz, onnx, timm
+from vit_model.formats.files import README
+from vit_model.model import ViT
+from vit_model.weights import load_model
+
+
+class Model(NamedTuple):
+    """A model to export, and what the store knows of it."""
+
+    store: Store
+    facts: Facts
+    network: Network
+    contract: ModelContract
+
+    def licensed(self, stated: str | None) -> Model:
+        """Return the model under the licence that it is published with; `stated`: by the user.
+
+        Raises:
+            RecipeError: a licence is unknown or forbids it.
+        """
+        chosen = license_to_publish(stated, self.contract.license, self.facts.origins)
+        return self._replace(contract=self.contract.model_copy(update={"license": chosen}))
+
+    def write(self, to: Format, folder: Path, place: str) -> list[str]:
+        """Write the files and the card; return a line for each property that the format does not keep.
+
+        Args:
+            place: the folder's name or the hub's ORG/NAME, from which the card's code loads the model.
+
+        Raises:
+            RecipeError: the format does not support the model, or an extra is not installed.
+        """
+        try:
+            lines = list(_write(to, folder, self.network, self.contract))
+        except (UserError, ImportError) as error:
+            raise RecipeError(f"{self.facts.manifest.key[:12]} as {to}: {error}") from None
+        card = render(self.facts, self.contract, to, place, lines)
+        (folder / README).write_text(card, encoding="utf-8")
+        return lines
+
+    def write_int8(self, folder: Path, place: str, max_drop: float) -> list[str]:
+        """Write an ONNX file of 8-bit weights, and the card; return what was measured as lines.
+
+        Raises:
+            RecipeError: as `write`; or it is slower than float32, or less accurate by more than `max_drop` points.
+        """
+        with TemporaryDirectory() as temporary:
+            fp32, small = (parent / "model.onnx" for parent in (Path(temporary), folder))
+            self.write("onnx", fp32.parent, place)
+            try:
+                onnx.quantise(fp32, small)
+            except ImportError as error:
+                raise RecipeError(f"{self.facts.manifest.key[:12]} in 8 bits: {error}") from None
+            from pipelines.machine import int8  # with onnxruntime
+
+            measured = int8.measure(
+                self.store, self.facts.manifest, self.contract, (fp32, small), max_drop
+            )
+        card = render(self.facts, self.contract, "onnx", place, [], measured)
+        (folder / README).write_text(card, encoding="utf-8")
+        return list(int8.in_lines(measured))
+
+
+def load(store: Store, manifest: Manifest, checkpoint: str) -> Model:
+    """Load a model and collect what the store knows of it.
+
+    Raises:
+        RecipeError: the artifact does not have this checkpoint.
+        StoreDamaged: a file does not match its manifest.
+    """
+    network, contract = load_model(model_folder(store, manifest, checkpoint))
+    return Model(store, facts_of(store, manifest, checkpoint), network, contract)
+
+
+def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
+    """Write the files of a format; yield a line for each property that the format does not keep.
+
+    Raises:
+        UserError: the format does not support the model.
+    """
+    if to == "onnx":
+        onnx.write(folder / "model.onnx", model, contract)
+        return  # the whole contract is in its metadata
+    if to == "npz":
+        yield from npz.write(folder / "model.npz", model, contract)
+    elif not isinstance(model, ViT):
+        raise UserError(f"--format {to} supports only ViTs, and this is a ResNet; npz and onnx support both")
+    else:
+        yield from (hugging_face if to == "hf" else timm).write(folder, model, contract)
+    if contract.training_data != "unknown":
+        yield f"training_data: the format has no field for the digest {contract.training_data[:12]} of that data"
+    for name in ("dropout", "stochastic_depth"):
+        if rate := getattr(contract.architecture, name, 0.0):
+            yield f"{name}: the format has no field for {rate:g}, which matters only in training"
