@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -123,7 +124,10 @@ def push(repository: str, folder: Path, title: str, is_public: bool) -> tuple[st
     path = f"hf:{repository}"
     with _translated(path, "push it to"), _upload_errors(path):
         from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.utils import disable_progress_bars
 
+        if not sys.stderr.isatty():
+            disable_progress_bars()
         api = HfApi(endpoint=_endpoint(), token=_token())
         api.create_repo(repository, private=not is_public, exist_ok=True)
         is_private = bool(api.model_info(repository).private)

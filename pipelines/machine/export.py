@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import torch
+
 from pipelines.results.card import Facts, Format, facts_of, render
 from pipelines.results.licences import license_to_publish
 from pipelines.spec import RecipeError
@@ -22,6 +24,8 @@ from vit_model.formats import hugging_face, npz, onnx, timm
 from vit_model.formats.files import README
 from vit_model.model import ViT
 from vit_model.weights import load_model
+
+GREY = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow makes images grey
 
 
 class Model(NamedTuple):
@@ -50,11 +54,19 @@ class Model(NamedTuple):
         Raises:
             RecipeError: the format does not support the model, or an extra is not installed.
         """
+        network, contract, lines = self.network, self.contract, []
+        is_vit = isinstance(network, ViT) and network.config.stem is None
+        if to == "hf" and contract.preprocessing.channels == 1 and is_vit:
+            network, contract = in_colour(network, contract)
+            lines = [
+                "channels: the exported model takes RGB and makes it grey itself (ITU-R 601, without rounding to 8 bits),"
+                " because transformers.pipeline makes every image RGB"
+            ]
         try:
-            lines = list(_write(to, folder, self.network, self.contract))
+            lines += _write(to, folder, network, contract)
         except (UserError, ImportError) as error:
             raise RecipeError(f"{self.facts.manifest.key[:12]} as {to}: {error}") from None
-        card = render(self.facts, self.contract, to, place, lines)
+        card = render(self.facts, contract, to, place, lines)
         (folder / README).write_text(card, encoding="utf-8")
         return lines
 
@@ -90,6 +102,21 @@ def load(store: Store, manifest: Manifest, checkpoint: str) -> Model:
     """
     network, contract = load_model(model_folder(store, manifest, checkpoint))
     return Model(store, facts_of(store, manifest, checkpoint), network, contract)
+
+
+def in_colour(model: ViT, contract: ModelContract) -> tuple[ViT, ModelContract]:
+    """Return a model of grey images as one of RGB images, which has the same outputs for their grey."""
+    config, pixels = model.config, contract.preprocessing
+    coloured = config.model_copy(update={"in_channels": 3})
+    weights = model.state_dict()
+    kernel = weights["patch_embed.proj.weight"]
+    shares = torch.tensor(GREY, dtype=kernel.dtype)[:, None]
+    weights["patch_embed.proj.weight"] = (kernel[:, None] * shares).reshape(len(kernel), -1)
+    network = ViT(coloured)
+    network.load_state_dict(weights)
+    fields = {"mean": pixels.mean * 3, "std": pixels.std * 3, "channels": 3}
+    update = {"architecture": coloured, "preprocessing": pixels.model_copy(update=fields)}
+    return network.eval(), contract.model_copy(update=update)
 
 
 def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
