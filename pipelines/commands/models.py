@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,9 @@ from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.recipe.pipeline import pin, stage_name
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
+
+if TYPE_CHECKING:
+    from pipelines.machine.export import Model
 
 Format = Literal["hf", "timm", "npz", "onnx"]
 ModelArgument = Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")]
@@ -119,14 +122,12 @@ def export(
     """Export a model for another framework, with a model card."""
     if int8 and to != "onnx":
         raise RecipeError(f"--int8: vitflow writes no 8-bit weights as {to}; use --format onnx")
-    opened = open_(store, create=False)
-    manifest = find_artifact(opened, model, "model")
     with _new_folder(output) as folder:
-        from pipelines.machine.export import load  # with torch
-
-        loaded = load(opened, manifest, checkpoint)
+        loaded = _load(store, model, checkpoint)
         lines = (
-            loaded.write_int8(folder, output.name, max_drop) if int8 else loaded.write(to, folder, output.name)
+            loaded.write_int8(folder, output.name, max_drop)
+            if int8
+            else loaded.write(to, folder, output.name)
         )
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
@@ -141,7 +142,9 @@ def export(
 @app.command("push")
 def push(
     model: ModelArgument,
-    target: Annotated[str, typer.Argument(metavar="hf:ORG/NAME", help="the repository; created if it is new")],
+    target: Annotated[
+        str, typer.Argument(metavar="hf:ORG/NAME", help="the repository; created if it is new")
+    ],
     to: Annotated[Literal["hf", "timm"], typer.Option("--format", help="for transformers or timm")] = "hf",
     license_: Annotated[
         str | None,
@@ -155,20 +158,24 @@ def push(
 ) -> None:
     """Upload a model to the Hugging Face hub; needs HF_TOKEN."""
     repository = hub.pushable(target)
-    opened = open_(store, create=False)
-    manifest = find_artifact(opened, model, "model")
-    from pipelines.machine.export import load  # with torch
-
-    loaded = load(opened, manifest, checkpoint).licensed(license_)
+    loaded = _load(store, model, checkpoint).licensed(license_)
     with TemporaryDirectory() as folder:
         lines = loaded.write(to, Path(folder), f"hf-hub:{repository}" if to == "timm" else repository)
-        title = f"{manifest.stage}, vitflow {manifest.key[:12]}"
-        address, is_private = hub.push(repository, Path(folder), title, is_public=public)
+        title = f"{loaded.facts.manifest.stage}, vitflow {loaded.facts.manifest.key[:12]}"
+        is_private = hub.push(repository, Path(folder), title, is_public=public)
     for line in lines:
         say(line)
-    say(f"pushed to {address}: {'private' if is_private else 'public'}, license {loaded.contract.license}")
+    say(f"pushed {target}: {'private' if is_private else 'public'}, license {loaded.contract.license}")
     if public and is_private:
         say("The repository existed and is private; to publish it, change its visibility on the hub.")
+
+
+def _load(store: str, selector: str, checkpoint: str) -> Model:
+    """Load a model of a store for export. Raises RecipeError, StoreDamaged."""
+    from pipelines.machine.export import load  # with torch
+
+    opened = open_(store, create=False)
+    return load(opened, find_artifact(opened, selector, "model"), checkpoint)
 
 
 @contextmanager

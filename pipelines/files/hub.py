@@ -111,8 +111,8 @@ def pushable(target: str) -> str:
     return match["repository"]
 
 
-def push(repository: str, folder: Path, title: str, is_public: bool) -> tuple[str, bool]:
-    """Upload a folder's files as one commit; return its address, and whether the repository is private.
+def push(repository: str, folder: Path, title: str, is_public: bool) -> bool:
+    """Upload a folder's files as one commit; return whether the repository is private.
 
     A new repository is private unless `is_public`. In an existing one, files of other names stay, and so does its
     visibility.
@@ -122,27 +122,26 @@ def push(repository: str, folder: Path, title: str, is_public: bool) -> tuple[st
             false. StoreUnreachable: the hub does not answer.
     """
     path = f"hf:{repository}"
-    with _translated(path, "push it to"), _upload_errors(path):
-        from huggingface_hub import CommitOperationAdd, HfApi
-        from huggingface_hub.utils import disable_progress_bars
+    with _translated(path, "push it to"):
+        from huggingface_hub import CommitOperationAdd, HfApi, errors, utils
 
         if not sys.stderr.isatty():
-            disable_progress_bars()
+            utils.disable_progress_bars()  # type: ignore[attr-defined]
         api = HfApi(endpoint=_endpoint(), token=_token())
-        api.create_repo(repository, private=not is_public, exist_ok=True)
-        is_private = bool(api.model_info(repository).private)
-        if not (is_private or is_public):
-            raise RecipeError(f"{path}: this repository is public. Give --public, or another name")
         # not upload_folder, which makes several commits of a large folder
         files = [CommitOperationAdd(file.name, file) for file in sorted(folder.iterdir())]
-        return str(api.create_commit(repository, files, commit_message=title).commit_url), is_private
+        with _upload_errors(path, errors.HfHubHTTPError):
+            api.create_repo(repository, private=not is_public, exist_ok=True)
+            is_private = bool(api.model_info(repository).private)
+            if not (is_private or is_public):
+                raise RecipeError(f"{path}: this repository is public. Give --public, or another name")
+            api.create_commit(repository, files, commit_message=title)
+    return is_private
 
 
 @contextmanager
-def _upload_errors(path: str) -> Iterator[None]:
-    """Turn a refusal of the hub, and answers that its client cannot read, into an error without their text."""
-    from huggingface_hub.errors import HfHubHTTPError
-
+def _upload_errors(path: str, refused: type[Exception]) -> Iterator[None]:
+    """Turn the client's errors into vitflow's, without the hub's text; `refused` is raised for an HTTP status."""
     why = {
         HTTPStatus.BAD_REQUEST: "refuses the files or the model card",
         HTTPStatus.UNAUTHORIZED: "does not accept HF_TOKEN. Make a new token there",
@@ -151,8 +150,8 @@ def _upload_errors(path: str) -> Iterator[None]:
     }
     try:
         yield
-    except HfHubHTTPError as error:
-        status = error.response.status_code
+    except refused as error:
+        status = error.response.status_code  # type: ignore[attr-defined]
         if status in why:
             raise RecipeError(
                 f"{path}: {_endpoint()} {why[HTTPStatus(status)]} (HTTP status {status})"

@@ -1,7 +1,7 @@
 """A model of the store in another library's format, with its card.
 
-In: a store and a model's manifest. Out: the files in a folder, and lines for the user: what the format does not keep, and
-what was measured. `vitflow export` and `vitflow push` use it.
+In: a store and a model's manifest. Out: the files in a folder, and lines for the user: what the format does not keep,
+and what was measured. `vitflow export` and `vitflow push` use it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Model(NamedTuple):
             RecipeError: the format does not support the model, or an extra is not installed.
         """
         network, contract, lines = self.network, self.contract, []
-        is_vit = isinstance(network, ViT) and network.config.stem is None
-        if to == "hf" and contract.preprocessing.channels == 1 and is_vit:
+        is_grey = contract.preprocessing.channels == 1
+        if to == "hf" and is_grey and isinstance(network, ViT) and network.config.stem is None:
             network, contract = in_colour(network, contract)
             lines = [
-                "channels: the exported model takes RGB and makes it grey itself (ITU-R 601, without rounding to 8 bits),"
-                " because transformers.pipeline makes every image RGB"
+                "channels: the exported model takes RGB and makes it grey itself (ITU-R 601, without rounding to 8"
+                " bits), because transformers.pipeline makes every image RGB"
             ]
         try:
             lines += _write(to, folder, network, contract)
@@ -80,14 +80,11 @@ class Model(NamedTuple):
             fp32, small = (parent / "model.onnx" for parent in (Path(temporary), folder))
             self.write("onnx", fp32.parent, place)
             try:
-                onnx.quantise(fp32, small)
+                from pipelines.machine import int8
             except ImportError as error:
-                raise RecipeError(f"{self.facts.manifest.key[:12]} in 8 bits: {error}") from None
-            from pipelines.machine import int8  # with onnxruntime
-
-            measured = int8.measure(
-                self.store, self.facts.manifest, self.contract, (fp32, small), max_drop
-            )
+                raise RecipeError(f"--int8: {error}; for ONNX: pip install 'vitflow[onnx]'") from None
+            int8.quantise(fp32, small)
+            measured = int8.measure(self.store, self.facts.manifest, self.contract, (fp32, small), max_drop)
         card = render(self.facts, self.contract, "onnx", place, [], measured)
         (folder / README).write_text(card, encoding="utf-8")
         return list(int8.in_lines(measured))

@@ -7,6 +7,7 @@ that alternate between the two.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import statistics
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, read_manifest
@@ -32,14 +35,34 @@ _CHUNK = 32  # images in memory at once
 _INSTRUCTIONS = {"avx512_vnni": "AVX512-VNNI", "avx_vnni": "AVX-VNNI", "amx_int8": "AMX-INT8", "i8mm": "I8MM"}
 
 
+def quantise(path: Path, output: Path) -> None:
+    """Write a model with 8-bit weights in its matrix multiplications, whose inputs are quantised as they come."""
+    exported = onnx.load(path)
+    # quantize_dynamic transposes a Gemm's weight, and then finds that the exporter noted another shape for it
+    del exported.graph.value_info[:]
+    logging.disable(logging.WARNING)  # it recommends preprocessing that vitflow's graphs do not need
+    try:
+        quantize_dynamic(
+            exported,
+            output,
+            op_types_to_quantize=["MatMul", "Gemm"],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def measure(
     store: Store, manifest: Manifest, contract: ModelContract, files: tuple[Path, Path], max_drop: float
 ) -> dict[str, Any]:
-    """Measure the `files` of one model in float32 and in 8 bits; return {accuracy, speed, threads, rounds, processor, instructions, bytes, fp32_bytes, onnxruntime}.
+    """Measure the `files` of one model, in float32 and in 8 bits.
 
-    `accuracy` is None if the store has no labelled test images of the model's data set, else {int8, fp32, value, low,
-    high, agreement, images, of, seed, data, max_drop}: fractions, and int8 - fp32 with its 95% interval. `speed` has
-    {batch, int8, fp32} in images/s.
+    Returns:
+        {accuracy, speed, threads, rounds, processor, instructions, bytes, fp32_bytes, onnxruntime}. `accuracy` is None
+        if the store has no labelled test images of the model's data set, else {int8, fp32, value, low, high,
+        agreement, images, of, seed, data, max_drop}: fractions, and int8 - fp32 with its 95% interval. `speed` has
+        {batch, int8, fp32} in images/s.
 
     Raises:
         RecipeError: it is slower than float32, or less accurate by more than `max_drop` points.
@@ -52,7 +75,8 @@ def measure(
     accuracy = _accuracy(store, manifest, contract, sessions)
     machine = f"{threads} threads of {name} ({', '.join(instructions) or 'neither VNNI nor AMX'})"
     problems = [
-        f"slower than float32: {one['int8']:.4g} against {one['fp32']:.4g} images/s at {one['batch']} at a time on {machine}"
+        f"slower than float32: {one['int8']:.4g} against {one['fp32']:.4g} images/s at {one['batch']} at a time on"
+        f" {machine}"
         for one in speed
         if one["int8"] < one["fp32"]
     ]

@@ -57,10 +57,11 @@ def facts_of(store: Store, manifest: Manifest, checkpoint: str) -> Facts:
         StoreDamaged: a file does not match its manifest.
     """
     lineage = trace(store, manifest.key)
-    data = []
-    for node in lineage.nodes.values():
-        if node.kind == "dataset" and (path := local_file(store, node, "dataset.json")) is not None:
-            data.append(Data(DatasetInfo.model_validate_json(path.read_bytes()), describe_source(node)))
+    data = [
+        Data(DatasetInfo.model_validate_json(path.read_bytes()), describe_source(node))
+        for node in lineage.nodes.values()
+        if node.kind == "dataset" and (path := local_file(store, node, "dataset.json")) is not None
+    ]
     return Facts(manifest, checkpoint, data, imported(store, lineage), _measured(store, manifest, checkpoint))
 
 
@@ -94,7 +95,12 @@ def _measured(store: Store, manifest: Manifest, checkpoint: str) -> list[dict[st
 
 
 def render(
-    facts: Facts, contract: ModelContract, to: Format, place: str, lost: list[str], int8: dict[str, Any] | None = None
+    facts: Facts,
+    contract: ModelContract,
+    to: Format,
+    place: str,
+    lost: list[str],
+    int8: dict[str, Any] | None = None,
 ) -> str:
     """Return the card.
 

@@ -38,7 +38,9 @@ def imported(store: Store, lineage: Lineage) -> list[Origin]:
     for node in lineage.nodes.values():
         if node.job == "import":
             contract = contract_of(store, node)
-            found.append(Origin(str(node.config.get("path", node.stage)), contract and contract.license))
+            found.append(
+                Origin(str(node.config.get("path", node.stage)), contract.license if contract else None)
+            )
     lost = dict.fromkeys(edge.input[:12] for edge in lineage.edges if edge.state in ("gone", "damaged"))
     return found + [Origin(f"{key} (no longer in the store)", None) for key in lost]
 
@@ -57,8 +59,8 @@ def license_to_publish(stated: str | None, recorded: str | None, origins: list[O
     for name, own in origins:
         if own is None and stated is None:
             raise RecipeError(
-                f"the model started from {name}, whose licence is unknown. Find it out, and if it permits giving changed"
-                " weights away, state the licence of the model with --license ID"
+                f"the model started from {name}, whose licence is unknown. Find it out, and if it permits giving"
+                " changed weights away, state the licence of the model with --license ID"
             )
         if own is not None and own.lower() not in KNOWN:
             raise RecipeError(f"the model started from {name}, whose licence is {own!r}; {allowed}")

@@ -94,7 +94,6 @@ class Hub:
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         return Response(sent[begin:], 206 if begin else 200, headers)
 
-
     def store_large(self, request: Request) -> Response:
         """The upload of a large file to the address that the batch gave."""
         sha256 = request.path.rpartition("/")[2]
@@ -115,7 +114,9 @@ class Hub:
         if request.path.endswith("/preupload/main"):
             paths = [file["path"] for file in request.json["files"]]
             modes = {path: "lfs" if path.endswith(LFS_SUFFIXES) else "regular" for path in paths}
-            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+            files = [
+                {"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()
+            ]
             return {"files": files}
         if request.path.endswith(".git/info/lfs/objects/batch"):
             objects = [

@@ -273,7 +273,9 @@ def read_license(folder: Path) -> str | None:
     with path.open("rb") as file:
         text = file.read(MAX_README_BYTES).decode(errors="replace")
     front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    lines = re.findall(r"^license(_name)?:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else []
+    lines = (
+        re.findall(r"^license(_name)?:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else []
+    )
     stated = {key: value.strip("'\"") for key, value in lines}
     return stated.get("_name") if stated.get("") == "other" else stated.get("")
 

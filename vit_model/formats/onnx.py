@@ -5,7 +5,7 @@ In: a model and its contract. Out: a file with one input `images` [batch, c, hei
 the fields of the contract as JSON (`preprocessing`, `class_names` ...).
 
 The packages of the extra "onnx" are imported inside functions, because they are optional.
-Use: `write(path, model, contract)`; `quantise(path, smaller)`.
+Use: `write(path, model, contract)`.
 """
 
 import json
@@ -44,7 +44,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
     exported = deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
     # Two images, because the exporter would take a batch of one for a constant.
     images = torch.zeros(2, config.in_channels, *config.image_shape)
-    with _quiet("torch.onnx"):
+    with _quiet():
         program = torch.onnx.export(
             exported,
             (images,),
@@ -60,30 +60,6 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
         for field, value in contract.model_dump(mode="json").items():
             program.model.metadata_props[field] = json.dumps(value, ensure_ascii=False)
         program.save(path)
-
-
-def quantise(path: Path, output: Path) -> None:
-    """Write a model with 8-bit weights in its matrix multiplications, whose inputs are quantised as they come.
-
-    Raises ImportError, naming the extra, if onnxruntime is missing.
-    """
-    try:
-        import onnx
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-    except ImportError as error:
-        raise ImportError(f"{error}; for ONNX: pip install 'vitflow[onnx]'") from error
-
-    exported = onnx.load(path)
-    # quantize_dynamic transposes a Gemm's weight, and then finds that the exporter noted another shape for it
-    del exported.graph.value_info[:]
-    with _quiet("root"):
-        quantize_dynamic(
-            exported,
-            output,
-            op_types_to_quantize=["MatMul", "Gemm"],
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-        )
 
 
 def _keep_zeros(graph: "ir.Graph") -> None:
@@ -108,9 +84,9 @@ def _keep_zeros(graph: "ir.Graph") -> None:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Silence a library's warnings about its own code; errors are still raised."""
-    logger = logging.getLogger(name)
+def _quiet() -> Iterator[None]:
+    """Silence warnings about torch's own code; errors are still raised."""
+    logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

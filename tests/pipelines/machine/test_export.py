@@ -1,4 +1,4 @@
-"""A model to give away: its card says what reports say, the card's code runs, and 8 bits are refused where they lose."""
+"""A model to give away: its card says what reports say, its code runs, and 8 bits are refused where they lose."""
 
 import io
 import json
@@ -36,7 +36,15 @@ from vit_model.weights import load_model, save_model
 
 NAMES = ("ape|x", "bee", "c`a`t\n")
 CONFIG = ViTConfig(
-    image_size=8, patch_size=4, in_channels=3, width=16, depth=2, num_heads=2, mlp_dim=32, num_classes=3, gelu="exact"
+    image_size=8,
+    patch_size=4,
+    in_channels=3,
+    width=16,
+    depth=2,
+    num_heads=2,
+    mlp_dim=32,
+    num_classes=3,
+    gelu="exact",
 )
 SIZES = ((8, 8), (9, 23), (61, 40), (40, 13))
 
@@ -118,13 +126,18 @@ def test_the_card_has_the_numbers_of_reports_and_says_what_is_unknown(
         round(row["mean"], 5) for row in list_results(store, None, None, None) if row["method"] != "pixels"
     )
     assert header["datasets"] == ["noise"] and header["license"] is None
-    assert "9 training, 3 dev and 30 test images, 3 classes; source folder some\\_photos; licence unknown" in card
+    assert (
+        "9 training, 3 dev and 30 test images, 3 classes; source folder some\\_photos; licence unknown"
+        in card
+    )
     assert "The licence of the model: unknown." in card
     assert r"ape\|x, bee, c\`a\`t\\n." in card, "names are no markup"
 
 
 @pytest.mark.parametrize("license_name", ["Apache-2.0", "my own: terms", None])
-def test_the_license_is_found_again_in_the_card(store: Store, photos: list[Path], license_name: str | None) -> None:
+def test_the_license_is_found_again_in_the_card(
+    store: Store, photos: list[Path], license_name: str | None
+) -> None:
     model = load(store, put_world(store), "last")
     contract = model.contract.model_copy(update={"license": license_name})
     model._replace(contract=contract).write("hf", Path(), "here")
@@ -181,7 +194,9 @@ def test_a_pipeline_of_transformers_runs_the_folder_as_it_is(
     for photo, row in zip(photos, ours, strict=True):
         found = {line["label"]: line["score"] for line in theirs(str(photo), top_k=3)}
         expected = {line["class"]: line["probability"] for line in row["top"]}
-        assert found == pytest.approx(expected, abs=1e-5 if channels == 3 else 5e-3)  # grey is rounded to 8 bits
+        assert found == pytest.approx(
+            expected, abs=1e-5 if channels == 3 else 5e-3
+        )  # grey is rounded to 8 bits
 
 
 @torch.no_grad()
@@ -243,7 +258,9 @@ def test_8_bits_that_lose_are_refused(
     message: str | None,
 ) -> None:
     found = {"value": value, "low": value - 0.01, "high": value + 0.01, "images": 30}
-    lines = [{"batch": batch, "fp32": 10.0, "int8": speed} for batch, speed in zip((1, 32), speeds, strict=True)]
+    lines = [
+        {"batch": batch, "fp32": 10.0, "int8": speed} for batch, speed in zip((1, 32), speeds, strict=True)
+    ]
     monkeypatch.setattr(int8, "_session", lambda *_: None)
     monkeypatch.setattr(int8, "_speeds", lambda *_: iter(lines))
     monkeypatch.setattr(int8, "_accuracy", lambda *_: found)

@@ -32,7 +32,12 @@ def test_what_may_be_published(
         (None, None, [MIT, UNKNOWN], "started from b.npz, whose licence is unknown.* with --license ID"),
         ("mit", None, [OWN], "started from c, whose licence is 'proprietary'; the licences known to permit"),
         ("my-own", None, [], "--license my-own: the licences known to permit it are apache-2.0, mit"),
-        ("mit", "cc-by-nc-4.0", [NONCOMMERCIAL], "hf:org/nc, whose licence cc-by-nc-4.0 permits .* same licence"),
+        (
+            "mit",
+            "cc-by-nc-4.0",
+            [NONCOMMERCIAL],
+            "hf:org/nc, whose licence cc-by-nc-4.0 permits .* same licence",
+        ),
     ],
 )
 def test_what_may_not(stated: str | None, recorded: str | None, origins: list[Origin], message: str) -> None:
