@@ -63,7 +63,7 @@ class Model(NamedTuple):
                 " bits), because transformers.pipeline makes every image RGB"
             ]
         try:
-            lines += _write(to, folder, network, contract)
+            lines += write_files(to, folder, network, contract)
         except (UserError, ImportError) as error:
             raise RecipeError(f"{self.facts.manifest.key[:12]} as {to}: {error}") from None
         card = render(self.facts, contract, to, place, lines)
@@ -116,7 +116,7 @@ def in_colour(model: ViT, contract: ModelContract) -> tuple[ViT, ModelContract]:
     return network.eval(), contract.model_copy(update=update)
 
 
-def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
+def write_files(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
     """Write the files of a format; yield a line for each property that the format does not keep.
 
     Raises:
