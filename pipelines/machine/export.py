@@ -87,7 +87,7 @@ class Model(NamedTuple):
             measured = int8.measure(self.store, self.facts.manifest, self.contract, (fp32, small), max_drop)
         card = render(self.facts, self.contract, "onnx", place, [], measured)
         (folder / README).write_text(card, encoding="utf-8")
-        return list(int8.in_lines(measured))
+        return measured
 
 
 def load(store: Store, manifest: Manifest, checkpoint: str) -> Model:

@@ -12,7 +12,6 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, read_manifest
-from ray_jobs.data.shards import Dataset, open_artifact
+from ray_jobs.data.shards import open_artifact
 from ray_jobs.evaluation.intervals import paired_difference
 from vit_model.contract import ModelContract
 from vit_model.preprocessing import normalise
@@ -55,71 +55,42 @@ def quantise(path: Path, output: Path) -> None:
 
 def measure(
     store: Store, manifest: Manifest, contract: ModelContract, files: tuple[Path, Path], max_drop: float
-) -> dict[str, Any]:
-    """Measure the `files` of one model, in float32 and in 8 bits.
-
-    Returns:
-        {accuracy, speed, threads, rounds, processor, instructions, bytes, fp32_bytes, onnxruntime}. `accuracy` is None
-        if the store has no labelled test images of the model's data set, else {int8, fp32, value, low, high,
-        agreement, images, of, seed, data, max_drop}: fractions, and int8 - fp32 with its 95% interval. `speed` has
-        {batch, int8, fp32} in images/s.
+) -> list[str]:
+    """Measure the `files` of one model, in float32 and in 8 bits; return the results as lines.
 
     Raises:
         RecipeError: it is slower than float32, or less accurate by more than `max_drop` points.
         StoreDamaged: images do not match their manifest.
     """
-    name, instructions = _processor()
     threads = len(os.sched_getaffinity(0))
+    machine = f"{threads} threads of {_processor()}"
     sessions = [_session(path, threads) for path in files]
-    speed = list(_speeds(sessions, contract))
-    accuracy = _accuracy(store, manifest, contract, sessions)
-    machine = f"{threads} threads of {name} ({', '.join(instructions) or 'neither VNNI nor AMX'})"
-    problems = [
-        f"slower than float32: {one['int8']:.4g} against {one['fp32']:.4g} images/s at {one['batch']} at a time on"
-        f" {machine}"
-        for one in speed
-        if one["int8"] < one["fp32"]
-    ]
-    if accuracy is not None:
-        accuracy["max_drop"] = max_drop
-        drop = -100 * accuracy["value"]
-        if drop > max_drop:
-            problems.append(
-                f"accuracy falls by {drop:.2f} points on {accuracy['images']} test images (95% interval"
-                f" {-100 * accuracy['high']:.2f} to {-100 * accuracy['low']:.2f}); --max-drop allows {max_drop:g}"
-            )
+    lines, problems = [], []
+    for batch in BATCHES:
+        fp32, int8 = _speeds(sessions, contract, batch)
+        speed = f"{int8:.4g} images/s in 8 bits, {fp32:.4g} in float32, {batch} at a time"
+        lines.append(f"speed: {speed} ({int8 / fp32:.2f} times as fast)")
+        problems += [f"slower than float32: {speed}, on {machine}"] * (int8 < fp32)
+    megabytes = [path.stat().st_size / 1e6 for path in files]
+    lines.append(f"medians of {ROUNDS} alternating rounds on {machine}; other processors have other speeds")
+    lines.append(f"size: {megabytes[1]:.2f} MB in 8 bits, {megabytes[0]:.2f} MB in float32")
+    if (found := _classes(store, manifest, contract, sessions)) is None:
+        lines.append(
+            "accuracy: not measured, because the store has no labelled test images of the model's data"
+        )
+    else:
+        images, labels, theirs, ours = found  # the classes in float32, and in 8 bits
+        right = (ours == labels)[None], (theirs == labels)[None]
+        value, low, high = (100 * number for number in paired_difference(*right))
+        change = f"{value:+.2f} points on {images} (95% interval {low:+.2f} to {high:+.2f}, paired)"
+        lines.append(
+            f"accuracy: {100 * right[0].mean():.1f}% in 8 bits, {100 * right[1].mean():.1f}% in float32: {change}; the"
+            f" same class for {100 * (ours == theirs).mean():.1f}% of them; a fall of {max_drop:g} points was allowed"
+        )
+        problems += [f"accuracy changes by {change}; --max-drop allows {max_drop:g}"] * (-value > max_drop)
     if problems:
         raise RecipeError(f"in 8 bits: {'; '.join(problems)}. Nothing was written; export it without --int8")
-    return {
-        "accuracy": accuracy,
-        "speed": speed,
-        "threads": threads,
-        "rounds": ROUNDS,
-        "processor": name,
-        "instructions": instructions,
-        "fp32_bytes": files[0].stat().st_size,
-        "bytes": files[1].stat().st_size,
-        "onnxruntime": onnxruntime.__version__,
-    }
-
-
-def in_lines(measured: dict[str, Any]) -> Iterator[str]:
-    """Yield what `measure` returns, as lines to print."""
-    if (accuracy := measured["accuracy"]) is None:
-        yield "accuracy: not measured, because the store has no labelled test images of the model's data"
-    else:
-        value, low, high = (100 * accuracy[name] for name in ("value", "low", "high"))
-        yield (
-            f"accuracy: {100 * accuracy['int8']:.1f}% in 8 bits, {100 * accuracy['fp32']:.1f}% in float32, difference"
-            f" {value:+.2f} points (95% interval {low:+.2f} to {high:+.2f}), same class on"
-            f" {100 * accuracy['agreement']:.1f}% of {accuracy['images']} test images"
-        )
-    for speed in measured["speed"]:
-        yield (
-            f"speed, {speed['batch']} at a time: {speed['int8']:.4g} images/s in 8 bits, {speed['fp32']:.4g} in float32"
-        )
-    instructions = ", ".join(measured["instructions"]) or "neither VNNI nor AMX"
-    yield f"on {measured['threads']} threads of {measured['processor']} ({instructions})"
+    return lines
 
 
 def _session(path: Path, threads: int) -> Any:
@@ -128,68 +99,49 @@ def _session(path: Path, threads: int) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _speeds(sessions: list[Any], contract: ModelContract) -> Iterator[dict[str, Any]]:
-    """Yield {batch, fp32, int8}: images/s, from the median time of alternating rounds after one that is not timed."""
+def _speeds(sessions: list[Any], contract: ModelContract, batch: int) -> list[float]:
+    """Return images/s of each session, from the median time of alternating rounds after one that is not timed."""
     side, channels = contract.preprocessing.resolution, contract.preprocessing.channels
-    for batch in BATCHES:
-        images = np.random.default_rng(SEED).standard_normal((batch, channels, side, side), np.float32)
-        times: list[list[float]] = [[], []]
-        for _ in range(1 + ROUNDS):
-            for session, taken in zip(sessions, times, strict=True):
-                start = time.perf_counter()
-                session.run(None, {"images": images})
-                taken.append(time.perf_counter() - start)
-        fp32, int8 = (batch / statistics.median(taken[1:]) for taken in times)
-        yield {"batch": batch, "fp32": fp32, "int8": int8}
+    images = np.random.default_rng(SEED).standard_normal((batch, channels, side, side), np.float32)
+    times: list[list[float]] = [[] for _ in sessions]
+    for _ in range(1 + ROUNDS):
+        for session, taken in zip(sessions, times, strict=True):
+            start = time.perf_counter()
+            session.run(None, {"images": images})
+            taken.append(time.perf_counter() - start)
+    return [batch / statistics.median(taken[1:]) for taken in times]
 
 
-def _accuracy(
+def _classes(
     store: Store, manifest: Manifest, contract: ModelContract, sessions: list[Any]
-) -> dict[str, Any] | None:
-    dataset = _labelled(store, manifest, contract)
-    if dataset is None:
-        return None
-    labels = dataset.labels("test")
-    rows = np.arange(len(labels))
-    if len(rows) > MOST_IMAGES:
-        rows = np.sort(np.random.default_rng(SEED).choice(rows, MOST_IMAGES, replace=False))
-    found: list[list[np.ndarray]] = [[], []]
-    for start in range(0, len(rows), _CHUNK):
-        pixels = dataset.images("test", contract.preprocessing, rows[start : start + _CHUNK])
-        images = normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32).numpy()
-        for session, classes in zip(sessions, found, strict=True):
-            classes.append(session.run(None, {"images": images})[0].argmax(1))
-    fp32, int8 = (np.concatenate(classes) for classes in found)
-    right = [(classes == labels[rows])[None] for classes in (int8, fp32)]
-    return {
-        "int8": float(right[0].mean()),
-        "fp32": float(right[1].mean()),
-        **paired_difference(*right)._asdict(),
-        "agreement": float((fp32 == int8).mean()),
-        "images": len(rows),
-        "of": len(labels),
-        "seed": SEED,
-        "data": dataset.info.name,
-    }
+) -> tuple[str, NDArray[Any], NDArray[Any], NDArray[Any]] | None:
+    """Return a name of the test images, their labels, and the classes that each session finds, all [n].
 
-
-def _labelled(store: Store, manifest: Manifest, contract: ModelContract) -> Dataset | None:
-    """Return the data set that a classifier was trained on, if the store has it with test images of one class each."""
+    None if the store does not have the data set of a classifier with test images of one class each.
+    """
     references = manifest.inputs.get("data", [])
     source = read_manifest(store, references[0].job, references[0].key) if references else None
     if source is None or contract.problem_type != "single_label_classification":
         return None
     dataset = open_artifact(store, source)
-    is_usable = dataset.info.class_names == contract.class_names and dataset.info.splits["test"]
-    return dataset if is_usable else None
+    labels = dataset.labels("test")
+    if dataset.info.class_names != contract.class_names or not len(labels):
+        return None
+    rows = np.sort(np.random.default_rng(SEED).permutation(len(labels))[:MOST_IMAGES])
+    found: list[list[NDArray[Any]]] = [[], []]
+    for start in range(0, len(rows), _CHUNK):
+        pixels = dataset.images("test", contract.preprocessing, rows[start : start + _CHUNK])
+        images = normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32).numpy()
+        for session, classes in zip(sessions, found, strict=True):
+            classes.append(session.run(None, {"images": images})[0].argmax(1))
+    drawn = f", drawn with seed {SEED}" if len(rows) < len(labels) else ""
+    name = f"{len(rows)} of {len(labels)} test images of {dataset.info.name}{drawn}"
+    return name, labels[rows], np.concatenate(found[0]), np.concatenate(found[1])
 
 
-def _processor() -> tuple[str, list[str]]:
+def _processor() -> str:
     """Return the processor's model name, and which instructions for 8-bit products it has."""
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    present = set(flags[1].split()) if flags else set()
-    return name[1] if name else "an unnamed processor", [
-        word for flag, word in _INSTRUCTIONS.items() if flag in present
-    ]
+    present = [word for flag, word in _INSTRUCTIONS.items() if re.search(rf"\b{flag}\b", text)]
+    return f"{name[1] if name else 'an unnamed processor'} ({', '.join(present) or 'neither VNNI nor AMX'})"

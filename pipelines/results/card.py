@@ -46,8 +46,8 @@ class Facts(NamedTuple):
     origins: list[Origin]
     """The imported weights that it started from."""
     measured: list[dict[str, Any]]
-    """{task, protocol, method, labels, metric, value, low, high, draws, images, chosen_on, apart}; low and high only if
-    the metric has an interval."""
+    """{task, protocol, method, labels, metric, value, draws, images, chosen_on}, and low and high if there is an
+    interval."""
 
 
 def facts_of(store: Store, manifest: Manifest, checkpoint: str) -> Facts:
@@ -91,7 +91,7 @@ def _measured(store: Store, manifest: Manifest, checkpoint: str) -> list[dict[st
         | {"chosen_on": ", ".join(line["selected_on"])}
         for line in others
     ]
-    return [line | {"apart": is_apart(line["method"])} for line in lines if not is_reference(line["method"])]
+    return [line for line in lines if not is_reference(line["method"])]
 
 
 def render(
@@ -100,14 +100,14 @@ def render(
     to: Format,
     place: str,
     lost: list[str],
-    int8: dict[str, Any] | None = None,
+    int8: list[str] | None = None,
 ) -> str:
     """Return the card.
 
     Args:
         place: the folder or the hub's ORG/NAME that the card's code loads the model from.
         lost: a line for each property that the format does not keep.
-        int8: the measurements of `pipelines.machine.int8`, if the weights have 8 bits.
+        int8: the results of `pipelines.machine.int8`, if the weights have 8 bits.
     """
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
@@ -135,46 +135,31 @@ def render(
 
 def _header(facts: Facts, contract: ModelContract, to: Format) -> dict[str, Any]:
     """Return the fields that the hub reads."""
-    license_ = contract.license
-    task = "image-classification" if contract.class_names else "image-feature-extraction"
-    is_known = license_ is None or license_.lower() in KNOWN
-    named = (
-        {"license": license_ and license_.lower()}
-        if is_known
-        else {"license": "other", "license_name": printable(str(license_))}
-    )
-    fields = named | {
+    license_ = printable(contract.license or "")
+    is_known = license_.lower() in ("", *KNOWN)
+    names = dict.fromkeys(data.info.name for data in facts.data)
+    results = _results(facts)
+    fields = {
+        "license": license_.lower() if is_known else "other",
+        "license_name": None if is_known else license_,
         "library_name": LIBRARIES.get(to),
-        "pipeline_tag": task,
+        "pipeline_tag": "image-classification" if contract.class_names else "image-feature-extraction",
         "tags": ["vitflow", "vision-transformer" if contract.architecture.family == "vit" else "resnet"],
-        "datasets": [name for name in _names(facts) if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)],
-        "model-index": [{"name": printable(facts.manifest.stage), "results": _results(facts, task)}],
+        "datasets": [name for name in names if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)],
+        "model-index": results and [{"name": printable(facts.manifest.stage), "results": results}],
     }
-    if not fields["datasets"]:
-        del fields["datasets"]
-    if not _results(facts, task):
-        del fields["model-index"]
-    return {name: value for name, value in fields.items() if value is not None}
+    return {name: value for name, value in fields.items() if value}
 
 
-def _names(facts: Facts) -> list[str]:
-    return list(dict.fromkeys(data.info.name for data in facts.data))
-
-
-def _results(facts: Facts, task: str) -> list[dict[str, Any]]:
-    """Return the numbers as the hub's model-index."""
+def _results(facts: Facts) -> list[dict[str, Any]]:
+    """Return the numbers as the hub's model-index, without those about a part of test."""
     results = []
-    for line in facts.measured:
-        if not line["apart"]:
-            name = printable(line["task"])
-            labels = "all labels" if line["labels"] is None else f"{line['labels']} labels per class"
-            metric = {
-                "type": line["metric"],
-                "name": f"{line['metric']}, {line['protocol']}, {labels}",
-                "value": round(line["value"], 5),
-            }
-            dataset = {"name": name, "type": name, "split": "test"}
-            results.append({"task": {"type": task}, "dataset": dataset, "metrics": [metric]})
+    for line in (line for line in facts.measured if not is_apart(line["method"])):
+        labels = "all labels" if line["labels"] is None else f"{line['labels']} labels per class"
+        dataset = dict.fromkeys(("name", "type"), printable(line["task"])) | {"split": "test"}
+        name = f"{line['metric']}, {line['protocol']}, {labels}"
+        metric = {"type": line["metric"], "name": name, "value": round(line["value"], 5)}
+        results.append({"task": {"type": "image-classification"}, "dataset": dataset, "metrics": [metric]})
     return results
 
 
