@@ -42,6 +42,7 @@ COMMANDS = {
     "predict": "images",
     "import": "models",
     "export": "models",
+    "push": "models",
     "verify": "inspect",
     "doctor": "inspect",
     "schema": "inspect",

@@ -1,4 +1,4 @@
-"""The commands import and export: weights from and for other libraries."""
+"""The commands import, export and push: weights from and for other libraries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -25,18 +26,17 @@ from pipelines.commands.common import (
     say,
 )
 from pipelines.commands.running import carry_out
+from pipelines.files import hub
 from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.recipe.pipeline import pin, stage_name
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
-from pipelines.store import model_folder
-from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    from vit_model.build import Network
-    from vit_model.contract import ModelContract
+    from pipelines.machine.export import Model
 
 Format = Literal["hf", "timm", "npz", "onnx"]
+ModelArgument = Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")]
 
 
 app = Commands()
@@ -105,24 +105,31 @@ def _read_preprocessing(preprocessing: str) -> Any:
 
 @app.command("export")
 def export(
-    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
+    model: ModelArgument,
     to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX or onnxruntime")],
     output: Annotated[Path, typer.Option(help="the folder to create")],
     checkpoint: CheckpointOption = LAST,
+    int8: Annotated[
+        bool,
+        typer.Option(
+            "--int8", help="onnx: 8-bit weights, compared with float32; refused if slower or less accurate"
+        ),
+    ] = False,
+    max_drop: Annotated[
+        float, typer.Option(metavar="POINTS", help="with --int8: the most that accuracy may fall")
+    ] = 1.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Export a model for another framework."""
-    opened = open_(store, create=False)
-    manifest = find_artifact(opened, model, "model")
-    source = model_folder(opened, manifest, checkpoint)
+    """Export a model for another framework, with a model card."""
+    if int8 and to != "onnx":
+        raise RecipeError(f"--int8: vitflow writes no 8-bit weights as {to}; use --format onnx")
     with _new_folder(output) as folder:
-        from vit_model.weights import load_model
-
-        try:
-            lines = list(_write(to, folder, *load_model(source)))
-        # the format does not support the model, or an extra is not installed
-        except (UserError, ImportError) as error:
-            raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None
+        loaded = _load(store, model, checkpoint)
+        lines = (
+            loaded.write_int8(folder, output.name, max_drop)
+            if int8
+            else loaded.write(to, folder, output.name)
+        )
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
             (folder / name).chmod(
@@ -133,31 +140,43 @@ def export(
     say(f"wrote {output}: {', '.join(names)}")
 
 
-def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
-    """Write the files of a format; yield a line for each property that the format does not keep.
+@app.command("push")
+def push(
+    model: ModelArgument,
+    target: Annotated[
+        str, typer.Argument(metavar="hf:ORG/NAME", help="the repository; created if it is new")
+    ],
+    to: Annotated[Literal["hf", "timm"], typer.Option("--format", help="for transformers or timm")] = "hf",
+    license_: Annotated[
+        str | None,
+        typer.Option("--license", metavar="ID", help="the licence that the model gets, such as apache-2.0"),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="visible to everybody; default: a private repository")
+    ] = False,
+    checkpoint: CheckpointOption = LAST,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Upload a model to the Hugging Face hub; needs HF_TOKEN."""
+    repository = hub.pushable(target)
+    loaded = _load(store, model, checkpoint).licensed(license_)
+    with TemporaryDirectory() as folder:
+        lines = loaded.write(to, Path(folder), f"hf-hub:{repository}" if to == "timm" else repository)
+        title = f"{loaded.facts.manifest.stage}, vitflow {loaded.facts.manifest.key[:12]}"
+        is_private = hub.push(repository, Path(folder), title, is_public=public)
+    for line in lines:
+        say(line)
+    say(f"pushed {target}: {'private' if is_private else 'public'}, license {loaded.contract.license}")
+    if public and is_private:
+        say("The repository existed and is private; to publish it, change its visibility on the hub.")
 
-    Raises:
-        UserError: the format does not support the model.
-    """
-    from vit_model.formats import files, hugging_face, npz, onnx, timm
-    from vit_model.model import ViT
 
-    if to == "onnx":
-        onnx.write(folder / "model.onnx", model, contract)
-        files.write_readme(folder, contract)
-        return  # the whole contract is in its metadata
-    if to == "npz":
-        yield from npz.write(folder / "model.npz", model, contract)
-        files.write_readme(folder, contract)
-    elif not isinstance(model, ViT):
-        raise UserError(f"--format {to} supports only ViTs, and this is a ResNet; npz and onnx support both")
-    else:
-        yield from (hugging_face if to == "hf" else timm).write(folder, model, contract)
-    if contract.training_data != "unknown":
-        yield f"training_data: the format has no field for the digest {contract.training_data[:12]} of that data"
-    for name in ("dropout", "stochastic_depth"):
-        if rate := getattr(contract.architecture, name, 0.0):
-            yield f"{name}: the format has no field for {rate:g}, which matters only in training"
+def _load(store: str, selector: str, checkpoint: str) -> Model:
+    """Load a model of a store for export. Raises RecipeError, StoreDamaged."""
+    from pipelines.machine.export import load  # with torch
+
+    opened = open_(store, create=False)
+    return load(opened, find_artifact(opened, selector, "model"), checkpoint)
 
 
 @contextmanager

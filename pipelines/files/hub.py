@@ -6,13 +6,16 @@ once; the user's cache folder keeps both, so that planning needs the hub only fo
 Pickles are never fetched.
 
 The hub is not trusted: its answers have a limited size, and files are kept under their sha256. Of huggingface_hub only
-the HTTP client is used, because its downloads take their names from a header, which can contain any path.
+the HTTP client is used to fetch, because its downloads take their names from a header, which can contain any path.
+
+`push` uploads a folder as one commit, with huggingface_hub.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -30,6 +33,7 @@ from pipelines.errors import StoreError, StoreUnreachable
 from pipelines.files.hashing import cache_folder, local_digests, read_cache, write_cache
 from pipelines.scratch import named_if_full
 from pipelines.spec import COMMIT, HUB_PATH, RecipeError
+from vit_model.errors import UserError
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
@@ -89,6 +93,79 @@ def fetch(path: str, folder: Path) -> Path:
             _download(path, name, sizes[name], sha256)
         (folder / name).symlink_to(file.absolute())
     return folder
+
+
+def pushable(target: str) -> str:
+    """Return the repository of hf:ORG/NAME, if `push` may be tried.
+
+    Raises:
+        RecipeError: it has another form, or HF_TOKEN is missing.
+    """
+    match = re.fullmatch(HUB_PATH, target)
+    if match is None or match["revision"]:
+        raise RecipeError(f"{target!r} is not a repository on the Hugging Face hub; expected hf:ORG/NAME")
+    if not _token():
+        raise RecipeError(
+            f"{target}: HF_TOKEN is not set. Make a token that may write at {_endpoint()}/settings/tokens, and set it"
+        )
+    return match["repository"]
+
+
+def push(repository: str, folder: Path, title: str, is_public: bool) -> bool:
+    """Upload a folder's files as one commit; return whether the repository is private.
+
+    A new repository is private unless `is_public`. In an existing one, files of other names stay, and so does its
+    visibility.
+
+    Raises:
+        RecipeError: the hub refuses the token or the upload, or a repository that exists is public and `is_public` is
+            false. StoreUnreachable: the hub does not answer.
+    """
+    path = f"hf:{repository}"
+    with _translated(path, "push it to"):
+        from huggingface_hub import CommitOperationAdd, HfApi, errors, utils
+
+        if not sys.stderr.isatty():
+            utils.disable_progress_bars()  # type: ignore[attr-defined]
+        api = HfApi(endpoint=_endpoint(), token=_token())
+        # not upload_folder, which makes several commits of a large folder
+        files = [CommitOperationAdd(file.name, file) for file in sorted(folder.iterdir())]
+        with _upload_errors(path, errors.HfHubHTTPError):
+            api.create_repo(repository, private=not is_public, exist_ok=True)
+            is_private = bool(api.model_info(repository).private)
+            if not (is_private or is_public):
+                raise RecipeError(f"{path}: this repository is public. Give --public, or another name")
+            api.create_commit(repository, files, commit_message=title)
+    return is_private
+
+
+@contextmanager
+def _upload_errors(path: str, refused: type[Exception]) -> Iterator[None]:
+    """Turn the client's errors into vitflow's, without the hub's text; `refused` is raised for an HTTP status."""
+    why = {
+        HTTPStatus.BAD_REQUEST: "refuses the files or the model card",
+        HTTPStatus.UNAUTHORIZED: "does not accept HF_TOKEN. Make a new token there",
+        HTTPStatus.FORBIDDEN: "does not let HF_TOKEN write there. Use a token that may, or another name",
+        HTTPStatus.NOT_FOUND: "has no such user or organisation, or HF_TOKEN may not see it",
+    }
+    try:
+        yield
+    except refused as error:
+        status = error.response.status_code  # type: ignore[attr-defined]
+        if status in why:
+            raise RecipeError(
+                f"{path}: {_endpoint()} {why[HTTPStatus(status)]} (HTTP status {status})"
+            ) from None
+        raise StoreUnreachable(f"{path}: cannot push it to {_endpoint()}: HTTP status {status}") from None
+    except RuntimeError as error:  # the client's thread that uploads a large file
+        reason = type(error.__cause__ or error).__name__
+        raise StoreUnreachable(f"{path}: cannot push it to {_endpoint()}: {reason} in a large file") from None
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{path}: {_endpoint()} does not answer as the Hugging Face hub does. Check HF_ENDPOINT"
+        ) from error
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -238,13 +315,20 @@ def _endpoint() -> str:
 
 
 def _token() -> str | bool:
-    """Return HF_TOKEN; False: none, not even a token saved by a login, which other machines would not have."""
-    return os.environ.get("HF_TOKEN") or False
+    """Return HF_TOKEN; False: none, not even a token saved by a login, which other machines would not have.
+
+    Raises:
+        StoreError: it has characters that no token has, and the client's error would show them.
+    """
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not re.fullmatch(r"[!-~]*", token):
+        raise StoreError("HF_TOKEN contains a space, a control character or a letter that is not ASCII")
+    return token or False
 
 
 @contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Turn errors of the hub's client into vitflow's, which name the path."""
+def _translated(path: str, doing: str = "fetch it from") -> Iterator[None]:
+    """Turn errors of the hub's client into vitflow's, which name the path and what was being done."""
     try:
         import httpx2
         from huggingface_hub.errors import HFValidationError
@@ -260,7 +344,7 @@ def _translated(path: str) -> Iterator[None]:
         raise RecipeError(f"{path}: {error}") from None
     except (httpx2.HTTPError, OSError) as error:  # OSError: also a full disk
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: {reason}") from None
+        raise StoreUnreachable(f"{path}: cannot {doing} {_endpoint()}: {reason}") from None
     except (ValidationError, httpx2.InvalidURL) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise StoreError(

@@ -211,19 +211,27 @@ def _files(manifest: Manifest) -> list[Any]:
     return [entry for entry in manifest.files if entry.path in _TABLES]
 
 
-def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple[Any, ...], Entry]:
-    """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
+def measurements(store: Store, manifests: list[Manifest]) -> tuple[list[Entry], list[dict[str, Any]]]:
+    """Return the accuracies on test that artifacts have, and their other metrics, as a report has them.
+
+    Raises:
+        RecipeError: a table has other columns than this version's.
+    """
     parts = [
         (manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests
     ]
     try:
-        entries = measures.entries(
-            measures.join_tables(parts, "rows.parquet", ROWS),
-            measures.join_tables(parts, "predictions.parquet", PREDICTIONS),
-            {manifest.key: measures.draw_seed(manifest) for manifest in manifests},
-        )
+        rows = measures.join_tables(parts, "rows.parquet", ROWS)
+        predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     except UserError as error:
         raise RecipeError(str(error)) from None
+    seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
+    return measures.entries(rows, predictions, seeds), measures.other_metrics(rows)
+
+
+def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple[Any, ...], Entry]:
+    """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
+    entries, _ = measurements(store, manifests)
     entries = [entry for entry in entries if metric == ACCURACY or not entry.task.endswith(REAL)]
     settings = [(entry.task, entry.protocol, entry.method, entry.labels_per_class) for entry in entries]
     return {

@@ -167,6 +167,7 @@ def test_an_import_that_nothing_new_concerns_keeps_its_digest(name: str, tmp_pat
         npz.write(path, model, contract)
     else:
         (hugging_face if name.startswith("hf") else timm).write(path, model, contract)
+        (path / "README.md").write_text("---\nlicense: mit\n---\n")
     if name == "timm file":
         path /= "model.safetensors"
     config = Import(job="import", path=str(path), preprocessing="half" if name == "timm file" else None)

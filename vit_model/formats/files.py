@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite, require_shapes
@@ -264,55 +263,21 @@ def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[st
 
 
 def read_license(folder: Path) -> str | None:
-    """Return the licence in the model card, from the front matter of README.md; None if there is none."""
+    """Return the licence in the model card, from the front matter of README.md; None if there is none.
+
+    The hub's `license: other` has its name in `license_name`.
+    """
     path = folder / README
     if not path.is_file():
         return None
     with path.open("rb") as file:
         text = file.read(MAX_README_BYTES).decode(errors="replace")
     front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    line = re.search(r"^license:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else None
-    return line.group(1).strip("'\"") if line else None
-
-
-def write_readme(folder: Path, contract: ModelContract, library: str | None = None) -> None:
-    """Write README.md: the licence, and the steps from an image file to the input. `library`: its name on the hub.
-
-    A library's own preprocessing resizes, crops and normalises; its caller does the steps before.
-    """
-    pixels = contract.preprocessing
-    front = {"license": contract.license, "library_name": library if contract.license else None}
-    lines = [f"{name}: {value}" for name, value in front.items() if value]
-    mean, std = (", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std))
-    way = "the image" if pixels.crop == "squash" else "the shorter side"
-    answer = "sigmoid" if contract.problem_type.startswith("multi") else "softmax"
-    text = [
-        *(["---", *lines, "---"] if lines else []),
-        "# A Vision Transformer exported by vitflow"
-        if contract.architecture.family == "vit"
-        else "# A ResNet",
-        "",
-        "The model was trained and evaluated on images that were read as follows. Programs that read images differently"
-        " give it other pixels. These steps are the caller's job in every format:",
-        "",
-        "1. Rotate the image by its EXIF orientation.",
-        "2. Put transparent parts on white.",
-        "3. Of 16 bits per channel keep the higher 8.",
-        f"4. Convert it to {'RGB' if pixels.channels == 3 else 'grey (ITU-R 601)'}.",
-        "",
-        "A library's image processor, if it has one for this format, does the rest:",
-        "",
-        f"5. Resize {way} to {pixels.resized} pixels ({pixels.interpolation}, "
-        f"{'without' if pixels.interpolation == 'bilinear_aliased' else 'with'} antialiasing), and take the middle"
-        f" {pixels.resolution} x {pixels.resolution}.",
-        f"6. Divide by 255, subtract the mean ({mean}) and divide by the standard deviation ({std}).",
-        *(
-            ["", f"The probabilities of the classes are the {answer} of the logits."]
-            if contract.class_names
-            else []
-        ),
-    ]
-    (folder / README).write_text("\n".join(text) + "\n", encoding="utf-8")
+    lines = (
+        re.findall(r"^license(_name)?:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else []
+    )
+    stated = {key: value.strip("'\"") for key, value in lines}
+    return stated.get("_name") if stated.get("") == "other" else stated.get("")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from vit_model.formats.files import (
     to_ours,
     to_theirs,
     write_json,
-    write_readme,
 )
 from vit_model.formats.hugging_face_names import (
     FAMILIES,
@@ -289,7 +288,6 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
         config["problem_type"] = contract.problem_type
     write_json(folder / "config.json", config)
     write_json(folder / "preprocessor_config.json", processor_config(contract.preprocessing))
-    write_readme(folder, contract, "transformers")
     if contract.preprocessing.crop_offset == "round" and contract.preprocessing.offset_matters:
         return [
             "crop_offset: transformers rounds it down; the crop of a quarter of all sizes lies one pixel off"

@@ -30,7 +30,6 @@ from vit_model.formats.files import (
     to_ours,
     to_theirs,
     write_json,
-    write_readme,
 )
 from vit_model.formats.imported import Imported
 from vit_model.formats.timm_architecture import GELUS, POOLING, architecture_of
@@ -240,7 +239,6 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
     write_json(folder / "config.json", _config(config, contract))
-    write_readme(folder, contract, "timm")
     return _lost(contract)
 
 

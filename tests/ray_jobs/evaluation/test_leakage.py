@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipelines import store as st
-from pipelines.commands.models import _write
+from pipelines.machine.export import write_files
 from pipelines.results.accuracies import list_results
 from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
@@ -482,7 +482,7 @@ def imported_again(made: Made, name: str, to: str, tmp_path: Path) -> Manifest:
         for file in ("model.safetensors", "config.json"):
             shutil.copy(made.folder(name) / file, path)
     else:
-        list(_write(to, path, *load_model(made.folder(name))))  # type: ignore[arg-type]
+        list(write_files(to, path, *load_model(made.folder(name))))  # type: ignore[arg-type]
     path = path / "model.npz" if to == "npz" else path
     half = None if to == "vitflow" else "half"
     context = make_context(
