@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import shutil
@@ -81,14 +80,12 @@ def import_(
     forced = (stage,) if force else ()
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, forced, verbose=True)
     assert planned.manifest is not None and isinstance(planned.config, Import)
-    key, path_option = planned.manifest.key[:12], shlex.quote(f"backbone.path={planned.config.path}")
+    key = planned.manifest.key[:12]
+    where = "" if store == DEFAULT_STORE else f" --store {shlex.quote(store)}"
     console.print(f"model [bold]{key}[/]; next:")
     if planned.manifest.metrics["classes"]:
-        console.print(f"  vitflow predict {key} IMAGE...")
-    value = setting if setting is None or isinstance(setting, str) else json.dumps(setting)
-    more = "" if value is None else f" --set {shlex.quote(f'backbone.preprocessing={value}')}"
-    more += "" if averages else " --set backbone.averages=false"
-    say(f"  vitflow run finetune_imported --set images.source.root=DIR --set {path_option}{more}")
+        say(f"  vitflow predict {key} IMAGE...{where}")
+    say(f"  vitflow init mine.yaml --images DIR --from {key}{where}")
 
 
 def _read_preprocessing(preprocessing: str) -> Any:

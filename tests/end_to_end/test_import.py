@@ -85,17 +85,15 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
 ) -> None:
     images, checkpoint, store = write_images(tmp_path / "images"), tmp_path / "vit", tmp_path / "store"
     write_hugging_face(checkpoint)
+    recipe = tmp_path / "mine.yaml"
+    vitflow("init", recipe, "--images", tmp_path / "images", "--from", checkpoint, "--store", store)
     changes = {
-        "images.source.root": tmp_path / "images",
-        "backbone.path": checkpoint,
-        "finetune.learning_rates": [0.003, 0.01],
-        "finetune.steps": 30,
-        "finetune.batch_size": 8,
-        "finetune.augment": "none",
-        "few_shot.shots": [1],
-        "few_shot.draws": 2,
+        "vit.learning_rates": [0.003, 0.01],
+        "vit.steps": 30,
+        "vit.batch_size": 8,
+        "vit.augment": "none",
     }
-    run = ["run", "finetune_imported", "--store", store]
+    run = ["run", recipe, "--store", store]
     run += [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
 
     first = vitflow(*run, "--verbose").stdout
@@ -108,19 +106,17 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     assert not imported & {"torch", "ray", "numpy", "boto3"}
     assert snapshot(store) == before, "the second run touches nothing"
 
-    backbone = by_vitflow(vitflow, "finetune_imported/backbone", images, store)
+    backbone = by_vitflow(vitflow, "mine/vit_2", images, store)
     assert_alike(
         backbone, [{name: row[name] for name in "abcd"} for row in by_transformers(checkpoint, images)]
     )
 
     output = tmp_path / "exported"
-    said = vitflow(
-        "export", "finetune_imported/finetune", "--format", "hf", "--output", output, "--store", store
-    )
+    said = vitflow("export", "mine/vit", "--format", "hf", "--output", output, "--store", store)
     assert f"wrote {output}: " in said.stdout
     assert snapshot(store) == before
     tuned, expected = (
-        by_vitflow(vitflow, "finetune_imported/finetune", images, store),
+        by_vitflow(vitflow, "mine/vit", images, store),
         by_transformers(output, images),
     )
     assert set(tuned[0]) == set(CLASSES)

@@ -113,26 +113,6 @@ def test_a_stages_code_is_the_module_of_its_job(job: str) -> None:
 # ------------------------------------------------------------------------------------------------- recipes
 
 
-def test_the_recipe_says_what_it_needs() -> None:
-    with pytest.raises(RecipeError) as error:
-        load_pipeline("finetune_imported")
-    for field in ("images.source.root", "backbone.path"):
-        assert f"{field}: is missing" in str(error.value) and f"--set {field}=" in str(error.value)
-
-
-def test_the_recipe_imports_and_does_not_pretrain(tmp_path: Path) -> None:
-    given = (f"images.source.root={tmp_path}", f"backbone.path={tmp_path}", "backbone.preprocessing=half")
-    pipeline = load_pipeline("finetune_imported", given)
-    assert {one.job for one in pipeline.stages.values()} == {
-        "ingest",
-        "import",
-        "finetune",
-        "evaluate",
-        "report",
-    }
-    assert pipeline.stages["finetune"].inputs() == {"data": ("images",), "backbone": ("backbone",)}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

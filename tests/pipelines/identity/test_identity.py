@@ -32,8 +32,7 @@ from pipelines.spec import (
 from tests.support.paths import TINY
 from vit_model.fields import Frozen, marks
 
-GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
-IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}
+IMPORTED = {"imported": Import(job="import", path="/x", preprocessing="imagenet")}
 STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages | IMPORTED
 OTHER: dict[type, Any] = {
     int: lambda v: v + 1,
