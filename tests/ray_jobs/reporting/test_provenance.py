@@ -31,12 +31,19 @@ def groups(annotation: Any) -> Iterator[type[Frozen]]:
         yield from groups(part)
 
 
+def own_fields(model: type[Frozen]) -> list[str]:
+    """Return the fields that are in the key by their values."""
+    return [
+        name
+        for name, info in model.model_fields.items()
+        if not (name == "job" or marks(info).get("execution") or "input" in marks(info))
+    ]
+
+
 def variants(config: Frozen) -> Iterator[tuple[Frozen, Frozen]]:
     """Yield pairs of configurations that differ in one identity field, at any depth."""
-    for name, info in type(config).model_fields.items():
-        if name == "job" or marks(info).get("execution") or "input" in marks(info):
-            continue
-        value = getattr(config, name)
+    for name in own_fields(type(config)):
+        info, value = type(config).model_fields[name], getattr(config, name)
         yield config, config.model_copy(update={name: OTHER.get(type(value), lambda v: f"{v} x")(value)})
         for group in groups(info.annotation):
             whole = constructed(group)
@@ -57,7 +64,7 @@ def test_each_identity_field_changes_what_is_printed(job: str) -> None:
         for before, after in variants(constructed(STAGE_TYPES[job]))
         if identity_fields(before) != identity_fields(after)
     ]
-    assert len(changed) >= len(STAGE_TYPES[job].model_fields) / 4
+    assert len(changed) >= len(own_fields(STAGE_TYPES[job]))
     for before, after in changed:
         assert printed(before) != printed(after), (before, after)
 
