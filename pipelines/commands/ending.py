@@ -12,7 +12,7 @@ from pipelines.engine.durations import in_hours, longest, seconds_of
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune
-from pipelines.store import Manifest, Store, local_files
+from pipelines.store import Manifest, Store
 
 
 def time_line(seconds: float, made: Iterable[Manifest]) -> str:
@@ -24,30 +24,20 @@ def time_line(seconds: float, made: Iterable[Manifest]) -> str:
 def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield the highest test accuracy of each task, with its interval and protocol."""
     # with numpy and scipy
-    from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
-    from ray_jobs.reporting import measures
+    from pipelines.results.compare import measurements
+    from ray_jobs.evaluation.rows import is_apart, is_reference
+    from ray_jobs.reporting.verdicts import labels_text
 
-    names = ("rows.parquet", "predictions.parquet")
-    parts = []
-    for manifest in (stage.manifest for stage in stages if stage.manifest is not None):
-        files = [file for file in manifest.files if file.path in names]
-        if len(files) == len(names):
-            parts.append((manifest.stage, manifest, local_files(store, manifest, files)))
-    entries = measures.entries(
-        measures.join_tables(parts, names[0], ROWS),
-        measures.join_tables(parts, names[1], PREDICTIONS),
-        {manifest.key: measures.draw_seed(manifest) for _, manifest, _ in parts},
-    )
+    entries, _ = measurements(store, [stage.manifest for stage in stages if stage.manifest is not None])
+    entries = [entry for entry in entries if not (is_apart(entry.method) or is_reference(entry.method))]
     for task in dict.fromkeys(entry.task for entry in entries):
         measured = [entry for entry in entries if entry.task == task]
         best = max(measured, key=lambda entry: entry.accuracy.value)
         value, low, high = (f"{100 * number:.1f}" for number in best.accuracy)
-        labels = (
-            "all labels" if best.labels_per_class is None else f"{best.labels_per_class} labels per class"
-        )
         which = f"the best of {len(measured)} results on test is " * (len(measured) > 1)
         yield (
-            f"{task}: {which}{value}% (95% CI {low} to {high}), {best.method} ({best.protocol}, {labels},"
+            f"{task}: {which}{value}% (95% CI {low} to {high}), {best.method} ({best.protocol},"
+            f" {labels_text(best.labels_per_class, None)},"
             f" {len(best.sample_ids):,} test images, stage {best.stage})"
         )
 

@@ -76,8 +76,8 @@ def predict(
     model: Annotated[
         str,
         typer.Argument(
-            help="a model: its key, a unique key prefix, or RUN/STAGE; or exported or published weights, as"
-            " `vitflow import` takes them"
+            help="a model: its key, a unique key prefix, or RUN/STAGE; or exported or published weights:"
+            " a file or folder"
         ),
     ],
     images: Annotated[
@@ -92,7 +92,7 @@ def predict(
     as_csv: Annotated[
         bool,
         typer.Option(
-            "--csv", help="a line per image: file, prediction, probability; with --split, also label"
+            "--csv", help="a line per image: image, prediction, probability; with --split, also label"
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -122,11 +122,8 @@ def export(
         raise RecipeError(f"--int8: vitflow writes no 8-bit weights as {to}; use --format onnx")
     with _new_folder(output) as folder:
         loaded = _load(store, model, checkpoint)
-        lines = (
-            loaded.write_int8(folder, output.name, max_drop)
-            if int8
-            else loaded.write(to, folder, output.name)
-        )
+        place = f"local-dir:{output.name}" if to == "timm" else output.name
+        lines = loaded.write_int8(folder, place, max_drop) if int8 else loaded.write(to, folder, place)
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
             (folder / name).chmod(

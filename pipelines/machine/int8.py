@@ -76,7 +76,7 @@ def measure(
     lines.append(f"size: {megabytes[1]:.2f} MB in 8 bits, {megabytes[0]:.2f} MB in float32")
     if (found := _classes(store, manifest, contract, sessions)) is None:
         lines.append(
-            "accuracy: not measured, because the store has no labelled test images of the model's data"
+            "accuracy: not measured; that takes a classifier with one label per image and its test images in the store"
         )
     else:
         images, labels, theirs, ours = found  # the classes in float32, and in 8 bits

@@ -15,11 +15,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipelines.results.compare import measurements
 from pipelines.results.licences import KNOWN, Origin, imported
-from pipelines.results.lineage import describe_source, printable, trace
+from pipelines.results.lineage import printable, trace
 from pipelines.spec import recorded_checkpoint
 from pipelines.store import Manifest, Store, all_manifests, local_file
 from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.evaluation.rows import is_apart, is_reference
+from ray_jobs.reporting.verdicts import labels_text
 from vit_model.contract import ModelContract
 
 Format = Literal["hf", "timm", "npz", "onnx"]
@@ -57,10 +58,12 @@ def facts_of(store: Store, manifest: Manifest, checkpoint: str) -> Facts:
         StoreDamaged: a file does not match its manifest.
     """
     lineage = trace(store, manifest.key)
+    trained_on = {edge.input for edge in lineage.edges if edge.field == "data"}
     data = [
-        Data(DatasetInfo.model_validate_json(path.read_bytes()), describe_source(node))
+        # without the location, which belongs to whoever trained the model
+        Data(DatasetInfo.model_validate_json(path.read_bytes()), str(node.config["source"]["kind"]))
         for node in lineage.nodes.values()
-        if node.kind == "dataset" and (path := local_file(store, node, "dataset.json")) is not None
+        if node.key in trained_on and (path := local_file(store, node, "dataset.json")) is not None
     ]
     return Facts(manifest, checkpoint, data, imported(store, lineage), _measured(store, manifest, checkpoint))
 
@@ -155,7 +158,7 @@ def _results(facts: Facts) -> list[dict[str, Any]]:
     """Return the numbers as the hub's model-index, without those about a part of test."""
     results = []
     for line in (line for line in facts.measured if not is_apart(line["method"])):
-        labels = "all labels" if line["labels"] is None else f"{line['labels']} labels per class"
+        labels = labels_text(line["labels"], None)
         dataset = dict.fromkeys(("name", "type"), printable(line["task"])) | {"split": "test"}
         name = f"{line['metric']}, {line['protocol']}, {labels}"
         metric = {"type": line["metric"], "name": name, "value": round(line["value"], 5)}

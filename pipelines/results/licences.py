@@ -37,10 +37,10 @@ def imported(store: Store, lineage: Lineage) -> list[Origin]:
     found = []
     for node in lineage.nodes.values():
         if node.job == "import":
-            contract = contract_of(store, node)
-            found.append(
-                Origin(str(node.config.get("path", node.stage)), contract.license if contract else None)
-            )
+            contract, path = contract_of(store, node), str(node.config.get("path"))
+            # a local path belongs to whoever imported the weights
+            name = path if path.startswith("hf:") else node.stage
+            found.append(Origin(name, contract.license if contract else None))
     lost = dict.fromkeys(edge.input[:12] for edge in lineage.edges if edge.state in ("gone", "damaged"))
     return found + [Origin(f"{key} (no longer in the store)", None) for key in lost]
 
@@ -70,7 +70,7 @@ def license_to_publish(stated: str | None, recorded: str | None, origins: list[O
             "the licence of the model is unknown. If you may give it away, its images considered, state its licence"
             " with --license ID, as in --license apache-2.0"
         )
-    if chosen not in KNOWN:
+    if origins and chosen not in KNOWN:
         raise RecipeError(f"--license {stated or recorded}: {allowed}")
     for name, own in origins:
         if own is not None and own.lower() in SAME and own.lower() != chosen:

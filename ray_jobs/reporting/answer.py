@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import MOST_FREQUENT
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, MOST_FREQUENT, is_reference
 from ray_jobs.reporting.verdicts import percent
 
 Line = Mapping[str, Any]
@@ -33,12 +33,10 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "Which backbone is best?", _best_backbone(numbers)
     elif numbers["verdicts"]:
         asked, said = "Which method is best?", _compared(numbers["verdicts"])
-    elif len(whole) < len(numbers["accuracies"]):
-        asked = "How good is the model?"
-        said = (
-            "Nothing to compare: the model was trained on some of the test images, so its accuracies cover only parts"
-            " of them."
-        )
+    elif models := [line for line in whole if not is_reference(line["method"])]:
+        asked, said = "How good is the model?", _highest(models)
+    elif apart := [line for line in numbers["accuracies"] if line["apart"]]:
+        asked, said = "How good is the model?", _apart(apart)
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
     elif others := [line for line in numbers.get("other_metrics", ()) if not line["apart"]]:
@@ -64,6 +62,15 @@ def settings(verdicts: Sequence[Line]) -> list[list[Line]]:
     return [sorted(group, key=lambda verdict: -verdict["reference_accuracy"]) for group in groups.values()]
 
 
+def _apart(lines: Sequence[Line]) -> str:
+    if all(CHOSEN_ON_TEST in line["method"] for line in lines):
+        return "nothing to compare: settings were chosen on test, so the accuracies are too high."
+    return (
+        "nothing to compare: the model was trained on some of the test images, so its accuracies cover only parts of"
+        " them."
+    )
+
+
 def _compared(verdicts: Sequence[Line]) -> str:
     """Describe one method's comparisons on one task, with few labels and with many; otherwise count them.
 
@@ -79,24 +86,27 @@ def _compared(verdicts: Sequence[Line]) -> str:
     last = next(
         verdict for verdict in ordered if verdict["labels_per_class"] == ordered[-1]["labels_per_class"]
     )
-    unknown = ", training images unknown" * first["unknown_training"]
+    more = ", training images unknown" * first["unknown_training"] + _best_of(first, strongest)
     said = (
-        f"{subject(first['method'])} reaches {percent(first['accuracy'])} with {_setting(first, unknown)} on"
+        f"{subject(first['method'])} reaches {percent(first['accuracy'])} with {_setting(first, more)} on"
         f" {first['num_images']:,} test images, {_difference(first)}"
     )
     if last is first:
         return f"{said}."
     is_again = last["reference_kind"] == first["reference_kind"]
-    return f"{said}; with {_setting(last)}, {_difference(last, is_again)}."
+    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}."
+
+
+def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
+    """Return ', the best of 3 by test accuracy' if several models have the same setting."""
+    same = [other for other in strongest if _setting(other) == _setting(verdict)]
+    return f", the best of {len(same)} by test accuracy" if len(same) > 1 else ""
 
 
 def _clustered(embedding: Line) -> str:
     sizes = [cluster["images"] for cluster in embedding["clusters"]]
-    groups = quantity(len(sizes), "cluster")
-    return (
-        f"by the features of {embedding['stage']}, {sum(sizes):,} training images form {groups}"
-        f" of {min(sizes, default=0):,} to {max(sizes, default=0):,} images; without labels, nothing was scored."
-    )
+    groups = f"{quantity(len(sizes), 'cluster')} of {min(sizes):,} to {max(sizes):,} images"
+    return f"by the features of {embedding['stage']}, {sum(sizes):,} training images form {groups}; nothing was scored."
 
 
 def _difference(verdict: Line, is_again: bool = False) -> str:

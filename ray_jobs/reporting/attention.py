@@ -6,8 +6,6 @@ tinted by how much of each patch reaches the representation. Costs one read of t
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +14,7 @@ from PIL import Image
 
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.shards import Dataset
-from ray_jobs.reporting.pictures import PHOTO
+from ray_jobs.reporting.pictures import PHOTO, jpeg_url
 from vit_model.inspection import attention_rollout
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -54,6 +52,4 @@ def _tinted(pixels: np.ndarray, attention: np.ndarray) -> str:
     level = Image.fromarray(np.round(share * (LEVELS - 1)).astype(np.uint8) * (255 // (LEVELS - 1)))
     weight = np.asarray(level.resize((side, side), Image.Resampling.BILINEAR))[..., None] / 255 * STRENGTH
     mixed = np.asarray(image.resize((side, side), kind)) * (1 - weight) + np.array(TINT) * weight
-    buffer = io.BytesIO()
-    Image.fromarray(np.round(mixed).astype(np.uint8)).save(buffer, "JPEG", quality=82)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return jpeg_url(Image.fromarray(np.round(mixed).astype(np.uint8)))

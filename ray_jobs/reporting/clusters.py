@@ -6,6 +6,7 @@ length, so that the angle between two decides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
+from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.shards import Dataset
 from ray_jobs.randomness import Purpose
 from ray_jobs.reporting.pictures import Tiles, data_urls
@@ -34,9 +36,21 @@ class Cluster(NamedTuple):
     nearest: list[str]
 
 
-def clusters_of(folder: Path) -> list[Cluster]:
-    """Return the clusters of the training images of an embedding's files, the largest first."""
-    ids, features = _sample(sorted(folder.glob("images/*.parquet")))
+def sampled_files(store: Store, embedding: Manifest) -> list[Path]:
+    """Fetch files of an embedding, spread over all, that hold about twice MAX_IMAGES."""
+    files = sorted(
+        (file for file in embedding.files if file.path.startswith("images/")), key=lambda file: file.path
+    )
+    share = min(1.0, 2 * MAX_IMAGES / int(embedding.metrics["images"]))
+    number = math.ceil(share * len(files))
+    chosen = [files[place * len(files) // number] for place in range(number)]
+    folder = local_files(store, embedding, chosen)
+    return [folder / file.path for file in chosen]
+
+
+def clusters_of(files: list[Path]) -> list[Cluster]:
+    """Return the clusters of the training images in an embedding's files, the largest first."""
+    ids, features = _sample(files)
     if not len(ids):
         return []
     features /= np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)

@@ -6,7 +6,7 @@ In: the lines of report.json. Out: texts and plain dictionaries.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -58,14 +58,17 @@ def power(strongest: Sequence[Line]) -> str:
         draws = f"{quantity(verdict['draws'], 'draw')} of " if verdict["draws"] > 1 else ""
         images = f"{draws}{verdict['labels'].partition(' (')[0]} and {verdict['num_images']:,} test images"
         size = magnitude(verdict["detectable"])
-        parts.setdefault(f"with {images} a difference below {size} points cannot be seen")
+        parts.setdefault(
+            f"with {images} a true difference below {size} points is missed at least one time in five"
+        )
     text = "; ".join(parts) if len(parts) <= SHOWN else ""
     return text and f"{text[0].upper()}{text[1:]}."
 
 
 def trust(numbers: Line) -> list[dict[str, Any]]:
     """Return what speaks for and against the numbers: {text, is_good}."""
-    notes = [_leakage(numbers["stages"])] if numbers["accuracies"] or numbers.get("other_metrics") else []
+    is_scored = numbers["accuracies"] or numbers.get("other_metrics")
+    notes = list(_leakage(numbers["stages"])) if is_scored else []
     for dataset in numbers["datasets"]:
         if left_out := dataset["quarantined"]:
             were = "was" if left_out == 1 else "were"
@@ -84,8 +87,8 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     return [{"text": text, "is_good": is_good} for text, is_good in notes]
 
 
-def _leakage(stages: Sequence[Line]) -> tuple[str, bool]:
-    """Say whether test images were among training images."""
+def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
+    """Say whether test images were among training images, if stages looked."""
     measured = [stage for stage in stages if "test_images_seen_in_training" in stage["metrics"]]
     seen, shared, near = (
         {
@@ -98,16 +101,19 @@ def _leakage(stages: Sequence[Line]) -> tuple[str, bool]:
     unknown = [stage["stage"] for stage in stages if "unknown_training" in stage["metrics"]]
     if seen:
         named = ", ".join(f"{count:,} in {stage}" for stage, count in seen.items())
-        return f"Models were trained on some of their test images ({named}); these are scored apart.", False
+        yield f"Models were trained on some of their test images ({named}); these are scored apart.", False
+        return
     if unknown:
         said = f"The training images of the models behind {', '.join(unknown)} are unknown"
-        return f"{said}; test images may be among them.", False
-    parts = ["No test image was used in training."]
+        yield f"{said}; test images may be among them.", False
+        return
+    parts = ["No test image was used in training."] if measured and not shared else []
     for found, copy in ((shared, "a copy"), (near, "a near-copy")):
         if found:
             images = quantity(max(found.values()), "test image")
             parts.append(f"Up to {images} have {copy} among the training images.")
-    return " ".join(parts), len(parts) == 1
+    if parts:
+        yield " ".join(parts), not (shared or near)
 
 
 def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:
@@ -134,15 +140,15 @@ def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]
 
 
 def model(numbers: Line) -> str | None:
-    """Return the artifact of the fine-tuned model to use: pretrained, with the most labels, the most accurate."""
-    models = {stage["artifact"] for stage in numbers["stages"] if stage["kind"] == "model"}
+    """Return the artifact of the fine-tuned model to use: with most labels, the most accurate on held-out images."""
+    models = {stage["artifact"]: stage["metrics"] for stage in numbers["stages"] if stage["kind"] == "model"}
     tuned = [line for line in numbers["accuracies"] if line["artifact"] in models]
     best = max(
         tuned,
         key=lambda line: (
-            "pretrained" in line["method"],
             line["labels_per_class"] or float("inf"),
-            line["accuracy"],
+            models[line["artifact"]].get("validation_accuracy", 0.0),
+            "pretrained" in line["method"],
         ),
         default=None,
     )

@@ -202,9 +202,10 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
 def _embedded(store: Store, manifests: Iterable[Manifest]) -> dict[str, list[clusters.Cluster]]:
     """Return artifact -> the clusters of each embedding."""
     return {
-        manifest.key: clusters.clusters_of(local_files(store, manifest))
+        manifest.key: found
         for manifest in manifests
         if manifest.kind == "embedding"
+        and (found := clusters.clusters_of(clusters.sampled_files(store, manifest)))
     }
 
 

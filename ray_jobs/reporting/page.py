@@ -96,7 +96,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("curves", "Curves and sweeps"): has_curves(data),
         ("mistakes", "Mistakes"): numbers["mistakes"],
         ("labels-1", "Likely wrong labels"): numbers.get("label_issues"),
-        ("data", "Data"): numbers["datasets"],
+        ("data", "Data"): numbers["datasets"] or "embeddings" in numbers,
         ("provenance", "Provenance"): True,
         ("settings", "Settings"): True,
     }

@@ -91,10 +91,18 @@ def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) ->
 def _data_url(pixels: np.ndarray) -> str:
     """Encode one image, uint8 [side, side, channels], as a `data:` URL."""
     image = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+    if image.width > SMALL:
+        return jpeg_url(image)
+    side = image.width * max(1, 2 * SMALL // image.width)
+    return _url(image.resize((side, side), Image.Resampling.NEAREST), "png")
+
+
+def jpeg_url(image: Image.Image) -> str:
+    """Encode an image as a `data:` URL of a JPEG."""
+    return _url(image, "jpeg", quality=82)
+
+
+def _url(image: Image.Image, form: str, **options: int) -> str:
     buffer = io.BytesIO()
-    if small := image.width <= SMALL:
-        side = image.width * max(1, 2 * SMALL // image.width)
-        image.resize((side, side), Image.Resampling.NEAREST).save(buffer, "PNG")
-    else:
-        image.save(buffer, "JPEG", quality=82)
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    image.save(buffer, form, **options)
+    return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"

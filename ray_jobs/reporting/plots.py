@@ -232,7 +232,7 @@ def axis(scale: Scale, sign: str = "") -> Markup:
     texts = [
         element(
             "text",
-            f"{100 * tick:{sign}g}".replace("-", "−").replace("+0", "0"),
+            f"{100 * tick:{sign if tick else ''}g}".replace("-", "−"),
             x=f"{scale.at(tick):.2f}%",
             y=14,
             text_anchor="middle",

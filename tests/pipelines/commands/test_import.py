@@ -345,6 +345,8 @@ def test_exported_weights_predict_as_the_model_in_the_store(
     out, image = tmp_path / "out", tmp_path / "a.png"
     Image.new("RGB", (8, 8), (200, 40, 0)).save(image)
     vitflow_here("export", "ma", "--format", to, "--output", out, "--store", store.uri)
+    if to == "timm":
+        assert "create_model('local-dir:out'" in (out / "README.md").read_text()
     weights = out / "model.npz" if to == "npz" else out
     rows = [
         list(csv.DictReader(vitflow_here("predict", *asked, image, "--csv").stdout.splitlines()))

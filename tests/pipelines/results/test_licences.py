@@ -31,7 +31,7 @@ def test_what_may_be_published(
         (None, None, [], "the licence of the model is unknown.* with --license ID"),
         (None, None, [MIT, UNKNOWN], "started from b.npz, whose licence is unknown.* with --license ID"),
         ("mit", None, [OWN], "started from c, whose licence is 'proprietary'; the licences known to permit"),
-        ("my-own", None, [], "--license my-own: the licences known to permit it are apache-2.0, mit"),
+        ("my-own", None, [MIT], "--license my-own: the licences known to permit it are apache-2.0, mit"),
         (
             "mit",
             "cc-by-nc-4.0",

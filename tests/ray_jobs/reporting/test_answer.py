@@ -100,8 +100,9 @@ def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_ca
 def test_power_is_said_once_for_each_number_of_labels() -> None:
     few = {"labels_per_class": 5, "labels": "5 labels per class (up to 50 in total)", "draws": 20}
     assert power([verdict("a", 0.1, 0.2, **few), verdict("a", 0.1, 0.2)]) == (
-        "With 20 draws of 5 labels per class and 100 test images a difference below 3.1 points cannot be seen; with"
-        " all labels and 100 test images a difference below 3.1 points cannot be seen."
+        "With 20 draws of 5 labels per class and 100 test images a true difference below 3.1 points is missed at least"
+        " one time in five; with"
+        " all labels and 100 test images a true difference below 3.1 points is missed at least one time in five."
     )
     assert power([]) == ""
 
@@ -123,6 +124,25 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
     assert [each["stage"] for each in found["longest"]] == ["a", "b", "c"]
 
 
+def test_the_best_of_several_models_is_called_that() -> None:
+    several = [verdict("a", 0.1, 0.2, accuracy=value, artifact=str(value)) for value in (0.8, 0.9, 0.7)]
+    assert (
+        "(fine-tuned, the best of 3 by test accuracy)" in answer(NOTHING | {"verdicts": several})["headline"]
+    )
+
+
+def test_lines_apart_are_no_answer_but_the_others_are() -> None:
+    chosen = accuracy("s", "ViT, pretrained, settings chosen on test") | {"apart": True}
+    seen = accuracy("s", "ViT, pretrained, on test images seen in training", value=1.0) | {"apart": True}
+    pixels = accuracy("s", "pixels")
+    for lines, said in (
+        ([chosen, pixels], "settings were chosen on test"),
+        ([seen, pixels], "was trained on some of the test images"),
+        ([seen, accuracy("t")], "reaches 90.0%"),
+    ):
+        assert said in answer(NOTHING | {"accuracies": lines})["headline"]
+
+
 def test_settings_chosen_on_test_are_not_trusted() -> None:
     lines = [accuracy("s", "ViT, pretrained, settings chosen on test")]
     assert {"text": "Some settings were chosen on test; these methods say so.", "is_good": False} in trust(
@@ -134,6 +154,7 @@ def test_settings_chosen_on_test_are_not_trusted() -> None:
     ("metrics", "said"),
     [
         ({"seen": 0}, "No test image was used in training."),
+        ({"seen": 0, "copies": 3}, "Up to 3 test images have a copy among the training images."),
         ({"seen": 0, "near": 3}, "Up to 3 test images have a near-copy among the training images."),
         ({"seen": 7}, "(7 in s); these are scored apart."),
         ({"seen": 0, "unknown": "x"}, "test images may be among them."),
@@ -143,21 +164,24 @@ def test_trust_begins_with_leakage(metrics: dict[str, Any], said: str) -> None:
     names = {
         "seen": "test_images_seen_in_training",
         "near": "test_images_near_training_images",
+        "copies": "test_images_also_in_train",
         "unknown": "unknown_training",
     }
     measured = stage("s", 1, "10:00:00", **{names[name]: value for name, value in metrics.items()})
     (first,) = trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured]})
+    assert ("No test image" in first["text"]) == (metrics.keys() <= {"seen", "near"} and not metrics["seen"])
     assert first["text"].endswith(said) and first["is_good"] == (metrics == {"seen": 0})
 
 
-def test_the_model_to_use_is_pretrained_and_has_seen_the_most_labels() -> None:
+def test_the_model_to_use_has_seen_the_most_labels_and_was_best_on_held_out_images() -> None:
     lines = [
         accuracy("few", labels=10, value=0.99),
         accuracy("all"),
         accuracy("scratch", "ViT, from scratch", value=0.95),
         accuracy("pixels", "RBF SVM", value=1.0),
     ]
-    stages = [stage(name, 1, "10:00:00") for name in ("few", "all", "scratch")]
+    held_out = {"few": 0.9, "all": 0.8, "scratch": 0.7}
+    stages = [stage(name, 1, "10:00:00", validation_accuracy=value) for name, value in held_out.items()]
     assert model(NOTHING | {"accuracies": lines, "stages": stages}) == "all"
     assert model(NOTHING | {"accuracies": lines[3:], "stages": stages}) is None
 

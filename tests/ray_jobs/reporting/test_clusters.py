@@ -11,8 +11,8 @@ from ray_jobs.reporting import clusters
 from ray_jobs.reporting.clusters import clusters_of
 
 
-def put(folder: Path, groups: list[int], files: int = 2) -> dict[str, int]:
-    """Write features in some directions, of all lengths, and one test image elsewhere; return each id's direction."""
+def put(folder: Path, groups: list[int], files: int = 2) -> tuple[list[Path], dict[str, int]]:
+    """Write features in some directions, of all lengths, and a test image elsewhere; return paths, and directions."""
     rng = np.random.default_rng(0)
     group = rng.permutation(np.repeat(np.arange(len(groups)), groups))
     features = (
@@ -31,24 +31,23 @@ def put(folder: Path, groups: list[int], files: int = 2) -> dict[str, int]:
     step = -(-len(ids) // files)
     for number in range(files):
         pq.write_table(table.slice(number * step, step), folder / f"images/{number:05d}.parquet")
-    return dict(zip(ids, group.tolist(), strict=False))
+    return sorted(folder.glob("images/*")), dict(zip(ids, group.tolist(), strict=False))
 
 
 def test_images_in_one_direction_are_a_cluster_whatever_their_lengths(tmp_path: Path) -> None:
-    group = put(tmp_path, [16, 9, 14])
-    found = clusters_of(tmp_path)
+    files, group = put(tmp_path, [16, 9, 14])
+    found = clusters_of(files)
     assert [cluster.images for cluster in found] == [16, 14, 9]
     for cluster in found:
         assert len({group[sample_id] for sample_id in cluster.nearest}) == 1
         assert len(cluster.nearest) == len(set(cluster.nearest)) == 8
-    assert found == clusters_of(tmp_path)
+    assert found == clusters_of(files)
 
 
 def test_many_images_are_sampled_and_none_are_no_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path / "a", [40, 40])
+    files, _ = put(tmp_path / "a", [40, 40])
     monkeypatch.setattr(clusters, "MAX_IMAGES", 30)
-    assert sum(cluster.images for cluster in clusters_of(tmp_path / "a")) == 30
-    put(tmp_path / "b", [])
-    assert clusters_of(tmp_path / "b") == []
+    assert sum(cluster.images for cluster in clusters_of(files)) == 30
+    assert clusters_of(put(tmp_path / "b", [])[0]) == []
