@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import Signature, signature
@@ -139,6 +140,12 @@ def open_(uri: str, *, create: bool = True) -> Store:
         raise
     except StoreError as error:
         raise RecipeError(str(error)) from None
+
+
+def store_option(uri: str) -> str:
+    """Return " --store URI" for a command to print; nothing for the store that commands use without the option."""
+    default = os.environ.get("VITFLOW_STORE", DEFAULT_STORE)
+    return "" if uri in (default, str(Path(default).absolute())) else f" --store {shlex.quote(uri)}"
 
 
 def width(names: tuple[str, ...]) -> int:

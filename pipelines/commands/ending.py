@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
-from pipelines.commands.common import DEFAULT_STORE
+from pipelines.commands.common import store_option
 from pipelines.engine.durations import in_hours, longest, seconds_of
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import Pipeline
@@ -49,7 +47,7 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
         return
     best = max(tuned, key=_rank)
     model = f"{pipeline.name}/{best.name}"
-    where = "" if _is_default(store) else f" --store {shlex.quote(store.uri)}"
+    where = store_option(store.uri)
     yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
     yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
 
@@ -58,8 +56,3 @@ def _rank(stage: PlannedStage) -> tuple[bool, float, bool]:
     assert isinstance(stage.config, Finetune) and stage.manifest is not None
     accuracy = float(stage.manifest.metrics.get("validation_accuracy", 0.0))
     return stage.config.labels.per_class is None, accuracy, stage.config.backbone is not None
-
-
-def _is_default(store: Store) -> bool:
-    default = os.environ.get("VITFLOW_STORE", DEFAULT_STORE)
-    return store.uri in (default, str(Path(default).absolute()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pipelines.commands.common import (
     console,
     open_,
     say,
+    store_option,
 )
 from pipelines.commands.running import carry_out
 from pipelines.files import hub
@@ -81,7 +81,7 @@ def import_(
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, forced, verbose=True)
     assert planned.manifest is not None and isinstance(planned.config, Import)
     key = planned.manifest.key[:12]
-    where = "" if store == DEFAULT_STORE else f" --store {shlex.quote(store)}"
+    where = store_option(store)
     console.print(f"model [bold]{key}[/]; next:")
     if planned.manifest.metrics["classes"]:
         say(f"  vitflow predict {key} IMAGE...{where}")

@@ -26,6 +26,7 @@ from pipelines.commands.common import (
     print_csv,
     print_json,
     print_table,
+    store_option,
 )
 from pipelines.results.accuracies import (
     BEST_COLUMNS,
@@ -244,7 +245,10 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
     for line in verdict_lines(report, is_brief):
         console.print(plain(line))
     if rest := len(report["accuracies"]) - len(lines):
-        console.print(f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}")
+        console.print(
+            f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}{plain(store_option(store.uri))}",
+            soft_wrap=True,
+        )
     console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
 
 
