@@ -43,6 +43,9 @@ def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
 def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield commands for the fine-tuned model that was best on held-out images; test plays no part in the choice."""
     tuned = [stage for stage in stages if isinstance(stage.config, Finetune) and stage.manifest is not None]
+    for stage in stages:
+        if stage.config.job in ("embed", "predict") and stage.manifest is not None:
+            yield f"Parquet of {stage.name}: {store.uri}/{stage.manifest.folder}/images"
     if not tuned:
         return
     best = max(tuned, key=_rank)

@@ -153,4 +153,12 @@ def _weights(model: str, checkpoint: str, store: str) -> Path:
     if path.is_file() or (path / "config.json").is_file():
         return path
     opened = open_(store, create=False)
-    return model_folder(opened, find_artifact(opened, model, "model"), checkpoint)
+    try:
+        return model_folder(opened, find_artifact(opened, model, "model"), checkpoint)
+    except RecipeError:
+        if path.exists():
+            raise RecipeError(
+                f"{model}: no weights that `predict` reads; expected a folder with config.json, or a file of weights"
+                " (onnxruntime runs ONNX)"
+            ) from None
+        raise

@@ -22,10 +22,18 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
 from ray_jobs.sources.readers.features import counted
 from ray_jobs.sources.readers.folder import EXTENSIONS
-from ray_jobs.sources.readers.label_tables import TABLES
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import open_image
 
+LABEL_FILES = (
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+    ".parquet",
+    ".xml",
+    ".txt",
+)  # beside images: likely their labels
 SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
 
 
@@ -181,8 +189,8 @@ def _is_flat(root: Path) -> bool:
     if not root.is_dir():
         return False
     files = [path for path in root.iterdir() if not path.name.startswith(".")]
-    is_table = any(path.name in TABLES or path.is_dir() for path in files)
-    return not is_table and any(path.suffix.lower() in EXTENSIONS for path in files)
+    is_labelled = any(path.is_dir() or path.suffix.lower() in LABEL_FILES for path in files)
+    return not is_labelled and any(path.suffix.lower() in EXTENSIONS for path in files)
 
 
 def write_checked(file: Path, text: str) -> None:
@@ -197,4 +205,5 @@ def write_checked(file: Path, text: str) -> None:
 
 def _pipeline_name(file: Path) -> str:
     """Return a pipeline's name after its file."""
-    return (re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine")[:40]
+    name = re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).lstrip("-_0123456789").rstrip("-_")
+    return (name or "mine")[:40]

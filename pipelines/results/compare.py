@@ -244,7 +244,9 @@ def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
     tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
     sides = [_value(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
-    if is_paired:
+    if a.artifact == b.artifact and a.method == b.method:
+        value = low = high = 0.0  # the same result
+    elif is_paired:
         value, low, high = (paired_difference if metric == ACCURACY else mean_difference)(
             tables[1], tables[0]
         )

@@ -105,8 +105,11 @@ def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
 
 def _clustered(embedding: Line) -> str:
     sizes = [cluster["images"] for cluster in embedding["clusters"]]
-    groups = f"{quantity(len(sizes), 'cluster')} of {min(sizes):,} to {max(sizes):,} images"
-    return f"by the features of {embedding['stage']}, {sum(sizes):,} training images form {groups}; nothing was scored."
+    groups = f"{quantity(len(sizes), 'group')} of {min(sizes):,} to {max(sizes):,} images"
+    return (
+        f"{sum(sizes):,} training images were divided into {groups} by the features of"
+        f" {embedding['stage']}; their number is the report's choice, and nothing was scored."
+    )
 
 
 def _difference(verdict: Line, is_again: bool = False) -> str:
@@ -226,7 +229,8 @@ def subject(method: str) -> str:
 
 def _setting(line: Line, more: str = "") -> str:
     """Return '5 labels per class (linear probe)'."""
-    return f"{line['labels'].partition(' (')[0]} ({_how(line['protocol'])}{more})"
+    how = "all weights trained" if "from scratch" in line["method"] else _how(line["protocol"])
+    return f"{line['labels'].partition(' (')[0]} ({how}{more})"
 
 
 def _how(protocol: str) -> str:

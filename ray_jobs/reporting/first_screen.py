@@ -81,7 +81,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
         above = sum(verdict["low"] > 0 for verdict in numbers["verdicts"])
         below = sum(verdict["high"] < 0 for verdict in numbers["verdicts"])
         still = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
-        text = f"{above} of {total} differences lie above zero, {below} below"
+        text = f"{above} of {total} intervals of differences lie above zero, {below} below"
         text += f"; adjusted for all {total} comparisons (Bonferroni), {still} lie above."
         notes.append((text, above == still > 0))
     return [{"text": text, "is_good": is_good} for text, is_good in notes]

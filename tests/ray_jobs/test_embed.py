@@ -224,7 +224,7 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
     assert [row["metrics"]["images"] for row in json.loads(listed)] == [9]
     report = json.loads(vitflow_local("report", "show", "--store", tmp_path / "s", "--json").stdout)
     assert [cluster["images"] for cluster in report["embeddings"][0]["clusters"]] == [9]
-    assert report["headline"].startswith("By the features of embed, 9 training images form 1 cluster")
+    assert report["headline"].startswith("9 training images were divided into 1 group of 9 to 9 images")
     (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
     assert "9 training, 0 dev and 0 test images without labels" in page.read_text()
 

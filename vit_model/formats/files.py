@@ -190,7 +190,8 @@ def _require_known_names(file: IO[bytes]) -> None:
         if operation.name == "GLOBAL" and not TENSOR_NAMES.fullmatch(str(argument)):
             raise UserError(
                 f"it refers to {str(argument).replace(' ', '.')}, which could execute code. If you trust the file, save"
-                " its weights alone: torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW), or ['model']"
+                " its weights alone: torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW);"
+                " or ['model'], or .state_dict() of a whole model"
             )
         if operation.name == "PROTO" and argument != 2:
             raise UserError(f"its pickle has protocol {argument}, not 2")

@@ -427,8 +427,8 @@ def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, by
     above = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
     page = files["report.html"].decode()
     assert (
-        f"3 of 4 differences lie above zero, 0 below; adjusted for all 4 comparisons (Bonferroni), {above} lie above."
-        in page
+        "3 of 4 intervals of differences lie above zero, 0 below;"
+        f" adjusted for all 4 comparisons (Bonferroni), {above} lie above." in page
     )
 
 
@@ -447,7 +447,7 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert verdict["difference"] == pytest.approx(-27 / 40)
     low, high = (f"{-100 * verdict[bound]:.1f}" for bound in ("high", "low"))
     assert numbers["headline"] == (
-        "The ViT trained from scratch reaches 25.0% with all labels (fine-tuned) on 40 test images, 67.5 points"
+        "The ViT trained from scratch reaches 25.0% with all labels (all weights trained) on 40 test images, 67.5 points"
         f" (95% interval {low} to {high}) below the best classifier on pixels."
     )
 
