@@ -29,6 +29,11 @@ class Choice(NamedTuple):
     batch_size: int
     steps: int
 
+    def model_text(self) -> str:
+        """Return the model as YAML on one line."""
+        names = ("patch_size", "width", "depth", "num_heads")
+        return f"{{{', '.join(f'{name}: {getattr(self.model, name)}' for name in names)}}}"
+
 
 # (minimum side of the images in pixels, resolution, model) for machines without and with a GPU; the first match is used
 CPU_CHOICES = (
@@ -89,18 +94,13 @@ def write_recipe(
 
 def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return a recipe that trains a new ViT."""
-    side = images.typical_side()
-    choice = _choose(side, len(images.listing.entries), machine.gpus)
-    architecture = choice.model.architecture(choice.resolution, 3, len(images.listing.class_names))
-    say(f"images are about {side} pixels per side; chose a {described(architecture)}")
-    say(estimate([Fits(architecture, len(LEARNING_RATES), choice.steps, choice.batch_size)], machine))
-    size = choice.model
+    choice = _chosen(images, machine, len(LEARNING_RATES), say)
     stages = f"""\
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
   vit:
     job: finetune
     data: images
-    model: {{patch_size: {size.patch_size}, width: {size.width}, depth: {size.depth}, num_heads: {size.num_heads}}}
+    model: {choice.model_text()}
     resolution: {choice.resolution}
     learning_rates: [{", ".join(f"{rate:g}" for rate in LEARNING_RATES)}]
     steps: {choice.steps}
@@ -153,24 +153,29 @@ def _without_labels(
 
 def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return the stage of a pretraining without labels, as YAML."""
-    side = images.typical_side()
-    choice = _choose(side, len(images.listing.entries), machine.gpus)
-    architecture = choice.model.architecture(choice.resolution, 3, 0)
-    say(f"images are about {side} pixels per side; chose a {described(architecture)}")
-    say(estimate([Fits(architecture, 0, choice.steps, choice.batch_size)], machine))
-    size = choice.model
+    choice = _chosen(images, machine, 0, say)
     return f"""\
   # A masked autoencoder: the ViT sees a quarter of an image's patches, and a decoder predicts the others.
   vit:
     job: pretrain
     data: images
     objective: mae
-    model: {{patch_size: {size.patch_size}, width: {size.width}, depth: {size.depth}, num_heads: {size.num_heads}}}
+    model: {choice.model_text()}
     resolution: {choice.resolution}
     steps: {choice.steps}
     batch_size: {choice.batch_size}
     learning_rate: 1.0e-3
     augment: resized_crop_flip"""
+
+
+def _chosen(images: Examined, machine: Machine, trials: int, say: Callable[[str], None]) -> Choice:
+    """Choose a model for images and `trials` trainings and a refit, or one training; print both, and the run time."""
+    side = images.typical_side()
+    choice = _choose(side, len(images.listing.entries), machine.gpus)
+    architecture = choice.model.architecture(choice.resolution, 3, len(images.listing.class_names))
+    say(f"images are about {side} pixels per side; chose a {described(architecture)}")
+    say(estimate([Fits(architecture, trials, choice.steps, choice.batch_size)], machine))
+    return choice
 
 
 def _choose(side: int, images: int, gpus: int) -> Choice:
