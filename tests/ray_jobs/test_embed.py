@@ -1,12 +1,7 @@
 """The stages embed and predict: equal to a loop by hand, the same bytes if they are killed, from any kind of folder."""
 
 import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,7 @@ from tests.conftest import Vitflow
 from tests.support import datasets
 from tests.support.archives import image
 from tests.support.checkpoints import put_untrained
-from tests.support.paths import ROOT
+from tests.support.killed import killed_after
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.errors import UserError
@@ -148,25 +143,11 @@ embed.main(pickle.loads(open(sys.argv[1], "rb").read()))
 def test_killed_at_any_moment_the_next_attempt_computes_only_the_rest(
     local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import ray
 
     made = Made(tmp_path / "store", {"train": 64 * 128})
     (tmp_path / "context").write_bytes(pickle.dumps(made.context()))
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, tmp_path / "context", ray.get_runtime_context().gcs_address],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-    )
     ledger = tmp_path / "store" / Layout.ledger("embed", "k", 1)
-    try:
-        deadline = time.monotonic() + 60
-        while not ledger.is_dir() or len(list(ledger.iterdir())) < 5:
-            assert process.poll() is None and time.monotonic() < deadline, "it did not begin"
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    time.sleep(1.0)  # its last tasks end, or not
+    killed_after(5, ledger, KILLED, tmp_path / "context")
     finished = len(list(ledger.glob("part-*.json")))
     assert 0 < finished < 64, "it was not killed in the middle"
     again = embed.infer(made.context(number=2))

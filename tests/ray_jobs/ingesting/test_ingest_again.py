@@ -1,14 +1,9 @@
 """Ingest that was killed, or whose source grew, reads only what it has not read, and writes the same bytes."""
 
 import json
-import os
 import pickle
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +24,7 @@ from ray_jobs.ingesting.card import copies_note
 from ray_jobs.ingesting.reuse import facts_file
 from ray_jobs.process.context import Context, Result, SourceChangedError
 from tests.support.archives import image
-from tests.support.paths import ROOT
+from tests.support.killed import killed_after
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.records import make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
@@ -118,28 +113,14 @@ def said(text: str) -> tuple[int, int]:
 def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import ray
 
     monkeypatch.setattr("ray_jobs.ingesting.parts.SHARD_IMAGES", 2)
     put_images(tmp_path / "images", 0, 200)
     config, store = stage(tmp_path / "images"), open_store(str(tmp_path / "store"))
     first = context_of(store, config)
     (tmp_path / "context").write_bytes(pickle.dumps(first))
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, tmp_path / "context", ray.get_runtime_context().gcs_address],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-    )
     facts = tmp_path / "store" / Layout.files("ingest", first.attempt.key, 1) / "facts"
-    try:
-        deadline = time.monotonic() + 60
-        while not facts.is_dir() or len(list(facts.iterdir())) < 5:
-            assert process.poll() is None and time.monotonic() < deadline, "it did not begin"
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    time.sleep(1.0)  # its last tasks end, or not
+    killed_after(5, facts, KILLED, tmp_path / "context")
     finished = sum(pq.ParquetFile(path).metadata.num_rows for path in facts.iterdir())
     assert 0 < finished < 200, "it was not killed in the middle"
     again = ingest.main(context_of(store, config, number=2))
