@@ -3,10 +3,12 @@
 In: a dataset and a model. Out: `images/00000.parquet`, ..., one row per image, in the order in which they are stored:
 
     sample_id, key        as in the dataset's index; the key is the file's name in the source
-    split, label          the label is the class's name; null if the images have no labels
+    split, label          the label is the class's name, or "cat; dog"; null if the image has no labels
     feature               embed: float32 [width], the representation that `evaluate` and `finetune` take
     prediction            predict: the name of the likeliest class
     probability           predict: its probability
+    predictions           predict, instead of these two, if an image can have several classes: those whose probability
+                          reaches the model's thresholds
     probabilities         predict: of all classes, float32 [classes], in the order of `class_names`
 
 The schema's metadata has a JSON object under `vitflow`: the content digests of the model and the dataset, the
@@ -33,7 +35,9 @@ from numpy.typing import NDArray
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import LAST, Embed, Predict
 from pipelines.store import FileEntry, Layout, contract_of
+from ray_jobs.data.columns import with_combinations
 from ray_jobs.data.shards import Dataset
+from ray_jobs.evaluation.multi_label import reaches
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
@@ -125,12 +129,17 @@ def _table(
     values: NDArray[np.float32],
     is_classifier: bool,
 ) -> pa.Table:
-    labels = rows["label"].combine_chunks()
-    names = pa.array(label_names or (None,), pa.string())
+    named, texts = with_combinations(rows, label_names or ("",))
+    labels, names = named["label"].combine_chunks(), pa.array([text or None for text in texts], pa.string())
     columns = {name: rows[name] for name in ("sample_id", "key", "split")} | {"label": names.take(labels)}
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
     if not is_classifier:
         return pa.table(columns | {"feature": vectors})
+    if contract.is_multi_label:
+        chosen = reaches(values, contract.thresholds)
+        predictions = [[contract.class_names[label] for label in np.flatnonzero(image)] for image in chosen]
+        several = pa.array(predictions, pa.list_(pa.string()))
+        return pa.table(columns | {"predictions": several, "probabilities": vectors})
     likeliest = values.argmax(axis=1)
     prediction = pa.array(contract.class_names, pa.string()).take(pa.array(likeliest))
     probability = values[np.arange(len(values)), likeliest]

@@ -6,7 +6,7 @@ no earlier evaluation has (`ray_jobs.evaluation.features`), and cost.json (`ray_
 
 Supports are drawn from train (or from train and dev), and every test image is scored. The stage's `protocol` says how
 labels are drawn and L2 is chosen, the same for every row. A linear probe does the same with all labels. With
-`retrieval`, each test image is also a query among the others (`ray_jobs.evaluation.average_precision`). A model that
+`retrieval`, each test image is also a query among the others (`ray_jobs.evaluation.metrics`). A model that
 was trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from pipelines.spec import Evaluate, quantity
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
-from ray_jobs.evaluation.average_precision import retrieval
 from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
+from ray_jobs.evaluation.metrics import retrieval
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage

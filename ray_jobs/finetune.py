@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
@@ -33,20 +34,21 @@ from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, require_runnable
 from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
-from ray_jobs.evaluation import rows
+from ray_jobs.evaluation import multi_label, rows
 from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
-from ray_jobs.evaluation.rows import PROBABILITIES
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, PROBABILITIES
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.stage import run_stage
-from ray_jobs.training.task import Task, at_point, describe, make_task
+from ray_jobs.training.task import Task, at_point, describe, make_task, read_split
 from ray_jobs.tuning.ledger import Ledger, open_ledger
 from ray_jobs.tuning.points import points
 from ray_jobs.tuning.runner import (
     choose,
     held_out_temperature,
+    held_out_thresholds,
     last_step,
     run_refit,
     sweep,
@@ -100,19 +102,21 @@ class Choice(NamedTuple):
 def select(
     context: Context[Finetune], task: Task, pools: list[Images], supports: Supports, ledger: Ledger
 ) -> Choice:
-    """Sweep, and choose a point, unless there is only one.
+    """Sweep, and choose a point, unless there is only one and nothing else to choose.
 
     Raises:
         UserError: ASHA needs dev, but there is none; or see `sweep` and `choose`.
     """
     config = context.config
     known = [] if isinstance(config.search, Optuna) else points(config)
-    if len(known) == 1 and config.early_stopping is None:  # nothing to select, so no image is held out
+    chooses = config.early_stopping is not None or task.contract.is_multi_label  # a step, or thresholds
+    if len(known) == 1 and not chooses:  # nothing to select, so no image is held out
         return Choice([], TriedPoint(0, known[0], []), ONE_RATE)
     if isinstance(config.search, ASHA) and len(supports.folds) > 1:
         raise UserError("search.kind asha needs dev, but the data set has none; use random or optuna")
     tried = sweep(context, task, pools, supports.folds, ledger)
-    by = "" if config.select_by == "accuracy" else f", by {config.select_by}"
+    metric = MEAN_AP if task.contract.is_multi_label else config.select_by
+    by = "" if metric == ACCURACY else f", by {metric}"
     return Choice(tried, choose(tried), supports.selected_on + by)
 
 
@@ -120,6 +124,9 @@ def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
     """Return the task of the refits, and print its point."""
     number, point, trials = choice.chosen
     task = at_point(task, number, point, dataset)._replace(temperature=held_out_temperature(trials))
+    if thresholds := held_out_thresholds(trials):
+        contract = task.contract.model_copy(update={"thresholds": thresholds})
+        task = task._replace(thresholds=thresholds, contract=contract)
     message = f"chosen on {choice.selected_on}" if trials else "nothing to choose"
     message += f": {describe(point)}"
     if task.config.early_stopping is not None:
@@ -176,7 +183,7 @@ def write(
     cost: Cost,
 ) -> Result:
     """Write all files except the model's, and return the stage's result."""
-    accuracy_rows, predictions = tables(task, dataset, refits, choice.selected_on, overlap)
+    accuracy_rows, predictions, scores = tables(task, dataset, refits, choice.selected_on, overlap)
     sweep_json = json.dumps(_sweep(context.config, task, choice), indent=1) + "\n"
     curves = [
         {"draw": draw, "points": [point.model_dump() for point in done.record.curve]}
@@ -192,10 +199,13 @@ def write(
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", accuracy_rows, rows.ROWS)
         rows.write_predictions(staging.path / "predictions.parquet", predictions)
+        if scores:
+            rows.write_parquet(staging.path / multi_label.FILE, pa.concat_tables(scores))
         (staging.path / "sweep.json").write_text(sweep_json)
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
         write_cost(staging.path, cost)
         write_log(context.open_store(), context.attempt, staging.path, has_fit)
+    metric = MEAN_AP if task.contract.is_multi_label else ACCURACY
     model_files = refits[0].record.files
     digest = {
         "model": model_digest(model_files),
@@ -204,14 +214,15 @@ def write(
     }
     metrics: dict[str, float | int | str] = {
         "learning_rate": task.learning_rate,
-        **_test_accuracy(dataset, refits, overlap),
+        **_on_test(accuracy_rows, metric),
         "parameters": task.contract.architecture.num_parameters,
         **_trained_parameters(task),
         "substitutes": sum(done.record.substitutes for done in refits),
         **overlap.metrics,
     }
+    on_dev = choice.chosen.selecting if metric == MEAN_AP else choice.chosen.accuracy
     chosen: dict[str, float | int | None] = {
-        "validation_accuracy": choice.chosen.accuracy if choice.sweep else None,
+        f"validation_{metric}": on_dev if choice.sweep else None,
         "temperature": task.temperature,
         "trial": None if context.config.search is None else choice.chosen.number,
         "stopped_at_step": task.last_step,
@@ -244,17 +255,18 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports
     dataset.require("train")
     supports = Supports(dataset.index("train"), dataset.index("dev"), config.labels)
     draws = config.refits * [Images(dataset, supports.pool.take(rows)) for rows in supports.draws]
-    present = {dataset.info.class_names[label] for label in draws[0].labels}
-    for name in config.class_weights if isinstance(config.class_weights, dict) else ():
-        if name not in present:
-            raise UserError(f"class_weights: class {name!r} has no labelled image to train on; remove it")
+    if isinstance(config.class_weights, dict):  # which a set with several labels per image refuses
+        present = {dataset.info.class_names[label] for label in draws[0].labels}
+        for name in config.class_weights:
+            if name not in present:
+                raise UserError(f"class_weights: class {name!r} has no labelled image to train on; remove it")
     return draws, supports
 
 
 def tables(
     task: Task, dataset: Dataset, refits: list[Refitted], selected_on: str, overlap: Overlap
-) -> tuple[list[rows.Row], list[Any]]:
-    """Return the rows of rows.parquet and the tables of predictions.parquet."""
+) -> tuple[list[rows.Row], list[pa.Table], list[pa.Table]]:
+    """Return the rows of rows.parquet, and the tables of predictions.parquet and scores.parquet."""
     config = task.config
     is_biases_only = config.freeze == "all_but_biases"
     settings: dict[str, Any] = {"learning_rate": task.learning_rate}
@@ -270,13 +282,19 @@ def tables(
     }
     settings |= {name: value for name, value in changed.items() if value}
     settings |= {path: value for path, value in task.point.items() if path not in settings}
-    truth = rows.truth_of(dataset, overlap.seen)
+    test = read_split(dataset, "test")
+    is_multi_label = task.contract.is_multi_label
+    if is_multi_label:
+        settings["thresholds"] = selected_on if task.thresholds else multi_label.THRESHOLD
+    truth = None if is_multi_label else rows.truth_of(dataset, overlap.seen)
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED
     if config.labels.per_class is not None and overlap.labels_seen:
         start = SEEN  # it was trained on more of these labels than labels_per_class says
     start += ", LoRA" * (config.lora is not None) + ", biases only" * is_biases_only
-    accuracy_rows, predictions = [], []
+    found: list[rows.Row] = []
+    predictions: list[pa.Table] = []
+    scores: list[pa.Table] = []
     for draw, done in enumerate(refits):
         common = {
             "protocol": PROTOCOL,
@@ -284,12 +302,20 @@ def tables(
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
+        if truth is None:
+            values = np.stack(done.images["scores"].to_numpy())
+            results = multi_label.Scored(test.labels, values, multi_label.reaches(values, task.thresholds))
+            named, ids = common | {"task": dataset.info.name}, dataset.sample_ids("test")
+            more, images = multi_label.scored(named, ids, results, overlap.seen, selected_on, settings)
+            found += more
+            scores += images
+            continue
         labels, probabilities = predicted(done), done.images.select(PROBABILITIES.names)
         for row, images in rows.scored(common, truth, labels, selected_on, settings, probabilities):
-            accuracy_rows.append(row)
+            found.append(row)
             predictions.append(images)
-        accuracy_rows += rows.mean_ap_of_real(common, truth, done.record.mean_ap, selected_on, settings)
-    return accuracy_rows, predictions
+        found += rows.mean_ap_of_real(common, truth, done.record.mean_ap, selected_on, settings)
+    return found, predictions, scores
 
 
 def predicted(refit: Refitted) -> NDArray[np.int64]:
@@ -307,19 +333,23 @@ def _trained_parameters(task: Task) -> dict[str, int]:
     return {"trained_parameters": trained_parameters(task)}
 
 
-def _test_accuracy(dataset: Dataset, refits: list[Refitted], overlap: Overlap) -> dict[str, float]:
-    """Return the mean accuracy over refits on the test images that were not seen in training; empty if all were.
+def _on_test(found: list[rows.Row], metric: str) -> dict[str, float]:
+    """Return the mean over refits of a metric on the test images that were not seen in training; empty if all were.
 
     With several refits, also return the standard deviation (ddof 1).
     """
-    unseen = ~overlap.seen
-    if not unseen.any():
+    values = [
+        row["value"]
+        for row in found
+        if row["metric"] == metric
+        and not row["method"].endswith(rows.ON_SEEN)
+        and not row["task"].endswith(rows.REAL)
+    ]
+    if not values:
         return {}
-    labels = dataset.labels("test")
-    accuracies = [float(np.mean((predicted(done) == labels)[unseen])) for done in refits]
-    metrics = {"test_accuracy": float(np.mean(accuracies))}
-    if len(accuracies) > 1:
-        metrics["test_accuracy_std"] = float(np.std(accuracies, ddof=1))
+    metrics = {f"test_{metric}": float(np.mean(values))}
+    if len(values) > 1:
+        metrics[f"test_{metric}_std"] = float(np.std(values, ddof=1))
     return metrics
 
 

@@ -90,6 +90,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
             architecture=architecture,
             class_names=imported.class_names,
             problem_type=imported.problem_type,
+            thresholds=imported.thresholds,
             preprocessing=preprocessing_of(imported, config),
             training_data=imported.training_data,
             license=imported.license,

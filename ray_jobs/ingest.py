@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 from pipelines.files.sources import source_files
 from pipelines.spec import Ingest, quantity
 from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
+from ray_jobs.data.columns import each_label, with_combinations
 from ray_jobs.data.images import STORED_QUALITY
 from ray_jobs.data.shards import SPLITS, DatasetInfo, open_dataset
 from ray_jobs.data.writing import Description, write_dataset
@@ -113,7 +114,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     official = pc.unique(listing.entries["split"]).to_pylist()
     usable = facts.filter(pc.is_null(facts["reason"]))
     index, copies, excluded = _decided(context, name, usable, listing.class_names, official, listed)
-    trainable = _trainable(index, listing)
+    trainable = _trainable(index, listing, _is_multi_label(config))
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
@@ -155,7 +156,15 @@ def _write_index(
     masks = {sample: digest for part in written for sample, digest in part.masks.items()}
     return write_dataset(
         folder,
-        Description(name, trainable.class_names, listing.image, notes, config.short_side, mask_classes),
+        Description(
+            name,
+            trainable.class_names,
+            listing.image,
+            notes,
+            config.short_side,
+            mask_classes,
+            _is_multi_label(config),
+        ),
         [part.shard for part in written if part.shard],
         trainable.index,
         masks if mask_classes else None,
@@ -177,12 +186,12 @@ def _decided(
     """
     config = context.config
     salt = getattr(config.source, "salt", None) if class_names else None  # without labels, nothing is drawn
-    class_names = class_names or ("",)
     splits = assign_splits(images, salt, official)
+    named, names = with_combinations(images, class_names or ("",))
     excluded = EXCLUDED.empty_table()
     if config.exclude is not None and listed is not None:
-        is_out, excluded = exclude(config.exclude, listed, _with_splits(images, splits), class_names)
-        images = images.filter(pc.invert(is_out))
+        is_out, excluded = exclude(config.exclude, listed, _with_splits(named, splits), names)
+        images, named = (table.filter(pc.invert(is_out)) for table in (images, named))
         splits = [
             split for split, is_left_out in zip(splits, is_out.to_pylist(), strict=True) if not is_left_out
         ]
@@ -190,17 +199,21 @@ def _decided(
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
         dataset = open_dataset(local_files(store, manifest, needed))
-        others[other] = OtherSet(dataset.index("test"), dataset.info.label_names)
-    copies = find_copies(name, images, class_names, splits, others, config.duplicates, config.max_distance)
+        others[other] = OtherSet(*with_combinations(dataset.index("test"), dataset.info.label_names))
+    copies = find_copies(name, named, names, splits, others, config.duplicates, config.max_distance)
     left_out = copies.filter(pc.equal(copies["done"], "left out"))
     counts = Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True))
     for (kind, done), number in sorted(counts.items()):
         print(copies_note(number, kind, done), flush=True)
     index = _with_splits(images, splits)
     index = index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks())))
-    if config.exclude is not None:
-        check_classes(config.exclude, excluded, index, class_names)
+    if config.exclude is not None and not _is_multi_label(config):
+        check_classes(config.exclude, excluded, index, names)
     return index, copies, excluded
+
+
+def _is_multi_label(config: Ingest) -> bool:
+    return getattr(config.source, "multi_label", False)
 
 
 def _read_excluded(config: Ingest) -> list[str] | None:
@@ -295,14 +308,14 @@ def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], tota
         )
 
 
-def _trainable(index: pa.Table, listing: Listing) -> Trainable:
-    """Set aside the classes without a training image.
+def _trainable(index: pa.Table, listing: Listing, multi_label: bool) -> Trainable:
+    """Set aside the classes without a training image; with several labels per image, their images stay for the others.
 
     Raises:
         UserError: fewer than two classes are left.
     """
-    if not listing.class_names:
-        return Trainable(index, (), SET_ASIDE.empty_table())
+    if not listing.class_names or multi_label:
+        return Trainable(index, listing.class_names, SET_ASIDE.empty_table())
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
     labels = pc.unique(entries.filter(may_train)["label"]).to_pylist()
@@ -319,7 +332,7 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
 def _composition(trainable: Trainable, official: list[str | None]) -> tuple[str, str]:
     """Return lines for the log: the number of images per split and per class."""
     splits = Counter(trainable.index["split"].to_pylist())
-    classes = Counter(trainable.index["label"].to_pylist())
+    classes = Counter(each_label(trainable.index).to_pylist())
     stated = sorted(filter(None, official))
     named = f"given by the source: {', '.join(stated)}" if stated else "drawn"
     by_class = {name: classes[label] for label, name in enumerate(trainable.class_names)}

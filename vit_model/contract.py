@@ -68,6 +68,8 @@ class ModelContract(Contract):
         "single_label_classification"
     )
     """Whether the logits go through a softmax, or a sigmoid per class; the names are Hugging Face's."""
+    thresholds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = later(())
+    """With a sigmoid: from which probability on each class is predicted; empty: 0.5 for all."""
     preprocessing: Preprocessing
     training_data: str
     """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
@@ -75,12 +77,22 @@ class ModelContract(Contract):
     """The authors' name for the license; null if they give none."""
     format_version: Literal[1] = 1
 
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether an image can have several classes."""
+        return self.problem_type == "multi_label_classification"
+
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         model, pixels = self.architecture, self.preprocessing
         if self.class_names and len(self.class_names) != model.num_classes:
             raise ValueError(
                 f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}"
+            )
+        if self.thresholds and (len(self.thresholds) != len(self.class_names) or not self.is_multi_label):
+            raise ValueError(
+                f"thresholds has {len(self.thresholds)} values; expected one for each of {len(self.class_names)}"
+                " classes of a multi_label_classification"
             )
         if pixels.channels != model.in_channels:
             raise ValueError(

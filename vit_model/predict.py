@@ -23,7 +23,8 @@ BATCH = 64  # images in memory at once
 def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]:
     """Return [{"image": path, "top": [{"class": name, "probability": p}, ...]}] with the five most likely classes.
 
-    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1.
+    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1, and
+    "classes" has the names of those that reach their thresholds (0.5 without any).
 
     Raises:
         UserError: a file is not an image, or the model has no classifier.
@@ -54,17 +55,13 @@ def classify_readable(
             except (UserError, OSError) as error:
                 errors[image] = str(error)
         stacked = np.stack(list(pixels.values())) if pixels else np.zeros((0, 1, 1, 1), np.uint8)
-        tops = dict(zip(pixels, likeliest(model, contract, stacked), strict=True))
+        answers = dict(zip(pixels, answer(model, contract, stacked), strict=True))
         for image in batch:
-            yield {"image": str(image)} | (
-                {"top": tops[image]} if image in tops else {"error": errors[image]}
-            )
+            yield {"image": str(image)} | (answers[image] if image in answers else {"error": errors[image]})
 
 
-def likeliest(
-    model: Network, contract: ModelContract, pixels: NDArray[np.uint8]
-) -> list[list[dict[str, Any]]]:
-    """Return [{"class", "probability"}, ...] with the five most likely classes of each image.
+def answer(model: Network, contract: ModelContract, pixels: NDArray[np.uint8]) -> list[dict[str, Any]]:
+    """Return what `classify` returns for each image, without its path.
 
     Args:
         pixels: [n, resolution, resolution, channels], preprocessed as the contract says.
@@ -77,16 +74,25 @@ def likeliest(
         return []
     with torch.inference_mode():
         logits = model.eval()(normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
-    several = contract.problem_type == "multi_label_classification"
+    several = contract.is_multi_label
     probabilities = logits.float().sigmoid() if several else logits.float().softmax(-1)
     values, classes = probabilities.topk(min(TOP, logits.shape[-1]))
-    return [
-        [
-            {"class": contract.class_names[label], "probability": probability}
-            for probability, label in zip(*both, strict=True)
-        ]
+    answers: list[dict[str, Any]] = [
+        {
+            "top": [
+                {"class": contract.class_names[label], "probability": probability}
+                for probability, label in zip(*both, strict=True)
+            ]
+        }
         for both in zip(values.tolist(), classes.tolist(), strict=True)
     ]
+    if several:
+        thresholds = torch.tensor(
+            contract.thresholds or [0.5] * len(contract.class_names), dtype=torch.float64
+        )
+        for found, image in zip(answers, probabilities.cpu() >= thresholds, strict=True):
+            found["classes"] = [contract.class_names[label] for label in image.nonzero().flatten().tolist()]
+    return answers
 
 
 def _require_classifier(contract: ModelContract) -> None:

@@ -57,5 +57,6 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
 
 def _rank(stage: PlannedStage) -> tuple[bool, float, bool]:
     assert isinstance(stage.config, Finetune) and stage.manifest is not None
-    accuracy = float(stage.manifest.metrics.get("validation_accuracy", 0.0))
-    return stage.config.labels.per_class is None, accuracy, stage.config.backbone is not None
+    metrics = stage.manifest.metrics
+    held_out = float(metrics.get("validation_accuracy", metrics.get("validation_mAP", 0.0)))
+    return stage.config.labels.per_class is None, held_out, stage.config.backbone is not None

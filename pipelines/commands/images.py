@@ -92,7 +92,9 @@ def predict(
     as_csv: Annotated[
         bool,
         typer.Option(
-            "--csv", help="a line per image: image, prediction, probability; with --split, also label"
+            "--csv",
+            help="a line per image: image, prediction, probability; with --split, also label. If an image can"
+            " have several classes, prediction has all of them, and there is no probability",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -111,11 +113,14 @@ def predict(
     if as_json:
         print_json(rows)
     if as_csv:
-        names = ["image", "prediction", "probability", *(["label"] if split else [])]
-        likeliest = [
-            row | row["top"][0] | {"prediction": row["top"][0]["class"]} for row in rows if "top" in row
+        answers = [row | _answer(row) for row in rows if "top" in row]
+        names = [
+            "image",
+            "prediction",
+            *(["probability"] if any("probability" in row for row in answers) else []),
         ]
-        print_csv(names, ([row[name] for name in names] for row in likeliest))
+        names += ["label"] if split else []
+        print_csv(names, ([row[name] for name in names] for row in answers))
     if any("error" in row for row in rows):
         raise typer.Exit(1)
 
@@ -134,6 +139,14 @@ def _predicted(
     return of_files(weights, images) if split is None else of_split(opened, manifest, checkpoint, split)
 
 
+def _answer(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the likeliest class and its probability, or the names of all classes that the model predicts."""
+    if "classes" in row:
+        return {"prediction": "; ".join(row["classes"])}
+    top = row["top"][0]
+    return {"prediction": top["class"], "probability": top["probability"]}
+
+
 def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str, Any]]:
     """Yield the rows; print each error on stderr, and each image's classes if `as_text`."""
     for row in rows:
@@ -143,7 +156,8 @@ def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str
             label = f"  (label: {plain(row['label'])})" if "label" in row else ""
             console.print(f"[bold]{plain(row['image'])}[/]{label}")
             for top in row["top"]:
-                console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}")
+                is_chosen = "  predicted" if top["class"] in row.get("classes", ()) else ""
+                console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}{is_chosen}")
         yield row
 
 

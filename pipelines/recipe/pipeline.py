@@ -112,6 +112,11 @@ class Pipeline(Frozen):
                     f"stages.{name}.data: {source} has no labels (source.labels: false), but {stage.job} needs them;"
                     f" use embed, or pretrain with objective {', '.join(WITHOUT_LABELS)} and no fewshot"
                 )
+            is_multi_label = isinstance(data, Ingest) and getattr(data.source, "multi_label", False)
+            if is_multi_label and (why := stage.needs_one_label()) is not None:
+                raise ValueError(
+                    f"stages.{name}.data: {source} has several labels per image (source.multi_label), but {why}"
+                )
         for source in inputs.get("backbone", ()) if isinstance(stage, Predict) else ():
             model = self.stages[source]
             if isinstance(model, Pretrain) and model.objective in WITHOUT_LABELS:

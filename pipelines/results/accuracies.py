@@ -69,8 +69,7 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     for name, lines in groupby(report["accuracies"], _heading):
         add_headings(table, name)
         for line in lines:
-            interval = f"{100 * line['low']:.1f}–{100 * line['high']:.1f}"
-            _add_cells(table, line, f"{100 * line['accuracy']:.1f}", interval)
+            _add_cells(table, line, f"{100 * line['accuracy']:.1f}", _range(line))
     return table
 
 
@@ -78,14 +77,21 @@ def metrics_table(metrics: list[dict[str, Any]]) -> Table:
     """Return a table of a report's metrics other than accuracy, in percent, at most 80 columns wide."""
     table = table_with_title(None)
     table.add_column("method", overflow="fold")
-    for name in ("metric", "mean %", "draws", "images"):
+    intervals = ["95% interval"] if any(line.get("low") is not None for line in metrics) else []
+    for name in ("metric", "mean %", *intervals, "draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("artifact", no_wrap=True)
     for name, lines in groupby(metrics, _heading):
         add_headings(table, name.removesuffix(", all labels"))
         for line in lines:
-            _add_cells(table, line, line["metric"], f"{100 * line['value']:.1f}")
+            interval = [_range(line)] if intervals else []
+            _add_cells(table, line, line["metric"], f"{100 * line['value']:.1f}", *interval)
     return table
+
+
+def _range(line: dict[str, Any]) -> str:
+    """Return the ends of a line's interval; a dash if it has none."""
+    return "–" if line.get("low") is None else f"{100 * line['low']:.1f}–{100 * line['high']:.1f}"
 
 
 def table_with_title(title: str | None, **settings: Any) -> Table:

@@ -1,7 +1,7 @@
 """Predictions of image files, and of a split of the data set that a model was trained on.
 
-Out: rows {image, top: [{class, probability}, ...]}, the most likely class first; for a split with the label, and
-{image, error} for a file that cannot be read. Imports torch.
+Out: rows {image, top: [{class, probability}, ...]}, the most likely class first, with `classes` if an image can have
+several; for a split with the label; and {image, error} for a file that cannot be read. Imports torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 
 from pipelines.spec import Import, RecipeError
 from pipelines.store import Manifest, Store, model_folder, read_manifest
+from ray_jobs.data.columns import with_combinations
 from ray_jobs.data.shards import Split, open_artifact
 from ray_jobs.import_model import model_of
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model import formats
-from vit_model.predict import BATCH, classify_readable, likeliest
+from vit_model.predict import BATCH, answer, classify_readable
 from vit_model.weights import load_model
 
 
@@ -62,9 +63,12 @@ def of_split(store: Store, model: Manifest, checkpoint: str, split: Split) -> It
     index = dataset.index(split)
     for start in range(0, len(index), BATCH):
         part = index.slice(start, BATCH)
-        tops = likeliest(network, contract, dataset.load(part, contract.preprocessing))
-        for key, label, top in zip(part["key"].to_pylist(), part["label"].to_pylist(), tops, strict=True):
-            yield {"image": key, "label": dataset.info.class_names[label], "top": top}
+        answers = answer(network, contract, dataset.load(part, contract.preprocessing))
+        named, names = with_combinations(part, dataset.info.class_names)
+        for key, label, found in zip(
+            part["key"].to_pylist(), named["label"].to_pylist(), answers, strict=True
+        ):
+            yield {"image": key, "label": names[label], **found}
 
 
 def image_files(path: Path) -> list[Path]:

@@ -65,10 +65,26 @@ class FolderSource(FileSource):
         " are in train, unless split folders or the tables say otherwise",
     )
 
+    multi_label: bool = later(
+        False,
+        description="an image can have several labels, or none: lists in the tables' label column, or text with"
+        " label_separator between the labels",
+    )
+    label_separator: str | None = later(
+        None,
+        min_length=1,
+        description="with multi_label: what separates the labels in a cell of text, such as ; or |; null: cells are"
+        ' lists, in CSV as JSON (["cat", "dog"])',
+    )
+
     @model_validator(mode="after")
     def _column_has_labels(self) -> Self:
         if not self.labels and self.label_column != "label":
             raise ValueError(f"label_column {self.label_column}: no labels are read with labels: false")
+        if not self.labels and self.multi_label:
+            raise ValueError("multi_label: no labels are read with labels: false")
+        if self.label_separator is not None and not self.multi_label:
+            raise ValueError(f"label_separator {self.label_separator!r} needs multi_label: true")
         return self
 
     def where(self) -> At:

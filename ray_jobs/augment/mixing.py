@@ -2,7 +2,8 @@
 
 Image i of the *global* batch is mixed with image i - 1 (big_vision rolls the batch), with one weight per step. So a
 worker needs only one image of another worker, and the mixed batch is the same at any world size.
-In: uint8 [n, h, w, c] and int64 labels [n]. Out: uint8 of the same shape, and probabilities [n, classes] as targets.
+In: uint8 [n, h, w, c] and int64 labels [n], or bool [n, classes]. Out: uint8 of the same shape, and probabilities
+[n, classes] as targets.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def mix(images: Tensor, labels: Tensor, classes: int, mixing: Mix) -> tuple[Tens
         mixed[place] = previous_images[place]
     share = mixing.share / _PARTS
     targets, other_targets = (
-        functional.one_hot(indices, classes).to(torch.float32) for indices in (labels, other_labels)
+        (several if several.ndim == 2 else functional.one_hot(several, classes)).to(torch.float32)
+        for several in (labels, other_labels)
     )
     return mixed, share * targets + (1 - share) * other_targets
 

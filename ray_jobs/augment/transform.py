@@ -60,7 +60,7 @@ class TrainTransform:
 
         Args:
             images: uint8 [n, h, w, c] from the loader, on any device.
-            labels: int64 [n].
+            labels: int64 [n], or bool [n, num_classes].
             positions: [n], the numbers of the samples over the whole training.
 
         Returns:

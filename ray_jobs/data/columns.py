@@ -10,11 +10,15 @@ Stored files use these names, types and order: changing any of them changes the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ray_jobs.data.images import Hashes
+
+SEVERAL = -1  # the label of every image of a set with several labels per image; its column `labels` has them
 
 
 class Sample(NamedTuple):
@@ -46,8 +50,13 @@ COLUMNS = (
     Column("key", pa.string(), "entries facts? index shard", "unique; never a path outside the source"),
     Column("image", pa.binary(), "shard", "see `Sample`"),
     # Shards number all classes of the source, the index only the classes that are not set aside. The index counts.
-    Column("label", pa.int32(), "entries facts? index shard", "the number of the class"),
-    Column("labels", pa.list_(pa.int32()), "entries? facts? index?", "all correct labels, if several (ReaL)"),
+    Column("label", pa.int32(), "entries facts? index shard", "the number of the class, or SEVERAL"),
+    Column(
+        "labels",
+        pa.list_(pa.int32()),
+        "entries? facts? index?",
+        "all labels, if several: multi-label, or ReaL",
+    ),
     Column("split", pa.string(), "entries? facts? index", "train, dev or test; null: not given, to be drawn"),
     Column("group", pa.string(), "entries? facts? index?", "images of one group (a patient) share a split"),
     Column("format", pa.string(), "facts? index shard", "jpeg, png, ...; raw for pixels"),
@@ -87,3 +96,24 @@ ENTRIES, FACTS, INDEX = (pa.schema(_fields(table).values()) for table in ("entri
 SHARD = pa.schema([_fields("shard")[name] for name in Sample._fields])
 LISTED = {name: field.name for name, field in _fields("entries").items() if name in FACTS.names}
 """Columns of FACTS that repeat what the source lists -> their names in ENTRIES."""
+
+
+def each_label(images: pa.Table) -> pa.Array:
+    """Return the label of each image; with several labels per image, those of all images, one after the other.
+
+    Args:
+        images: columns label and labels, of one data set.
+    """
+    label = images["label"].combine_chunks()
+    return images["labels"].combine_chunks().flatten() if pc.any(pc.equal(label, SEVERAL)).as_py() else label
+
+
+def with_combinations(images: pa.Table, class_names: Sequence[str]) -> tuple[pa.Table, Sequence[str]]:
+    """Return images with several labels as if each combination, such as "cat; dog", were a class; else as they are."""
+    if not pc.any(pc.equal(images["label"], SEVERAL)).as_py():
+        return images, class_names
+    combined = ["; ".join(class_names[label] for label in labels) for labels in images["labels"].to_pylist()]
+    names = sorted(set(combined))
+    numbers = pc.index_in(pa.array(combined), pa.array(names))
+    field = INDEX.field("label")
+    return images.set_column(images.schema.get_field_index("label"), field, numbers.cast(field.type)), names

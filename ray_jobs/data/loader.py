@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     images: torch.Tensor
     """uint8 [n, resolution, resolution, channels]"""
     labels: torch.Tensor
-    """int64 [n]"""
+    """int64 [n]; with several labels per image bool [n, classes]"""
 
 
 class Loader:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import psutil
@@ -101,6 +101,8 @@ class DatasetInfo(_Frozen):
     """In pixels; larger images were downsized to it and encoded again. None: all images are the original bytes."""
     mask_classes: tuple[str, ...] = ()
     """The names of the values in the images' masks (`ray_jobs.data.masks`); empty, and not written: no masks."""
+    multi_label: bool = False
+    """Whether an image can have several labels, or none: the index's column `labels`. Not written if False."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -191,7 +193,15 @@ class Dataset:
                 )
 
     def labels(self, split: Split) -> NDArray[np.int64]:
-        """Return the labels [n] of a split, without reading its images."""
+        """Return the labels [n] of a split, without reading its images.
+
+        Raises:
+            UserError: images have several labels; `multi_hot` returns those.
+        """
+        if self.info.multi_label:
+            raise UserError(
+                f"dataset {self.info.name} has several labels per image (multi_label), but this stage needs one"
+            )
         return np.asarray(self.index(split)["label"].to_numpy(), np.int64)
 
     def sample_ids(self, split: Split) -> list[str]:
@@ -288,11 +298,22 @@ class Images(NamedTuple):
     rows: pa.Table
 
     @property
-    def labels(self) -> NDArray[np.int64]:
+    def labels(self) -> NDArray[Any]:
+        """The labels, int64 [n]; with several labels per image, whether it has each class, bool [n, classes]."""
+        if self.dataset.info.multi_label:
+            return multi_hot(self.rows["labels"].combine_chunks(), len(self.dataset.info.class_names))
         return np.asarray(self.rows["label"].to_numpy(), np.int64)
 
     def take(self, indices: NDArray[np.int64]) -> Images:
         return Images(self.dataset, self.rows.take(indices))
+
+
+def multi_hot(labels: pa.ListArray, classes: int) -> NDArray[np.bool_]:
+    """Return whether each image has each class, [n, classes], from the classes of each image (null: none)."""
+    sizes = labels.value_lengths().fill_null(0).to_numpy()
+    table = np.zeros((len(sizes), classes), bool)
+    table[np.repeat(np.arange(len(sizes)), sizes), labels.flatten().to_numpy()] = True
+    return table
 
 
 def _check_memory(shape: tuple[int, ...]) -> None:

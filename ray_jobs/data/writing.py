@@ -130,6 +130,7 @@ class Description(NamedTuple):
     notes: Sequence[str] = ()
     short_side: int | None = None
     mask_classes: Sequence[str] = ()
+    multi_label: bool = False
 
 
 def write_dataset(
@@ -149,7 +150,7 @@ def write_dataset(
     Raises:
         UserError: two images have the same sample_id.
     """
-    name, class_names, image, notes, short_side, mask_classes = description
+    name, class_names, image, notes, short_side, mask_classes, multi_label = description
     shuffled = pa.array([shuffle_key(sample_id) for sample_id in index["sample_id"].to_pylist()], pa.binary())
     order = pc.sort_indices(
         pa.table({"split": index["split"], "key": shuffled}),
@@ -181,9 +182,10 @@ def write_dataset(
         notes=tuple(notes),
         short_side=short_side,
         mask_classes=tuple(mask_classes),
+        multi_label=multi_label,
     )
-    # without masks, dataset.json is as in versions before masks
-    without: set[str] = set() if mask_classes else {"mask_classes"}
+    # without masks and with one label per image, dataset.json is as in versions before these fields
+    without = {name for name in ("mask_classes", "multi_label") if not getattr(info, name)}
     text = json.dumps(info.model_dump(mode="json", exclude=without), indent=1, ensure_ascii=False)
     (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
     return info

@@ -303,7 +303,7 @@ def infer(
     Images are decoded while the model computes the ones before them.
     """
     model, contract = _loaded(folder)
-    is_multi = contract.problem_type == "multi_label_classification"
+    is_multi = contract.is_multi_label
 
     def probabilities(pixels: torch.Tensor) -> torch.Tensor:
         logits = model(pixels).float()

@@ -5,7 +5,10 @@ the others from predictions, so artifacts of any age have them.
 
 A computed metric is a mean over classes of a function of three counts per class: the images with this label and
 prediction (hits), with this label, and with this prediction. Its interval is computed as for an accuracy
-(`ray_jobs.evaluation.intervals`), from each image's influence on the metric. Needs numpy, scipy and pyarrow only.
+(`ray_jobs.evaluation.intervals`), from each image's influence on the metric.
+
+The average precision of a ranking is the mean over the relevant items of the precision at their scores. Items with
+equal scores share a rank, so it does not depend on their order (as in scikit-learn's `average_precision_score`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, MEAN_IOU
 
 Counts = NDArray[np.float64]  # [classes]
 _STEP = 1e-4  # added to a count for its derivative
+BLOCK = 2**24  # similarities in memory at once, in float32
 
 
 class Metric(NamedTuple):
@@ -134,3 +139,40 @@ def _slope(metric: Metric, counts: tuple[Counts, Counts, Counts], place: int) ->
     below = _parts(metric, *(count - step for count, step in zip(counts, steps, strict=True)))
     is_counted = _is_counted(metric, *counts)
     return np.where(is_counted, (above - below) / (2 * _STEP), 0.0) / np.count_nonzero(is_counted)
+
+
+def average_precision(scores: NDArray[np.floating], relevant: NDArray[np.floating]) -> float:
+    """Return the average precision of one ranking.
+
+    Args:
+        scores: [n], the scores of all items, ascending.
+        relevant: [m], the scores of the relevant items, ascending; m is at least 1.
+    """
+    ranks = len(scores) - np.searchsorted(scores, relevant)
+    relevant_ranks = len(relevant) - np.searchsorted(relevant, relevant)
+    return float(np.mean(relevant_ranks / ranks))
+
+
+def retrieval(features: NDArray[np.floating], labels: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return the average precision [n] of each image as a query that ranks the others by cosine similarity.
+
+    An image is relevant if it has the query's label. The result is NaN if no other image has the label. Runs on one
+    thread, with at most `BLOCK` similarities in memory.
+
+    Args:
+        features: [n, d].
+        labels: [n].
+    """
+    count, precisions = len(labels), np.full(len(labels), np.nan)
+    lengths = np.linalg.norm(features.astype(np.float64), axis=1, keepdims=True)
+    directions = (features / np.maximum(lengths, 1e-12)).astype(np.float32)
+    images = np.arange(count)
+    step = max(1, BLOCK // count)
+    with threadpool_limits(1):
+        for start in range(0, count, step):
+            similar = directions[start : start + step] @ directions.T
+            for query, row in enumerate(similar, start):
+                relevant = np.sort(row[(labels == labels[query]) & (images != query)])
+                if len(relevant):
+                    precisions[query] = average_precision(np.sort(np.delete(row, query)), relevant)
+    return precisions

@@ -42,7 +42,9 @@ ROWS = pa.schema(
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
         _column("split", pa.string()),
-        _column("metric", pa.string()),  # ACCURACY, MEAN_AP or MEAN_IOU
+        _column(
+            "metric", pa.string()
+        ),  # ACCURACY, MEAN_AP, MEAN_IOU, or see `ray_jobs.evaluation.multi_label`
         _column("value", pa.float64()),  # a fraction
         _column("num_images", pa.int32()),
         _column("selected_on", pa.string()),  # what the settings were selected on

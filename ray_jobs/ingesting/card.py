@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from pipelines.spec import quantity
-from ray_jobs.data.shards import SPLITS, Dataset, Split
+from ray_jobs.data.columns import each_label
+from ray_jobs.data.shards import SPLITS, Dataset, Images, Split
 from ray_jobs.ingesting.copies import CONFLICT
 from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
@@ -65,9 +66,10 @@ def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
             "column `split` in the metadata)"
         )
     for split in SPLITS:
-        present = set(index.filter(pc.equal(index["split"], split))["label"].to_pylist())
+        images = index.filter(pc.equal(index["split"], split))
+        present = set(each_label(images).to_pylist())
         missing = [repr(name) for label, name in enumerate(names) if label not in present]
-        if present and missing:
+        if len(images) and missing:
             notes.append(
                 f"classes without an image in {split}: {len(missing):,} of {len(names):,}: {listed(missing, most)}"
             )
@@ -101,7 +103,8 @@ def _counts(dataset: Dataset, unusable: Sequence[Unusable], copies: pa.Table) ->
     info = dataset.info
     index = pa.concat_tables([dataset.index(split) for split in SPLITS])
     by_class = {
-        split: np.bincount(dataset.labels(split), minlength=len(info.class_names)) for split in SPLITS
+        split: np.bincount(each_label(dataset.index(split)), minlength=len(info.class_names))
+        for split in SPLITS
     }
     kinds = Counter(zip(copies["kind"].to_pylist(), copies["done"].to_pylist(), strict=True))
     sizes = {name: np.percentile(index[name].to_numpy(), (0, 50, 100)) for name in ("width", "height")}
@@ -151,7 +154,9 @@ def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
 def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray) -> list[str]:
     """Write the sheet, with one line of images per class; return the classes of the lines."""
     names = dataset.info.class_names
-    lines = sample_rows(dataset.labels(split)[rows] if names else np.arange(len(rows)) % _LINES)
+    lines = sample_rows(
+        Images(dataset, dataset.index(split)).labels[rows] if names else np.arange(len(rows)) % _LINES
+    )
     pictures = squares(dataset, split, rows[np.concatenate(list(lines.values()))])
     if (side := pictures.shape[1]) <= SMALL:
         pictures = pictures.repeat(2 * SMALL // side, axis=1).repeat(2 * SMALL // side, axis=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -55,7 +56,7 @@ def read_list(name: str, data: bytes) -> list[str]:
 
 
 def exclude(
-    name: str, wanted: list[str], images: pa.Table, class_names: tuple[str, ...]
+    name: str, wanted: list[str], images: pa.Table, class_names: Sequence[str]
 ) -> tuple[pa.Array, pa.Table]:
     """Return which images leave [n], and EXCLUDED.
 
@@ -89,7 +90,7 @@ def exclude(
     return is_out, pa.table(columns, schema=EXCLUDED).sort_by("key")
 
 
-def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: tuple[str, ...]) -> None:
+def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: Sequence[str]) -> None:
     """Raise UserError if a class has no training image left, because its test images would leave test.
 
     Args:

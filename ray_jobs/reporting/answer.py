@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, MOST_FREQUENT, is_reference
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, MEAN_AP, MOST_FREQUENT, is_reference
 from ray_jobs.reporting.verdicts import percent
 
 Line = Mapping[str, Any]
@@ -184,11 +184,17 @@ def _highest(lines: Sequence[Line]) -> str:
 
 
 def _highest_metric(lines: Sequence[Line]) -> str:
-    best = max(lines, key=lambda line: line["value"])
+    """Name the model with the highest mAP, or with the highest of another metric if none has one."""
+    metric = MEAN_AP if any(line["metric"] == MEAN_AP for line in lines) else lines[0]["metric"]
+    best = max((line for line in lines if line["metric"] == metric), key=lambda line: line["value"])
+    ends = (
+        "no interval"
+        if best["low"] is None
+        else f"95% interval {percent(best['low'])} to {percent(best['high'])}"
+    )
     return (
-        f"the highest {best['metric']} is {percent(best['value'])}, of {subject(best['method'])}"
-        f" ({_how(best['protocol'])}) on {quantity(best['num_images'], 'test image')} of {best['task']}; it has no"
-        " interval."
+        f"the highest {metric} is {percent(best['value'])} ({ends}), of {subject(best['method'])}"
+        f" ({_how(best['protocol'])}) on {quantity(best['num_images'], 'test image')} of {best['task']}."
     )
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import CHOSEN_ON_TEST
+from ray_jobs.evaluation.rows import ACCURACY, CHOSEN_ON_TEST, MEAN_AP
 from ray_jobs.reporting.answer import Line, magnitude, settings
 
 SHOWN = 4  # groups of comparisons; the others are folded
@@ -142,12 +142,13 @@ def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]
 def model(numbers: Line) -> str | None:
     """Return the artifact of the fine-tuned model to use: with most labels, the most accurate on held-out images."""
     models = {stage["artifact"]: stage["metrics"] for stage in numbers["stages"] if stage["kind"] == "model"}
-    tuned = [line for line in numbers["accuracies"] if line["artifact"] in models]
+    scored = [*numbers["accuracies"], *numbers.get("several_labels", ())]
+    tuned = [line for line in scored if line["artifact"] in models]
     best = max(
         tuned,
         key=lambda line: (
-            line["labels_per_class"] or float("inf"),
-            models[line["artifact"]].get("validation_accuracy", 0.0),
+            line.get("labels_per_class") or float("inf"),
+            *(models[line["artifact"]].get(f"validation_{metric}", 0.0) for metric in (ACCURACY, MEAN_AP)),
             "pretrained" in line["method"],
         ),
         default=None,

@@ -21,16 +21,18 @@ from pipelines.store import Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
+from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
+from ray_jobs.evaluation.multi_label import SCORES
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
-    attention,
     clusters,
     costs,
     figures,
     lines,
     measures,
     mistakes,
+    multi_label,
     pictures,
     provenance,
     vtab,
@@ -73,6 +75,7 @@ def gather(context: Context[Report]) -> ReportData:
     ]
     rows = measures.join_tables(parts, "rows.parquet", ROWS)
     predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
+    scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {
         manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"
@@ -95,7 +98,8 @@ def gather(context: Context[Report]) -> ReportData:
         "mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst),
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
-        **_other_metrics(rows, manifests),
+        **_other_metrics(rows, manifests, scored),
+        **({"several_labels": multi_label.results(scored, tested)} if scored else {}),
         **_audits(parts),
         **_clusters(parts, embedded),
     }
@@ -172,10 +176,12 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
     return {"stage": stage, "artifact": manifest.key}
 
 
-def _other_metrics(rows: Any, manifests: Sequence[Manifest]) -> dict[str, Any]:
+def _other_metrics(
+    rows: Any, manifests: Sequence[Manifest], scored: Sequence[multi_label.Entry]
+) -> dict[str, Any]:
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
-    others = measures.other_metrics(rows)
+    others = multi_label.with_intervals(measures.other_metrics(rows), scored)
     return (
         {"other_metrics": [line | {"seen": lines.seen_by(line, metrics)} for line in others]}
         if others
@@ -281,8 +287,8 @@ def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[s
     shown: list[tuple[str, Any, tuple[Split, ...]]] = [
         (audit["artifact"], audit["issues"], ("train", "dev")) for audit in numbers.get("label_issues", ())
     ]
-    if (main := numbers["mistakes"]) is not None:
-        shown.insert(0, (main["artifact"], main["worst"], ("test",)))
+    mains = [*([numbers["mistakes"]] if numbers["mistakes"] else []), *numbers.get("several_labels", ())]
+    shown = [*((main["artifact"], main["worst"], ("test",)) for main in mains), *shown]
     images: dict[str, str] = {}
     for artifact, records, splits in shown:
         if (dataset := tested.get(artifact)) is None or not records:
@@ -307,5 +313,5 @@ def _looked(
         return {}
     rows = {sample_id: row for row, sample_id in enumerate(tested[model.key].sample_ids("test"))}
     shown = [mistake["sample_id"] for mistake in main["worst"]]
-    urls = attention.overlays(store, model, tested[model.key], [rows[sample_id] for sample_id in shown])
+    urls = pictures.overlays(store, model, tested[model.key], [rows[sample_id] for sample_id in shown])
     return dict(zip(shown, urls, strict=False))

@@ -161,7 +161,7 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
     """Return a line per method and metric other than accuracy: the mean on test over its draws, the best first.
 
     Lines have task, protocol, method, labels_per_class, metric, value, draws, num_images, stage, artifact, apart
-    (`is_apart`), and the distinct selected_on and settings. These metrics have no interval.
+    (`is_apart`), and the distinct selected_on and settings.
 
     Args:
         rows: a table of REPORT_ROWS.

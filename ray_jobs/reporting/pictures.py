@@ -1,7 +1,7 @@
-"""Images of a dataset artifact for the page: contact sheets, and images by their id.
+"""Images of a dataset artifact for the page: contact sheets, images by their id, and where a model looked.
 
-In: an opened dataset. Out: `data:` URLs of PNG (small images) or JPEG images, and counts. Reads only the images that
-are shown.
+In: an opened dataset, and for `overlays` the artifact of a fine-tuned ViT. Out: `data:` URLs of PNG (small images) or
+JPEG images, and counts. Reads only the images that are shown.
 """
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 from PIL import Image
 
-from ray_jobs.data.shards import Dataset, Split
+from pipelines.store import Manifest, Store, local_files
+from ray_jobs.data.columns import each_label
+from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.randomness import Purpose
 from vit_model.contract import Preprocessing
+from vit_model.inspection import attention_rollout
+from vit_model.model import ViT
+from vit_model.preprocessing import normalise
+from vit_model.weights import CONTRACT_FILE, WEIGHTS_FILE, load_model
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # approximate number of images on a sheet
 SMALL = 32  # images up to this side in pixels are enlarged without interpolation
 PHOTO = 112  # larger images are cropped to a square and resized to this side
+MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 24 images takes 0.8 TFLOPs
+TINT, STRENGTH = (255, 90, 0), 0.65
+LEVELS = 16  # of attention, so that a last bit of difference does not show
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Tiles:
 def describe(dataset: Dataset) -> dict[str, Any]:
     """Describe a dataset: splits, classes, quarantined images, class balance in train, and its notes."""
     names = dataset.info.label_names
-    counts = np.bincount(dataset.labels("train"), minlength=len(names))
+    counts = np.bincount(each_label(dataset.index("train")), minlength=len(names))
     return {
         "name": dataset.info.name,
         "splits": {split: dataset.info.splits[split] for split in ("train", "dev", "test")},
@@ -56,20 +66,25 @@ def describe(dataset: Dataset) -> dict[str, Any]:
 
 def contact_sheet(dataset: Dataset) -> list[Tiles]:
     """Return some training images of up to MAX_CLASSES classes, chosen with a fixed seed."""
-    by_class = sample_rows(dataset.labels("train"))
+    by_class = sample_rows(Images(dataset, dataset.index("train")).labels)
     urls = iter(data_urls(dataset, "train", np.concatenate([*by_class.values(), np.zeros(0, int)])))
     names = dataset.info.label_names
     return [Tiles(names[label], tuple(next(urls) for _ in rows)) for label, rows in by_class.items()]
 
 
 def sample_rows(labels: np.ndarray) -> dict[int, np.ndarray]:
-    """Sample some images of up to MAX_CLASSES classes with a fixed seed; return their rows by class."""
+    """Sample some images of up to MAX_CLASSES classes with a fixed seed; return their rows by class.
+
+    Args:
+        labels: as `Images.labels`: int64 [n], or bool [n, classes].
+    """
     rng = np.random.default_rng([0, Purpose.CONTACT_SHEET])
-    present = np.unique(labels)
+    present = np.unique(labels) if labels.ndim == 1 else np.flatnonzero(labels.any(axis=0))
     if len(present) > MAX_CLASSES:
         present = np.sort(rng.choice(present, MAX_CLASSES, replace=False))
     per_class = int(np.clip(TILES // max(1, len(present)), 2, 8))
-    return {int(label): rng.permutation(np.flatnonzero(labels == label))[:per_class] for label in present}
+    is_of = {int(label): labels == label if labels.ndim == 1 else labels[:, label] for label in present}
+    return {label: rng.permutation(np.flatnonzero(images))[:per_class] for label, images in is_of.items()}
 
 
 def data_urls(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
@@ -106,3 +121,36 @@ def _url(image: Image.Image, form: str, **options: int) -> str:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def overlays(store: Store, model: Manifest, dataset: Dataset, rows: Sequence[int]) -> list[str]:
+    """Return these rows of test as the model saw them, tinted by how much of each patch reaches the representation.
+
+    By attention rollout (Abnar and Zuidema 2020), with one read of the model's file and a forward pass. None for a
+    model above MOST_BYTES, or one that is no plain ViT.
+    """
+    files = [file for file in model.files if file.path in (WEIGHTS_FILE, CONTRACT_FILE)]
+    size = sum(file.size for file in files)
+    if len(files) < 2 or size > MOST_BYTES or not rows:
+        return []
+    print(f"attention of {len(rows)} images: reads {model.stage}, {size / 2**20:,.1f} MiB", flush=True)
+    network, contract = load_model(local_files(store, model, files))
+    if not isinstance(network, ViT) or network.config.axial:
+        return []
+    pixels = dataset.images("test", contract.preprocessing, np.asarray(rows))
+    looked = attention_rollout(
+        network, normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32)
+    )
+    return [_tinted(image, attention) for image, attention in zip(pixels, looked, strict=True)]
+
+
+def _tinted(pixels: np.ndarray, attention: np.ndarray) -> str:
+    """Tint an image, uint8 [side, side, channels], by its attention [rows, columns], the highest most."""
+    side = min(PHOTO, pixels.shape[0] * max(1, 64 // pixels.shape[0]))
+    image = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).convert("RGB")
+    kind = Image.Resampling.NEAREST if side > pixels.shape[0] else Image.Resampling.BILINEAR
+    share = (attention - attention.min()) / max(float(np.ptp(attention)), 1e-9)
+    level = Image.fromarray(np.round(share * (LEVELS - 1)).astype(np.uint8) * (255 // (LEVELS - 1)))
+    weight = np.asarray(level.resize((side, side), Image.Resampling.BILINEAR))[..., None] / 255 * STRENGTH
+    mixed = np.asarray(image.resize((side, side), kind)) * (1 - weight) + np.array(TINT) * weight
+    return jpeg_url(Image.fromarray(np.round(mixed).astype(np.uint8)))

@@ -145,7 +145,7 @@ def _held_out(above: Panel, between: Panel, measured: Sequence[Measured]) -> lis
 
 
 def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> Markup:
-    """Plot validation accuracy by each searched field: a dot per trial, hollow if it was ended, a ring for `chosen`.
+    """Plot the metric that selects by each searched field: a dot per trial, hollow if ended, a ring for `chosen`.
 
     A vertical line spans the folds of a trial. If a field's values are not all numbers, its axis has a tick per value.
 
@@ -156,14 +156,15 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> Ma
     points = [trial.get("point") or {"learning_rate": trial["learning_rate"]} for trial in trials]
     fields, columns = list(points[0]), min(2, len(points[0]))
     width, height = (RIGHT - LEFT) if columns == 1 else (RIGHT - LEFT) / 2 - 20, 200
-    accuracies = [accuracy for trial in trials for accuracy in trial["accuracies"]]
+    metric = next((name for trial in trials for name in trial.get("selected_by", ())), "accuracy")
+    every = [value for trial in trials for value in _values(trial)]
     parts: list[Markup] = []
     for number, field in enumerate(fields):
         left, top = LEFT + (number % 2) * (width + 40), number // 2 * height + 24
         values = [point[field] for point in points]
         scale, places, names = _searched(values, left, left + width)
-        panel = Panel(scale, spread(accuracies, top + 126, top))
-        name = "validation accuracy" if number == 0 else ""
+        panel = Panel(scale, spread(every, top + 126, top))
+        name = f"validation {metric}" if number == 0 else ""
         parts.append(panel.axes(names, svg.percents(panel.y, 4), "", name))
         parts.append(svg.text(left + width / 2, top + 172, field.replace("_", " ")))
         for place, value, trial in zip(places, values, trials, strict=True):
@@ -171,7 +172,13 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> Ma
                 panel, place, f"{field.replace('_', ' ')} {_value(value)}", trial, trial is chosen
             )
     rows = -(-len(fields) // columns)
-    return svg.figure("Validation accuracy of each trial", rows * height + 4, *parts)
+    return svg.figure(f"Validation {metric} of each trial", rows * height + 4, *parts)
+
+
+def _values(trial: Mapping[str, Any]) -> Sequence[float]:
+    """Return the metric that selects, in each fold of a trial."""
+    values: Sequence[float] = next(iter(trial.get("selected_by", {}).values()), trial["accuracies"])
+    return values
 
 
 def _searched(
@@ -192,11 +199,11 @@ def _searched(
 
 def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_chosen: bool) -> list[Markup]:
     """Draw a trial: the range of its folds, their mean, and a ring around the chosen one."""
-    accuracies = trial["accuracies"]
-    mean, is_ended = float(np.mean(accuracies)), "pruned_at" in trial
-    folds = f", folds {min(accuracies):.1%} to {max(accuracies):.1%}" if len(accuracies) > 1 else ""
+    values = _values(trial)
+    mean, is_ended = float(np.mean(values)), "pruned_at" in trial
+    folds = f", folds {min(values):.1%} to {max(values):.1%}" if len(values) > 1 else ""
     title = f"{name}: {mean:.1%}{folds}{', ended early' * is_ended}{', chosen' * is_chosen}"
-    spans = [panel.line([place, place], [min(accuracies), max(accuracies)], 0, "")] if folds else []
+    spans = [panel.line([place, place], [min(values), max(values)], 0, "")] if folds else []
     ring = [panel.mark(place, mean, 1, "", style="ring")] if is_chosen else []
     return [*spans, panel.mark(place, mean, 0, title, style="hollow" if is_ended else ""), *ring]
 

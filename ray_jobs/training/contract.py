@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pipelines.spec import EvalCrop, Model
 from ray_jobs.data.shards import DatasetInfo
 from vit_model.config import Architecture
@@ -34,6 +36,7 @@ def model_contract(
     return ModelContract(
         architecture=size.architecture(resolution, channels, len(class_names)),
         class_names=class_names,
+        problem_type=_problem_type(info, class_names),
         preprocessing=preprocessing,
         training_data=info.content_digest,
         license=None,
@@ -53,10 +56,19 @@ def continued_contract(
     changed = {"resolution": architecture.image_shape[0]} | (
         eval_crop.model_dump(exclude_none=True) if eval_crop else {}
     )
+    class_names = info.class_names if architecture.num_classes else ()
     return ModelContract(
         architecture=architecture,
-        class_names=info.class_names if architecture.num_classes else (),
+        class_names=class_names,
+        problem_type=_problem_type(info, class_names),
         preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
         training_data=info.content_digest,
         license=source.license,
     )
+
+
+def _problem_type(
+    info: DatasetInfo, class_names: tuple[str, ...]
+) -> Literal["single_label_classification", "multi_label_classification"]:
+    is_multi = info.multi_label and class_names
+    return "multi_label_classification" if is_multi else "single_label_classification"

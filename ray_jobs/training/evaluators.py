@@ -20,11 +20,13 @@ from ray_jobs.data.loader import MEMORY_BYTES
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.calibration import probability_table
 from ray_jobs.evaluation.metrics import computed, value
-from ray_jobs.evaluation.rows import ACCURACY
+from ray_jobs.evaluation.multi_label import THRESHOLD, mean_ap
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP
 from ray_jobs.training.task import DivergenceError, Evaluation, Score
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network
 from vit_model.contract import ModelContract, Preprocessing
+from vit_model.objectives.losses import sigmoid_cross_entropy
 from vit_model.preprocessing import normalise
 
 _BATCH = 512  # images per worker
@@ -111,18 +113,31 @@ def accuracy_and_loss(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     Raises:
         DivergenceError: the loss is not finite, because the last steps made the weights too large.
     """
-    loss = functional.cross_entropy(logits, labels).item()
+    loss = check_loss(functional.cross_entropy(logits, labels).item())
+    return (logits.argmax(dim=1) == labels).double().mean().item(), loss
+
+
+def check_loss(loss: float) -> float:
+    """Return the loss of a model after its last step. Raises DivergenceError if it is not finite."""
     if not math.isfinite(loss):
         raise DivergenceError(NOT_FINITE.format(loss))
-    return (logits.argmax(dim=1) == labels).double().mean().item(), loss
+    return loss
 
 
 def evaluation(step: int, logits: Tensor, labels: Tensor, select_by: str = ACCURACY) -> Evaluation:
     """Return the results after a step, from logits [n, classes] and labels [n], including the `select_by` metric.
 
+    With several labels per image, bool [n, classes], the metric is mAP, and the accuracy is the fraction of images with
+    all labels right at a probability of 0.5.
+
     Raises:
         DivergenceError: see `accuracy_and_loss`.
     """
+    if labels.ndim == 2:
+        probabilities = logits.float().sigmoid()
+        loss = check_loss(sigmoid_cross_entropy(logits, labels.float()).item())
+        exact = ((probabilities >= THRESHOLD) == labels).all(dim=1).double().mean().item()
+        return Evaluation(step, exact, loss, {MEAN_AP: mean_ap(labels.numpy(), probabilities.numpy())})
     results = Evaluation(step, *accuracy_and_loss(logits, labels))
     if select_by == ACCURACY:
         return results

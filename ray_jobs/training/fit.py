@@ -33,7 +33,7 @@ from ray_jobs.training.workers import ALONE, Worker
 from vit_model import compute, lora
 from vit_model.build import Network, build
 from vit_model.model import ViT
-from vit_model.objectives.losses import softmax_cross_entropy
+from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, transfer_backbone
 
@@ -285,7 +285,10 @@ def _setup(
 def make_loss(
     task: Task, engine: Plain, seed: int, weights: Tensor | None
 ) -> Callable[[optim.MicroBatch], Tensor]:
-    """Return the loss of a fit: the cross-entropy with the labels, whose classes may have weights [classes]."""
+    """Return the loss of a fit: the cross-entropy with the labels, whose classes may have weights [classes].
+
+    With several labels per image it is the binary cross-entropy, summed over classes.
+    """
     contract, smoothing = task.contract, task.config.label_smoothing
     weights = None if weights is None else weights.to(next(engine.masters.parameters()).device)
 
@@ -293,6 +296,8 @@ def make_loss(
         (images,) = batch.views
         depth = drop_path_draws(contract.architecture, seed, batch.positions, images.device)
         logits = engine(normalise(images, contract.preprocessing, engine.dtype), *depth)
+        if contract.is_multi_label:
+            return sigmoid_cross_entropy(logits, batch.targets.float(), smoothing)
         # the mean over images, also with class weights, so that the mean over micro-batches is the batch's
         return softmax_cross_entropy(logits, batch.targets, smoothing, weights)
 

@@ -98,6 +98,8 @@ class Task(NamedTuple):
     """A refit's last step, at which the trial was best (`early_stopping`); None: the configuration's last step."""
     temperature: float | None = None
     """Calibrates a refit's probabilities; fitted on the trials' held-out images. None: no calibrated probabilities."""
+    thresholds: tuple[float, ...] = ()
+    """With several labels per image: from which probability on a refit predicts each class; empty: 0.5."""
 
     @property
     def steps(self) -> int:

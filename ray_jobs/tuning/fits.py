@@ -14,12 +14,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA
 from pipelines.store import FileEntry, FitName
-from ray_jobs.data.shards import Images
-from ray_jobs.evaluation.average_precision import multi_label
+from ray_jobs.data.shards import Images, multi_hot
+from ray_jobs.evaluation import multi_label
 from ray_jobs.evaluation.calibration import fit_temperature
+from ray_jobs.evaluation.rows import MEAN_AP
 from ray_jobs.process.context import Context
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.evaluators import Evaluator, evaluation, predict, score
@@ -28,7 +34,7 @@ from ray_jobs.training.gauges import Gauges
 from ray_jobs.training.log import LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, read_split
 from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
-from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table
+from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table, scores_table
 from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title, pruned, storable
 from vit_model.build import Network
 from vit_model.weights import save_model
@@ -115,6 +121,9 @@ def score_trial(
     results = evaluation(task.config.steps, logits, labels, task.config.select_by)
     if stopping is None:
         writer.add_evaluation(results)
+    if task.contract.is_multi_label:
+        thresholds = multi_label.best_thresholds(labels.numpy(), logits.sigmoid().numpy())
+        return Trial(**results._asdict(), thresholds=tuple(thresholds))
     return Trial(**results._asdict(), temperature=fit_temperature(logits.numpy(), labels.numpy()))
 
 
@@ -153,30 +162,49 @@ def refit(
         return None
     test = read_split(context.dataset(context.config.cache_gib), "test")
     logits = predict(fitted.model, task.contract, test)
-    result = score(logits, test.labels, task.temperature)
+    result, images, mean_ap = score_refit(task, logits, test)
     files: tuple[FileEntry, ...] = ()
     if draw == 0:
         with context.staging() as staging:
             save_model(staging.path, fitted.model, task.contract)
         files = staging.files
-    images = images_table(result)
     record = Refit(
         accuracy=result.accuracy,
         loss=result.loss,
+        metrics=result.metrics,
         step=task.steps,
         temperature=task.temperature,
+        thresholds=task.thresholds,
         point=task.point,
         images=add_images(context, draw, images),
-        # rank the images by the logarithm of a class's probability, which has fewer ties than the probability
-        mean_ap=multi_label(logits.log_softmax(dim=1).numpy(), test.rows["labels"].combine_chunks()),
+        mean_ap=mean_ap,
         curve=tuple(CurvePoint.model_validate(point) for point in fitted.curve),
         substitutes=fitted.substitutes,
         files=files,
     )
     add_refit(context, draw, record)
     manager.remove()
-    print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
+    print(f"draw {draw}: {record.on_test}", flush=True)
     return Refitted(record, images)
+
+
+def score_refit(task: Task, logits: Tensor, test: Images) -> tuple[Evaluation, pa.Table, float | None]:
+    """Return a refit's results on test, the table of its images for the ledger, and its mAP, with ReaL's labels, too.
+
+    Raises:
+        DivergenceError: the loss is not finite.
+    """
+    if task.contract.is_multi_label:
+        results = evaluation(task.steps, logits, torch.from_numpy(test.labels))
+        return results, scores_table(logits.sigmoid().numpy()), results.metrics[MEAN_AP]
+    result = score(logits, test.labels, task.temperature)
+    real = test.rows["labels"].combine_chunks()
+    mean_ap, images = None, np.flatnonzero(real.value_lengths().fill_null(0).to_numpy())
+    if len(images):
+        # rank the images by the logarithm of a class's probability, which has fewer ties than the probability
+        truth, logs = multi_hot(real.take(pa.array(images)), logits.shape[1]), logits.log_softmax(dim=1)
+        mean_ap = multi_label.mean_ap(truth, logs[torch.from_numpy(images)].numpy())
+    return Evaluation(task.steps, result.accuracy, result.loss), images_table(result), mean_ap
 
 
 def run(function: Callable[..., Any], context: Context[Finetune], *arguments: Any) -> Any:

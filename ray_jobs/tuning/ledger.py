@@ -21,8 +21,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from pipelines.spec import AnyStage, Finetune
 from pipelines.spec.search import Point
@@ -82,6 +84,11 @@ def images_table(score: Score) -> pa.Table:
     return pa.table(columns, schema=IMAGES)
 
 
+def scores_table(scores: NDArray[np.float32]) -> pa.Table:
+    """Return a model's probabilities [n, classes] as a table, for images with several labels."""
+    return pa.table({"scores": pa.FixedSizeListArray.from_arrays(pa.array(scores.ravel()), scores.shape[1])})
+
+
 class Ledger:
     """The finished work of some attempts at a key; the newest attempt's entry if several have the same."""
 
@@ -114,7 +121,8 @@ class Ledger:
         """
         for attempt, refit in self._find(f"refit-{draw}.json", Refit):
             # results on GPUs vary a little, so the trials of another attempt may have led to another choice
-            if (refit.point, refit.step, refit.temperature) != (task.point, task.steps, task.temperature):
+            chosen = task.point, task.steps, task.temperature, task.thresholds
+            if (refit.point, refit.step, refit.temperature, refit.thresholds) != chosen:
                 continue
             try:
                 images = self._images(attempt, refit.images)
@@ -122,7 +130,7 @@ class Ledger:
             except StoreDamaged as error:
                 print(f"{error}; the refit is not used", flush=True)
                 continue
-            print(f"draw {draw}: test accuracy {refit.accuracy:.3f} (from attempt {attempt})", flush=True)
+            print(f"draw {draw}: {refit.on_test} (from attempt {attempt})", flush=True)
             return Refitted(refit.model_copy(update={"files": files}), images)
         return None
 

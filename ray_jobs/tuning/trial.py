@@ -16,6 +16,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.spec.search import Point
 from pipelines.store import MODEL_FILES, FileEntry
+from ray_jobs.evaluation.rows import MEAN_AP
 from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank, selecting
 from vit_model.fields import Frozen
 
@@ -56,6 +57,8 @@ class Trial(Record):
     """the time that the trial took"""
     temperature: PositiveFloat | None = None
     """the temperature that minimises the loss on these images; None: the trial ended early"""
+    thresholds: tuple[Fraction, ...] = ()
+    """with several labels per image: each class's threshold with the highest F1; empty: the trial ended early"""
 
     @property
     def outcome(self) -> str:
@@ -63,7 +66,8 @@ class Trial(Record):
         if self.loss == DIVERGED:
             return "diverged"
         pruned = f", ended by ASHA at step {self.step}" if self.is_pruned else ""
-        metrics = {"accuracy": self.accuracy} | self.metrics | {"loss": self.loss}
+        accuracy = {} if MEAN_AP in self.metrics else {"accuracy": self.accuracy}
+        metrics = accuracy | self.metrics | {"loss": self.loss}
         return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()) + pruned
 
 
@@ -82,11 +86,18 @@ class Refit(Trial):
     images: FileEntry
     """A table of `ledger.IMAGES` in the ledger's folder, a row per test image."""
     mean_ap: Fraction | None = None
-    """The mean average precision of the classes, if images have several labels."""
+    """The mean average precision of the classes, if images have several labels (multi-label, or ReaL's)."""
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
     """The model's files, in the folder `files` of the same attempt; empty if the model is not kept."""
+
+    @property
+    def on_test(self) -> str:
+        """The result in words."""
+        if MEAN_AP in self.metrics:
+            return f"test {MEAN_AP} {self.metrics[MEAN_AP]:.3f}"
+        return f"test accuracy {self.accuracy:.3f}"
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -169,8 +180,8 @@ class TriedPoint(NamedTuple):
             "accuracies": [trial.accuracy for trial in self.folds],
             "losses": [trial.loss for trial in self.folds],
         }
-        if config.select_by != "accuracy":
-            entry["selected_by"] = {config.select_by: [*map(selecting, self.folds)]}
+        for metric in dict.fromkeys(name for trial in self.folds for name in trial.metrics):
+            entry["selected_by"] = {metric: [*map(selecting, self.folds)]}
         if config.early_stopping is not None:
             entry["steps"] = [trial.step for trial in self.folds]
         if config.search is not None:

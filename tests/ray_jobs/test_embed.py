@@ -80,18 +80,26 @@ def test_values_equal_those_of_a_loop_by_hand(
         table = table_of(context, result)
         values = "feature" if job == "embed" else "probabilities"
         width = pa.list_(pa.float32(), 16 if job == "embed" else 3)
-        extra = {} if job == "embed" else {"prediction": pa.string(), "probability": pa.float32()}
+        one, many = (
+            {"prediction": pa.string(), "probability": pa.float32()},
+            {"predictions": pa.list_(pa.string())},
+        )
+        extra = {} if job == "embed" else many if problem.startswith("multi") else one
         assert dict(zip(table.column_names, table.schema.types, strict=True)) == TYPES | extra | {
             values: width
         }
         assert len(result.files) == 5 and result.metrics["images"] == 35 and len(table) == 35
         for row in table.to_pylist():
-            key, split, label, features, many = expected[row["sample_id"]]
+            key, split, label, features, likely = expected[row["sample_id"]]
             assert (row["key"], row["split"], row["label"]) == (key, split, label)
             np.testing.assert_allclose(
-                row[values], features if job == "embed" else many, rtol=1e-4, atol=1e-5
+                row[values], features if job == "embed" else likely, rtol=1e-4, atol=1e-5
             )
-            if job == "predict":
+            if job == "predict" and problem.startswith("multi"):
+                assert row["predictions"] == [
+                    name for name, value in zip("abc", row[values], strict=True) if value >= 0.5
+                ]
+            elif job == "predict":
                 assert row["probability"] == max(row[values])
                 assert row["prediction"] == "abc"[int(np.argmax(row[values]))]
         assert set(table["sample_id"].to_pylist()) == expected.keys()

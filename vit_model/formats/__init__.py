@@ -55,4 +55,5 @@ def _read_vitflow(folder: Path) -> Imported:
         lines=("weights: all of a vitflow model.",),
         training_data=contract.training_data,
         problem_type=contract.problem_type,
+        thresholds=contract.thresholds,
     )

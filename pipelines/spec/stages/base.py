@@ -62,6 +62,10 @@ class BaseStage(Frozen):
         """Return whether the stage needs the labels of its `data`."""
         return True
 
+    def needs_one_label(self) -> str | None:
+        """Return why the images of `data` must have one label each; None if they can have several."""
+        return f"{self.job} takes one label per image" if self.uses_labels() else None
+
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Return {field: the stages it names} for every field that takes artifacts and names at least one."""
         inputs = {}

@@ -114,7 +114,8 @@ class Finetune(TrainingStage):
     )
     select_by: Literal["accuracy", "macro-F1", "balanced accuracy"] = later(
         "accuracy",
-        description="the metric on the held-out images that ranks trials and, with early_stopping, their evaluations",
+        description="the metric on the held-out images that ranks trials and, with early_stopping, their evaluations;"
+        " with several labels per image it is mAP, and accuracy is left as it is",
     )
     early_stopping: EarlyStopping | None = later(
         None,
@@ -202,6 +203,17 @@ class Finetune(TrainingStage):
                 f"early_stopping.evaluations {self.early_stopping.evaluations} is more than steps {self.steps}"
             )
         return self
+
+    def needs_one_label(self) -> str | None:
+        """Return which field needs one label per image; None if there is none."""
+        fields = {
+            "labels.per_class": self.labels.per_class is not None,
+            f"select_by {self.select_by}": self.select_by != "accuracy",
+            "class_weights": self.class_weights is not None,
+            "sampling balanced": self.sampling == "balanced",
+        }
+        needs = [name for name, is_given in fields.items() if is_given]
+        return f"{needs[0]} needs one label per image; leave it out" if needs else None
 
     @property
     def space(self) -> dict[str, Range | Choices]:

@@ -18,7 +18,6 @@ Out: `scan` lists entries without opening an image.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,17 +28,24 @@ from typing import NamedTuple
 from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.files import s3
 from pipelines.spec import FolderSource
+from ray_jobs.data.columns import SEVERAL
 from ray_jobs.sources.archives import containers, entries
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.readers.features import SPLIT_WORDS, one_spelling, split_in
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
-    METADATA,
     OPTIONS,
     TABLES,
     Columns,
     check_tables,
     read_table,
+)
+from ray_jobs.sources.readers.misread import (
+    COCO_FILE,
+    check_not_detection,
+    check_not_inside,
+    check_not_joined,
+    check_not_masks,
 )
 from vit_model.errors import UserError
 
@@ -49,26 +55,7 @@ EXTENSIONS = tuple(
 )
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
 _UNLABELLED = "If the images have no labels, set source.labels: false"
-_IMAGES = {"image", "images", "img", "imgs"}
-_MASKS = {
-    "mask",
-    "masks",
-    "label",
-    "labels",
-    "annotation",
-    "annotations",
-    "segmentation",
-    "segmentations",
-    "gt",
-}
-# COCO's own names, and those of Roboflow's exports
-_COCO_FILE = re.compile(
-    r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
-)
-_COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
-
-
-_Labelled = tuple[str, str, str | None, str | None]  # key, class, split, group
+_Labelled = tuple[str, tuple[str, ...], str | None, str | None]  # key, classes, split, group
 
 
 class Entry(NamedTuple):
@@ -78,6 +65,8 @@ class Entry(NamedTuple):
     label: int
     split: str | None
     group: str | None = None
+    labels: list[int] | None = None
+    """With several labels per image: all of them, ascending; `label` is then SEVERAL."""
 
 
 class Listing(NamedTuple):
@@ -124,52 +113,72 @@ def arrange(
         raise UserError(
             f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}"
         )
-    if tables:
-        labelled = _from_tables(root, images, tables, columns)
-    elif named := [
-        (option, column)
-        for option, column, default in zip(OPTIONS, columns, IMAGEFOLDER, strict=True)
-        if column not in (None, default)
-    ]:
-        option, column = named[0]
-        raise UserError(
-            f"{option}: {column!r} names a column of {', '.join(TABLES[:-1])} or {TABLES[-1]}, but {root} contains none"
-        )
-    elif columns.label is None:
-        labelled = _without_labels(root, images)
-    else:
-        _check_not_detection(root, files, images)
-        labelled = [(*entry, None) for entry in _from_folders(root, images)]
-        _check_not_masks(root, {label for _, label, _, _ in labelled})
-    _check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
+    labelled = (
+        _from_tables(root, images, tables, columns)
+        if tables
+        else _without_tables(root, files, images, columns)
+    )
+    check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     used = {*images, *tables}
     ignored = tuple(key for key in files if key not in used)
     if columns.label is None:
         entries = tuple(Entry(key, 0, split or "train", group) for key, _, split, group in sorted(labelled))
         return Listing(str(root), (), entries, ignored)
-    spelled = one_spelling(label for _, label, _, _ in labelled)
+    spelled = one_spelling(name for _, names, _, _ in labelled for name in names)
     class_names = tuple(sorted(set(spelled.values())))
+    if tables:
+        check_not_joined(root, class_names)
     if len(class_names) < 2:
-        inside = f"{str(root).rstrip('/')}/{class_names[0]}"
+        inside = f"{str(root).rstrip('/')}/{''.join(class_names)}"
         nested = not tables and all(
             key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
         )
+        only = f"only the class {class_names[0]!r}" if class_names else "no labels"
         raise UserError(
-            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more. "
+            f"{root} has {only}: a classifier needs two classes or more. "
             + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
         )
     number = {name: label for label, name in enumerate(class_names)}
+    numbered = [
+        (key, sorted({number[spelled[name]] for name in names}), split, group)
+        for key, names, split, group in sorted(labelled, key=itemgetter(0))
+    ]
     entries = tuple(
-        Entry(key, number[spelled[name]], split, group)
-        for key, name, split, group in sorted(labelled, key=itemgetter(0))
+        Entry(key, SEVERAL, split, group, labels)
+        if columns.multi_label
+        else Entry(key, labels[0], split, group)
+        for key, labels, split, group in numbered
     )
-    _check_given_splits(root, class_names, entries)
+    _check_given_splits(root, class_names, numbered)
     return Listing(str(root), class_names, entries, ignored)
+
+
+def _without_tables(
+    root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns
+) -> list[_Labelled]:
+    """Return the images with the labels that folders say. Raises UserError for a field that is about tables."""
+    for option, column, default in zip((*OPTIONS, "multi_label"), columns, IMAGEFOLDER, strict=False):
+        if column not in (None, default):
+            raise UserError(
+                f"{option}: {column!r} needs {', '.join(TABLES[:-1])} or {TABLES[-1]}, but {root} contains none"
+            )
+    if columns.label is None:
+        return _without_labels(root, images)
+    check_not_detection(root, files, images)
+    labelled = _from_folders(root, images)
+    check_not_masks(root, {name for _, name, _ in labelled})
+    return [(key, (name,), split, None) for key, name, split in labelled]
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
     """List every image below the root or in the archive. Raises UserError as `scan` does, and for a damaged archive."""
-    columns = Columns(source.image_column, source.label_column if source.labels else None, source.group)
+    columns = Columns(
+        source.image_column,
+        source.label_column if source.labels else None,
+        source.group,
+        source.multi_label,
+        source.label_separator,
+    )
     if Path(source.root).is_dir():
         scanned, unusable = scan(Path(source.root), columns, files.keys()), list[Unusable]()
         members = {
@@ -196,6 +205,12 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
     notes = [] if scanned.class_names else ["images without labels"]
+    if scanned.entries[0].labels is not None:
+        labels = [len(entry.labels or ()) for entry in scanned.entries]
+        notes.append(
+            f"several labels per image: {sum(labels) / len(labels):.1f} on average; {labels.count(0):,} images have"
+            " none"
+        )
     if scanned.ignored:
         notes.append(
             f"{len(scanned.ignored):,} files left out, not images by their extensions: {_extensions(scanned.ignored)}"
@@ -242,7 +257,7 @@ def _around(paths: Sequence[str]) -> str:
     tables = [
         PurePosixPath(path).parts[:-1]
         for path in paths
-        if path.rpartition("/")[2] in TABLES or _COCO_FILE.fullmatch(path)
+        if path.rpartition("/")[2] in TABLES or COCO_FILE.fullmatch(path)
     ]
     common: list[str] = []
     for parts in zip(*images, *tables, strict=False):
@@ -316,10 +331,10 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
 
 def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
-    _check_not_masks(root, {key.partition("/")[0] for key in images})
+    check_not_masks(root, {key.partition("/")[0] for key in images})
     folders = _split_folders(images)
     found: list[_Labelled] = [
-        (key, "", folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
+        (key, (), folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
     ]
     _check_all_or_none(root, found)
     return found
@@ -353,47 +368,6 @@ def _around_splits(images: Iterable[str], split_folders: Mapping[str, str]) -> d
     return around
 
 
-def _check_not_inside(root: Path | str, images: Iterable[str]) -> None:
-    """Raise UserError for split folders below the top, because their test images could be drawn into train."""
-    folders: dict[str, set[str]] = defaultdict(set)
-    for folder in {key.rpartition("/")[0] for key in images}:
-        parts = folder.split("/")
-        for depth in range(1, len(parts)):
-            folders["/".join(parts[:depth])].add(parts[depth])
-    for folder, names in sorted(folders.items()):
-        splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
-        if "train" in splits and len(splits) > 1:
-            raise UserError(
-                f"{root}: {folder} contains split folders ({', '.join(sorted(splits.values()))}). Set the root to "
-                f"{folder}, or put the split folders at the top (train/<class>/), or add a {METADATA} with a column "
-                "`split`"
-            )
-
-
-def _check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
-    """Raise UserError for folders of images and their masks, which would be taken for two classes."""
-    names = {name.lower() for name in class_names}
-    if len(names) > 1 and names <= _IMAGES | _MASKS and names & _IMAGES and names & _MASKS:
-        raise UserError(
-            f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
-            "not classes. Masks of your own images are not supported; to classify the images, set the root to a "
-            f"folder of class folders, or add a {METADATA}"
-        )
-
-
-def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
-    """Raise UserError for COCO's layout, in which split folders would be taken for classes."""
-    tops = {PurePosixPath(key).parts[0] for key in images}
-    signs = [key for key in files if _COCO_FILE.fullmatch(key)]
-    if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
-        signs = sorted(tops)
-    if signs:
-        raise UserError(
-            f"{root} has the layout of COCO, a detection data set ({signs[0]}): its images do not have one class each. "
-            f"Give each image one label, with class folders or {METADATA}"
-        )
-
-
 def _from_tables(
     root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
 ) -> list[_Labelled]:
@@ -410,7 +384,7 @@ def _from_tables(
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
             inside = split_folders.get(row.key.partition("/")[0]) if "/" in row.key else None
             split = inside if row.split is None else _split_named(row.split, row.where)
-            listed[row.key] = (row.key, row.label, split, row.group)
+            listed[row.key] = (row.key, row.labels, split, row.group)
     if unlisted := sorted(present - listed.keys()):
         raise UserError(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
@@ -437,10 +411,14 @@ def _split_named(name: str, where: str) -> str:
     return split
 
 
-def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: Sequence[Entry]) -> None:
-    if all(entry.split is None for entry in entries):
+def _check_given_splits(
+    root: Path | str,
+    class_names: Sequence[str],
+    numbered: Sequence[tuple[str, list[int], str | None, str | None]],
+) -> None:
+    if all(split is None for _, _, split, _ in numbered):
         return
-    trained = {entry.label for entry in entries if entry.split == "train"}
+    trained = {label for _, labels, split, _ in numbered if split == "train" for label in labels}
     untrained = [name for label, name in enumerate(class_names) if label not in trained]
     if untrained:
         raise UserError(

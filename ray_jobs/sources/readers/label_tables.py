@@ -3,7 +3,11 @@
     file_name,label,split,patient          {"file_name": "1.jpg", "label": "cat"}
     1.jpg,cat,train,p7                     {"file_name": "2.jpg", "label": 3}
 
-A file name is relative to the table's folder.
+A file name is relative to the table's folder. With several labels per image, a label is a list, in CSV as JSON or as
+text with a separator:
+
+    1.jpg,"[""cat"", ""dog""]"             {"file_name": "1.jpg", "label": ["cat", "dog"]}
+    1.jpg,cat;dog                          {"file_name": "2.jpg", "label": []}
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ class Columns(NamedTuple):
     label: str | None = "label"
     """None: the images have no labels."""
     group: str | None = None
+    multi_label: bool = False
+    separator: str | None = None
+    """With `multi_label`: what separates the labels in text; None: cells are lists."""
 
 
 IMAGEFOLDER = Columns()
@@ -46,7 +53,8 @@ class Row(NamedTuple):
     """The table and the row, for messages."""
     key: str
     """The image's path, relative to the same folder as the table's path."""
-    label: str
+    labels: tuple[str, ...]
+    """One label, unless the table is read as `multi_label`; none without labels."""
     split: str | None
     """As written; None: the table has no column `split`."""
     group: str | None
@@ -76,24 +84,26 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
     """
     read = {".csv": _csv, ".jsonl": _json_lines, ".parquet": _parquet}[PurePosixPath(path).suffix]
     header, rows = read(path, data)
-    _check_columns(path, header, columns)
+    _check_columns(path, header, rows, columns)
     folder = PurePosixPath(path).parent
     for where, row in rows:
         name = _text(where, columns.image, row.get(columns.image))
         key = (folder / _inside(where, columns.image, name)).as_posix()
         image = f"{where}: {key!r}"
-        if columns.label is not None and _is_list(row.get(columns.label)):
-            raise UserError(f"{image} has a list as its {columns.label}: multi-label is not supported yet")
         yield Row(
             where,
             key,
-            "" if columns.label is None else _value(image, columns.label, row),
+            _labels(image, columns, row),
             _text(image, "split", row.get("split")) if "split" in header else None,
             None if columns.group is None else _value(image, columns.group, row),
         )
 
 
-def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+_Located = tuple[str, dict[str, Any]]
+"""Where a row is, for messages, and its cells by column."""
+
+
+def _csv(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
     """Return the header, and (position, cells) of each row."""
     try:
         reader = csv.reader(
@@ -110,7 +120,7 @@ def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, A
     return header, located
 
 
-def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+def _json_lines(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
     """Return all keys that occur, and (position, values) of each line."""
     header: dict[str, None] = {}
     located = []
@@ -133,7 +143,7 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
     return list(header), located
 
 
-def _parquet(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+def _parquet(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
     """Return the names of the columns, and (position, values) of each row."""
     try:
         table = pq.read_table(pa.BufferReader(data))
@@ -147,21 +157,56 @@ def _parquet(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[st
     ]
 
 
-def _check_columns(path: str, header: Sequence[str], columns: Columns) -> None:
-    needed = [column for column in columns if column is not None]
-    known = (*needed, "split")
-    options = dict(zip(columns, OPTIONS, strict=True))
+def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], columns: Columns) -> None:
+    named = dict(zip(OPTIONS, (columns.image, columns.label, columns.group), strict=True))
+    options = {column: option for option, column in named.items() if column is not None}
+    known = (*options, "split")
     for column in header:
         near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
         if near and column not in known and near[0] not in header:
             hint = f" If not, set source.{options[near[0]]}: {column}" if near[0] in options else ""
             raise UserError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{hint}")
-    for column in needed:
+    for column, option in options.items():
         if header.count(column) != 1:
+            one_hot = [name for name in header if rows and all(_is_0_or_1(row.get(name)) for _, row in rows)]
+            hint = (
+                f". {', '.join(one_hot)} contain only 0 and 1: if these are the classes, write the names of each"
+                f" image's classes into one column, as a list, and set source.multi_label: true"
+            )
             raise UserError(
                 f"{path} needs one column {column!r}; it has {', '.join(header) or 'none'}. "
-                f"Add it, or name another one in source.{options[column]}"
+                f"Add it, or name another one in source.{option}"
+                + hint
+                * (option == "label_column" and len(one_hot) > 1)
             )
+
+
+def _is_0_or_1(cell: Any) -> bool:
+    return cell in (0, 1, "0", "1", "0.0", "1.0")
+
+
+def _labels(where: str, columns: Columns, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return an image's labels: one, unless the table is read as `multi_label`; none without labels."""
+    if (column := columns.label) is None:
+        return ()
+    cell = row.get(column)
+    items = _items(cell)
+    if not columns.multi_label:
+        if items is not None:
+            raise UserError(
+                f"{where} has a list as its {column}; if images have several labels, set source.multi_label: true"
+            )
+        return (_value(where, column, row),)
+    if cell is None:
+        raise UserError(f"{where} has no {column}; for an image without labels, write an empty list")
+    if items is None and columns.separator is not None:
+        items = [part for part in _text(where, column, cell).split(columns.separator) if part.strip()]
+    elif items is None:
+        items = [cell] if _text(where, column, cell) else []
+    labels = [_text(where, column, item) for item in items]
+    if not all(labels):
+        raise UserError(f"{where} has an empty label in its {column}: {json.dumps(items, default=str)[:60]}")
+    return tuple(dict.fromkeys(labels))
 
 
 def _value(where: str, column: str, row: Mapping[str, Any]) -> str:
@@ -185,14 +230,16 @@ def _text(where: str, column: str, value: Any) -> str:
     )
 
 
-def _is_list(cell: Any) -> bool:
-    """Return whether a cell is a list: a JSON list, or text that JSON or Python writes for one (not "[x]")."""
-    if not isinstance(cell, str):
-        return isinstance(cell, list)
-    try:
-        return cell.startswith("[") and isinstance(json.loads(cell.replace("'", '"')), list)
-    except (ValueError, RecursionError):
-        return False
+def _items(cell: Any) -> list[Any] | None:
+    """Return the items of a list: a JSON list, or text that JSON or Python writes for one (not "[x]"); else None."""
+    if isinstance(cell, str) and cell.startswith("["):
+        for text in (cell, cell.replace("'", '"')):
+            try:
+                cell = json.loads(text)
+                break
+            except (ValueError, RecursionError):
+                continue
+    return cell if isinstance(cell, list) else None
 
 
 def _inside(where: str, column: str, name: str) -> PurePosixPath:

@@ -348,6 +348,37 @@ def test_stages_that_need_labels_refuse_images_without(stage: str) -> None:
         parse_pipeline(raw, "tiny.yaml")
 
 
+SEVERAL = {"job": "ingest", "source": {"kind": "folder", "root": "/photos", "multi_label": True}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "why"),
+    [
+        ("pretrain", {}, "pretrain takes one label per image"),
+        ("probe", {}, "evaluate takes one label per image"),
+        ("pixels", {}, "baselines takes one label per image"),
+        (
+            "finetune",
+            {"labels": {"per_class": 5}},
+            "labels.per_class needs one label per image; leave it out",
+        ),
+        ("finetune", {"select_by": "macro-F1", "labels": {}}, "select_by macro-F1 needs one label per image"),
+        ("finetune", {"sampling": "balanced", "labels": {}}, "sampling balanced needs one label per image"),
+        ("finetune", {"labels": {}}, None),
+    ],
+)
+def test_stages_refuse_several_labels_by_name(stage: str, fields: dict[str, Any], why: str | None) -> None:
+    raw = yaml.safe_load(TINY.read_text())
+    raw["stages"] |= {"photos": SEVERAL, stage: raw["stages"][stage] | fields | {"data": "photos"}}
+    if why is None:
+        assert parse_pipeline(raw, "tiny.yaml").order()
+        return
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(raw, "tiny.yaml")
+    message = f"stages.{stage}.data: photos has several labels per image (source.multi_label), but {why}"
+    assert message in str(error.value)
+
+
 def test_stages_that_need_no_labels_take_images_without() -> None:
     raw = yaml.safe_load(TINY.read_text())
     raw["stages"]["photos"] = PHOTOS

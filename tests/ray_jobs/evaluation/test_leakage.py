@@ -470,7 +470,7 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)
         task = make_task(config, dataset, made.folder("tuned"))
         refits = [refitted(score(torch.zeros(30, 2), dataset.labels("test")))]
-        numbers, _ = finetune.tables(task, dataset, refits, "dev", overlap)
+        numbers, *_ = finetune.tables(task, dataset, refits, "dev", overlap)
         assert [row["method"] for row in numbers] == [name]
 
 
@@ -532,11 +532,12 @@ def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_see
     dataset = shards.open_dataset(made.folder("a"))
     labels = dataset.labels("test")
     seen = np.arange(30) < 10
-    logits = torch.eye(2)[np.where(seen, labels, 1 - labels)]
-    right_on_seen = refitted(score(logits, labels))
+    right_on_seen = np.where(seen, labels, 1 - labels)
+    common = {"protocol": "p", "method": "m", "labels_per_class": None, "draw": 0}
 
     def accuracy(mask: np.ndarray) -> dict[str, float]:
-        return finetune._test_accuracy(dataset, [right_on_seen], leakage.Overlap(mask, 0, 0, 0))
+        scored = rows.scored(common, rows.truth_of(dataset, mask), right_on_seen, "dev", {})
+        return finetune._on_test([row for row, _ in scored], "accuracy")
 
     assert accuracy(~seen | seen) == {}
     assert accuracy(seen) == {"test_accuracy": 0.0}

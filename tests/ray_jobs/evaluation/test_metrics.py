@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, f1_score
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1_score
 
 from pipelines.spec import Finetune
 from ray_jobs.evaluation import metrics
@@ -86,3 +86,22 @@ def test_intervals_cover_the_truth(draws: int, images: int, right: float) -> Non
         truth = np.mean([metrics.value(metric, labels, draw) for draw in predictions])
         found = [mean_interval(metrics.contributions(metric, *sample(images, draws))) for _ in range(400)]
         assert 0.92 <= np.mean([low <= truth <= high for _, low, high in found]) <= 0.985
+
+
+def test_retrieval_is_scikit_learns_average_precision_of_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several images per block, equal images among them; the last class has one image, which has no answer."""
+    rng = np.random.default_rng(0)
+    labels = np.append(rng.integers(0, 4, 60), 9)
+    features = (rng.normal(size=(61, 5)) + labels[:, None] / 4).astype(np.float32)
+    features[10:20] = features[20:30]
+    monkeypatch.setattr(metrics, "BLOCK", 7 * 61)
+    found = metrics.retrieval(features, labels)
+    directions = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float64)
+    similar = np.round(directions @ directions.T, 5)
+    assert np.isnan(found[-1]) and not np.isnan(found[:-1]).any()
+    for query in range(60):
+        others = np.arange(61) != query
+        expected = average_precision_score((labels == labels[query])[others], similar[query, others])
+        assert found[query] == pytest.approx(expected, abs=1e-6)
+    far = metrics.retrieval(np.eye(4, dtype=np.float32)[labels[:60]] * 3, labels[:60])
+    np.testing.assert_array_equal(far, np.ones(60))

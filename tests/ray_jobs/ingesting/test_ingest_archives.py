@@ -137,7 +137,7 @@ def test_coco_in_an_archive_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (None, "'patient' names a column of metadata.csv.*, but .* contains none"),
+        (None, "'patient' needs metadata.csv.*, but .* contains none"),
         ("file_name,label\n", "needs one column 'patient'"),
         ("file_name,label,patiend\n", "unknown column 'patiend': did you mean 'patient'"),
         ("file_name,label,patient\na/1.png,a,\n", "'a/1.png' has no patient"),

@@ -11,7 +11,7 @@ from PIL import Image
 
 from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs.data.shards import Dataset, open_artifact
-from ray_jobs.reporting import attention
+from ray_jobs.reporting import pictures
 from tests.support.checkpoints import put_untrained
 from tests.support.digits import put_digits
 from tests.support.records import make_manifest
@@ -33,8 +33,8 @@ def made(tmp_path: Path) -> tuple[Store, Manifest, Dataset]:
 
 def test_the_tint_is_strongest_where_the_attention_is(made: tuple[Store, Manifest, Dataset]) -> None:
     store, model, dataset = made
-    urls = attention.overlays(store, model, dataset, [4, 2])
-    assert urls == attention.overlays(store, model, dataset, [4, 2]) and len(urls) == 2
+    urls = pictures.overlays(store, model, dataset, [4, 2])
+    assert urls == pictures.overlays(store, model, dataset, [4, 2]) and len(urls) == 2
     network, contract = load_model(store.local(model.folder, ()))
     assert isinstance(network, ViT)
     pixels = dataset.images("test", contract.preprocessing, [4, 2])
@@ -52,6 +52,6 @@ def test_nothing_is_read_of_a_model_that_is_too_large(
     made: tuple[Store, Manifest, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, model, dataset = made
-    monkeypatch.setattr(attention, "MOST_BYTES", 10)
-    monkeypatch.setattr(attention, "load_model", None)
-    assert attention.overlays(store, model, dataset, [0]) == []
+    monkeypatch.setattr(pictures, "MOST_BYTES", 10)
+    monkeypatch.setattr(pictures, "load_model", None)
+    assert pictures.overlays(store, model, dataset, [0]) == []

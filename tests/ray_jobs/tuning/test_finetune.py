@@ -149,7 +149,7 @@ def test_several_labels_per_image_give_a_mean_average_precision(tmp_path, datase
     kept = truth.any(axis=1)
     expected = average_precision_score(truth[kept], probabilities[kept], average="macro")
     overlap = Overlap(np.zeros(30, bool), 0, 0, 0)
-    found, _ = finetune.tables(task, opened, [again], "dev", overlap)
+    found, *_ = finetune.tables(task, opened, [again], "dev", overlap)
     assert [(row["task"], row["metric"]) for row in found] == [
         ("halves", "accuracy"),
         ("halves (ReaL)", "accuracy"),

@@ -13,6 +13,7 @@ from pipelines.files.digests import file_digests
 from pipelines.files.sources import source_files
 from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, Ingest, RecipeError
+from ray_jobs.data.columns import SEVERAL
 from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
 from ray_jobs.sources.readers.label_tables import Columns
 from vit_model.errors import UserError
@@ -188,9 +189,35 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
     (tmp_path / "metadata.jsonl").unlink()
     with pytest.raises(
         ValueError,
-        match=r"image_column: 'image' names a column of metadata\.csv, .* or metadata\.parquet, but .* contains none",
+        match=r"image_column: 'image' needs metadata\.csv, .* or metadata\.parquet, but .* contains none",
     ):
         listing(source, {})
+
+
+@pytest.mark.parametrize(
+    ("table", "cells", "separator"),
+    [
+        ("metadata.csv", ("b; a ;b", "", "c", "a"), ";"),
+        ("metadata.csv", ('"[""b"", ""a"", ""b""]"', "[]", "c", "['a']"), None),
+        ("metadata.jsonl", ('["b", "a", "b"]', "[]", '"c"', '["a"]'), None),
+    ],
+)
+def test_an_image_has_several_labels_or_none(
+    table: str, cells: tuple[str, ...], separator: str | None, tmp_path: Path
+) -> None:
+    """Each label once, in the order of the classes; a comma in a class is no separator."""
+    touch(tmp_path, *(f"{number}.png" for number in range(4)))
+    row = {"metadata.csv": "{}.png,{}", "metadata.jsonl": '{{"file_name": "{}.png", "label": {}}}'}[table]
+    head = ["file_name,label"] if table.endswith("csv") else []
+    metadata(tmp_path, "\n".join([*head, *(row.format(*each) for each in enumerate(cells))]), table)
+    found = scan(tmp_path, Columns(multi_label=True, separator=separator))
+    assert found.class_names == ("a", "b", "c")
+    assert [(entry.label, entry.labels) for entry in found.entries] == [
+        (SEVERAL, [0, 1]),
+        (SEVERAL, []),
+        (SEVERAL, [2]),
+        (SEVERAL, [0]),
+    ]
 
 
 def test_fields_that_came_later_are_not_in_old_keys() -> None:
@@ -207,7 +234,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("a/readme.txt",), "has no images"),
         (
             ("a/1.png", "a/2.png"),
-            "only the class 'a': a classifier needs two or more. If the images have no labels, set",
+            "only the class 'a': a classifier needs two classes or more. If the images have no labels, set",
         ),
         (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
         (
@@ -338,9 +365,11 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ('file_name,label\n"1.png,a\n', "is not CSV"),
         (
             'file_name,label\n1.png,"[0, 2]"\n',
-            "row 2: '1.png' has a list as its label: multi-label is not supported",
+            "row 2: '1.png' has a list as its label; if images have several labels, set source.multi_label: true",
         ),
-        ("file_name,label\n1.png,['a']\n", "multi-label is not supported"),
+        ("file_name,label\n1.png,['a']\n", "set source.multi_label: true"),
+        ("file_name,label\n1.png,a;b\n2.png,b;a\n", "'a;b' looks like several labels.*label_separator: ';'"),
+        ("file_name,a,b\n1.png,0,1\n2.png,1,0\n", "a, b contain only 0 and 1: if these are the classes"),
         ("image,label\n1.png,a\n", "it has image, label. Add it, or name another one in source.image_column"),
     ],
 )
@@ -359,7 +388,7 @@ def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, messag
         ('{"file_name": "1.png"}', "needs one column 'label'"),
         ('{"file_name": "1.png", "label": "a"}\n{"file_name": "2.png"}', "row 2: '2.png' has no label"),
         ('{"file_name": "1.png", "label": null}', "row 1: '1.png' has no label"),
-        ('{"file_name": "1.png", "label": ["a", "b"]}', "'1.png' has a list as its label: multi-label"),
+        ('{"file_name": "1.png", "label": ["a", "b"]}', "'1.png' has a list as its label; if images"),
         ('{"file_name": "1.png", "label": 0.5}', "label must be text or a whole number, not 0.5"),
         ('{"file_name": ["1.png"], "label": "a"}', "file_name must be text"),
         ('{"file_name": "1.png", "label": "\\ud800"}', "label is not text in UTF-8"),

@@ -1,0 +1,86 @@
+"""Checks of a user's own images: layouts and labels that would be read as something else, without an error."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from ray_jobs.sources.readers.features import SPLIT_WORDS
+from ray_jobs.sources.readers.label_tables import METADATA
+from vit_model.errors import UserError
+
+SEPARATORS = (";", "|", ",")
+_IMAGES = {"image", "images", "img", "imgs"}
+_MASKS = {
+    "mask",
+    "masks",
+    "label",
+    "labels",
+    "annotation",
+    "annotations",
+    "segmentation",
+    "segmentations",
+    "gt",
+}
+# COCO's own names, and those of Roboflow's exports
+COCO_FILE = re.compile(
+    r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
+)
+_COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
+
+
+def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
+    """Raise UserError for split folders below the top, because their test images could be drawn into train."""
+    folders: dict[str, set[str]] = defaultdict(set)
+    for folder in {key.rpartition("/")[0] for key in images}:
+        parts = folder.split("/")
+        for depth in range(1, len(parts)):
+            folders["/".join(parts[:depth])].add(parts[depth])
+    for folder, names in sorted(folders.items()):
+        splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
+        if "train" in splits and len(splits) > 1:
+            raise UserError(
+                f"{root}: {folder} contains split folders ({', '.join(sorted(splits.values()))}). Set the root to "
+                f"{folder}, or put the split folders at the top (train/<class>/), or add a {METADATA} with a column "
+                "`split`"
+            )
+
+
+def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
+    """Raise UserError for folders of images and their masks, which would be taken for two classes."""
+    names = {name.lower() for name in class_names}
+    if len(names) > 1 and names <= _IMAGES | _MASKS and names & _IMAGES and names & _MASKS:
+        raise UserError(
+            f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
+            "not classes. Masks of your own images are not supported; to classify the images, set the root to a "
+            f"folder of class folders, or add a {METADATA}"
+        )
+
+
+def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
+    """Raise UserError for COCO's layout, in which split folders would be taken for classes."""
+    tops = {PurePosixPath(key).parts[0] for key in images}
+    signs = [key for key in files if COCO_FILE.fullmatch(key)]
+    if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
+        signs = sorted(tops)
+    if signs:
+        raise UserError(
+            f"{root} has the layout of COCO, a detection data set ({signs[0]}): its images do not have one class each. "
+            f"Give each image one label, with class folders or {METADATA}"
+        )
+
+
+def check_not_joined(root: Path | str, class_names: Collection[str]) -> None:
+    """Raise UserError for a label such as "cat;dog" whose parts are labels, too, or parts of others."""
+    for separator in SEPARATORS:
+        parts = {name: [part.strip() for part in name.split(separator)] for name in class_names}
+        counts = Counter(part for found in parts.values() for part in set(found))
+        for name, found in parts.items():
+            if len(found) > 1 and all(counts[part] > 1 for part in found):
+                raise UserError(
+                    f"{root}: the label {name!r} looks like several labels, because its parts are labels of other"
+                    f" images, too. If so, set source.multi_label: true and source.label_separator: {separator!r}; if"
+                    f" it is one class, write it without {separator!r}"
+                )
