@@ -165,7 +165,7 @@ def examine(file: Path, images: Path, source: str) -> Examined:
     except ValidationError as error:
         raise RecipeError(f"--source: {reasons(error)}") from None
     except UserError as error:
-        raise RecipeError(str(error)) from None
+        raise RecipeError(str(error).replace("source.root", f"--images {images}", 1)) from None
 
 
 def _source_fields(images: Path, source: str) -> dict[str, Any]:

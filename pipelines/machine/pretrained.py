@@ -127,8 +127,9 @@ def _located(given: str, store: str) -> tuple[str, Import]:
         opened = open_store(store, create=False)
         manifest = find_artifact(opened, given, "model")
     except (StoreAbsent, RecipeError):
+        hint = f"; did you mean hf:{given}, on the Hugging Face hub?" if given.count("/") == 1 else ""
         raise RecipeError(
-            f"no such file or folder, and no model in {store} has this key or RUN/STAGE"
+            f"no such file or folder, and no model in {store} has this key or RUN/STAGE{hint}"
         ) from None
     return manifest.stage, _import_of(opened, manifest)
 
