@@ -22,6 +22,7 @@ from pipelines.commands.common import (
     Commands,
     ForceOption,
     JsonOption,
+    NamedRun,
     OnlyOption,
     PipelineArgument,
     SetOption,
@@ -29,6 +30,7 @@ from pipelines.commands.common import (
     TokenOption,
     console,
     errors,
+    named_run,
     open_,
     plain,
     print_json,
@@ -48,7 +50,6 @@ from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, members, pin
-from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import (
@@ -126,6 +127,7 @@ def run(options: WatchedRunOptions) -> None:
     loaded, _, forced = _requested(options.pipeline, options.only, options.force, options.changes)
     targets = tuple(options.only or ()) or tuple(loaded.stages)
     planned = _carry_out(loaded, targets, options, forced)
+    _print_notes(planned)
     store = open_(options.store)
     if not any(stage.config.job == "report" for stage in planned):
         for line in wait_for_store(lambda: list(best_lines(store, planned)), say):
@@ -333,8 +335,7 @@ def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, .
 
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
-    """Print the last lines of a run: notes on cached stages, and the report."""
-    _print_notes(planned)
+    """Print the reports of a run."""
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
             # `show_report` reads everything before it prints, so a retry prints nothing twice
@@ -410,14 +411,14 @@ def _requested(
 
 @app.command("stop")
 def stop(
-    run: Annotated[str, typer.Argument(help="a run id or a unique prefix of one")],
+    run: NamedRun,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
 ) -> None:
     """Stop a run. Finished stages are kept, and running it again continues it."""
     opened = open_(store, create=False)
-    run_id = find_run(opened, run)
+    run_id = named_run(opened, run)
     if is_over(opened, run_id):
         console.print(f"{run_id} has already ended")
         return
