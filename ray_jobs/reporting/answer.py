@@ -20,6 +20,7 @@ REFERENCES = {  # by the kind of reference
     "untrained": "the untrained model",
     "scratch": "the model trained from scratch",
 }
+INSTEAD = " It does not beat pixels; start from pretrained weights (vitflow init --from hf:ORG/NAME)."
 PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 
 
@@ -91,10 +92,15 @@ def _compared(verdicts: Sequence[Line]) -> str:
         f"{subject(first['method'])} reaches {percent(first['accuracy'])} with {_setting(first, more)} on"
         f" {first['num_images']:,} test images, {_difference(first)}"
     )
+    more = INSTEAD * all(
+        "from scratch" in each["method"]
+        and (each["reference_kind"], each["conclusion"] == "above zero") == ("pixels", False)
+        for each in strongest
+    )
     if last is first:
-        return f"{said}."
+        return f"{said}.{more}"
     is_again = last["reference_kind"] == first["reference_kind"]
-    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}."
+    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}.{more}"
 
 
 def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
