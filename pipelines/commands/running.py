@@ -48,6 +48,7 @@ from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run, is_over, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
+from pipelines.machine.budget import estimate_unmeasured
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, members, pin
 from pipelines.scratch import scratch_folder
@@ -360,6 +361,7 @@ def plan(
     """Show what `run` would do, and why. Changes nothing.
 
     `took` is the duration of the newest similar result: of this stage, or of a training with the same work.
+    Other trainings are estimated at the speed that `init` measured on this machine.
     """
     loaded, names, forced = _requested(pipeline, only, force, changes)
     with _planning_store(store) as current:
@@ -392,6 +394,8 @@ def plan(
         say(f"longest the last time: {longest(seconds)}")
     if unmeasured := [stage.name for stage in to_make if stage.name not in seconds]:
         say(f"time not yet measured: {', '.join(unmeasured[:NAMED]) + ', ...' * (len(unmeasured) > NAMED)}")
+        if estimated := estimate_unmeasured({name: loaded.stages[name] for name in unmeasured}):
+            say(estimated)
     _print_notes(planned)
 
 

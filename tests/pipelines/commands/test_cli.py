@@ -39,7 +39,7 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
         (["list"], "Name the store of your results with --store"),
-        (["init", "x.yaml", "--images", "nowhere"], "error: --images nowhere: /"),
+        (["init", "x.yaml", "--images", "nowhere"], "error: --images: /"),
         (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command 'runn'. Did you mean 'run'?"),
         (["train", TINY], "no such command 'train'; did you mean `vitflow run PIPELINE`?"),
