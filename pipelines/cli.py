@@ -24,6 +24,7 @@ from pipelines import terminal
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.commands.common import Commands, Group, errors, plain
 from pipelines.identity import git_state
+from pipelines.spec import RecipeError
 from pipelines.store import StoreAbsent, StoreError
 from vit_model.errors import UserError
 
@@ -58,7 +59,7 @@ MEANT = {
     **dict.fromkeys(("infer", "classify"), "predict"),
     "compare": "report compare",
     "query": "report query",
-    "show": "report show",
+    **dict.fromkeys(("show", "results"), "report show"),
     **dict.fromkeys(("cancel", "kill"), "stop"),
     "ls": "list",
     "ps": "status",
@@ -86,7 +87,11 @@ class _AllCommands(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if meant := MEANT.get(args[0]):
-            ctx.fail(f"No such command {args[0]!r}. Did you mean 'vitflow {meant}'?")
+            raise RecipeError(f"no such command {args[0]!r}; did you mean `vitflow {meant}`?")
+        if args[0] == "list" and args[1:] and not args[1].startswith("-"):
+            raise RecipeError(
+                f"unexpected argument {args[1]!r}; did you mean `vitflow list --kind {args[1]}`?"
+            )
         return super().resolve_command(ctx, args)
 
 

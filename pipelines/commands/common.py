@@ -20,6 +20,7 @@ from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from pipelines import terminal
+from pipelines.results.lookup import find_run
 from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, open_store
 
@@ -101,9 +102,9 @@ CheckpointOption = Annotated[
         "--checkpoint", metavar="last|best|step:N", help="of a pretraining; `vitflow list --kind checkpoints`"
     ),
 ]
-RunArgument = Annotated[
-    str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
-]
+_RUN = "a run id, the name of a recipe (its newest run), or a prefix"
+RunArgument = Annotated[str | None, typer.Argument(help=f"{_RUN}; default: the last run")]
+NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN)]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 PipelineArgument = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="a recipe file, or the name of a shipped recipe")
@@ -140,6 +141,14 @@ def open_(uri: str, *, create: bool = True) -> Store:
         raise
     except StoreError as error:
         raise RecipeError(str(error)) from None
+
+
+def named_run(store: Store, name: str | None) -> str:
+    """Return the run that an argument names; say on stderr which one it is if that is not its id."""
+    run = find_run(store, name)
+    if name not in (None, run):
+        errors.print(f"{plain(str(name))}: the newest run is {run}", soft_wrap=True)
+    return run
 
 
 def store_option(uri: str) -> str:

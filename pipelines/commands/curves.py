@@ -18,13 +18,13 @@ from pipelines.commands.common import (
     RunArgument,
     StoreOption,
     console,
+    named_run,
     open_,
     plain,
     say,
 )
 from pipelines.engine.runs import run_status
 from pipelines.engine.trainings import Trainings, by_fit
-from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Store, wait_for_store
@@ -60,7 +60,7 @@ def tensorboard(
     except ImportError as error:
         raise RecipeError(_missing(error)) from None
     opened = open_(store, create=False)
-    run_id = find_run(opened, run)
+    run_id = named_run(opened, run)
     trainings = Trainings(opened, run_id)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = scratch_folder() if to is None else nullcontext(_folder(to, run_id))
@@ -98,7 +98,7 @@ def mlflow(
     except ImportError as error:
         raise RecipeError(f"{error.name} is not installed: pip install 'vitflow[mlflow]'") from None
     opened = open_(store, create=False)
-    run_id = find_run(opened, run)
+    run_id = named_run(opened, run)
     status = run_status(opened, run_id)
     try:
         runs = MlflowRuns(to, status["pipeline"])

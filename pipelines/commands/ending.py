@@ -12,6 +12,9 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune
 from pipelines.store import Manifest, Store
 
+OF_IMAGES = {"embed": "split, feature", "predict": "split, prediction, probability"}
+"""Job -> the columns of its images."""
+
 
 def time_line(seconds: float, made: Iterable[Manifest]) -> str:
     """Say how long a run took, and which of the stages that it made took longest."""
@@ -43,16 +46,25 @@ def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
 def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield commands for the fine-tuned model that was best on held-out images; test plays no part in the choice."""
     tuned = [stage for stage in stages if isinstance(stage.config, Finetune) and stage.manifest is not None]
+    where = store_option(store.uri)
     for stage in stages:
-        if stage.config.job in ("embed", "predict") and stage.manifest is not None:
-            yield f"Parquet of {stage.name}: {store.uri}/{stage.manifest.folder}/images"
+        if stage.manifest is not None and stage.config.job in OF_IMAGES:
+            yield f"{_images(stage.manifest, OF_IMAGES[stage.config.job])}{where}"
     if not tuned:
         return
     best = max(tuned, key=_rank)
     model = f"{pipeline.name}/{best.name}"
-    where = store_option(store.uri)
+    data = next(stage.manifest for stage in stages if stage.name in best.config.inputs()["data"])
     yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
     yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
+    if data is not None:
+        yield f"{_images(data, 'split')}{where}  # which image is in which split"
+
+
+def _images(manifest: Manifest, columns: str) -> str:
+    """Return the command that prints an artifact's images as CSV."""
+    sql = f"SELECT key, {columns} FROM images WHERE starts_with(artifact, '{manifest.key[:12]}')"  # noqa: S608
+    return f'vitflow report query "{sql}" --csv'
 
 
 def _rank(stage: PlannedStage) -> tuple[bool, float, bool]:

@@ -19,10 +19,12 @@ from pipelines.commands.common import (
     AddressOption,
     Commands,
     JsonOption,
+    NamedRun,
     RunArgument,
     StoreOption,
     TokenOption,
     console,
+    named_run,
     open_,
     plain,
     print_json,
@@ -37,7 +39,6 @@ from pipelines.engine.trainings import Trainings
 from pipelines.recipe import load
 from pipelines.results import lineage as tracing
 from pipelines.results.listing import COLUMNS, list_kind
-from pipelines.results.lookup import find_run
 from pipelines.results.verify import verify as verify_store
 from pipelines.spec import RecipeError
 from pipelines.store import wait_for_store
@@ -60,7 +61,7 @@ def status(
     if as_json and watch:
         raise RecipeError("--json and --watch cannot be combined; use one of them")
     opened = open_(store, create=False)
-    clusters, run_id = reached(address, token_file), find_run(opened, run)
+    clusters, run_id = reached(address, token_file), named_run(opened, run)
     trainings = Trainings(opened, run_id)
 
     def look() -> dict[str, Any]:
@@ -149,7 +150,7 @@ def lineage(
 
 @app.command("logs")
 def logs(
-    run: Annotated[str, typer.Argument(help="a run id or a unique prefix of one")],
+    run: NamedRun,
     stage: Annotated[str | None, typer.Argument(help="one stage; default: all")] = None,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
@@ -161,7 +162,7 @@ def logs(
     """Show the logs of a run."""
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
-    show_logs(opened, find_run(opened, run), stage, follow, clusters, partial(write, flush=True))
+    show_logs(opened, named_run(opened, run), stage, follow, clusters, partial(write, flush=True))
 
 
 @app.command("doctor")

@@ -32,7 +32,7 @@ from pipelines.recipe.pipeline import pin
 from pipelines.results import explain as explaining
 from pipelines.results.explain import Difference, Repetitions, Side
 from pipelines.results.published import find_published, repetition, verdict
-from pipelines.spec import RecipeError
+from pipelines.spec import RecipeError, quantity
 from pipelines.store import Store
 
 app = Commands()
@@ -111,7 +111,7 @@ def explain(
         raise
     wanted = _affordable(plan, sides[0], minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if fields else []
+        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if len(wanted) > 2 else []
     repeated = {
         stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted
     }
@@ -123,7 +123,7 @@ def explain(
     if is_shared and (missing := len(plan.stages) - len(wanted)):
         minutes_of_a = _seconds(sides[0]) / 60
         say(
-            f"not run: {missing} repetitions of A, which took {minutes_of_a:.1f} minutes;"
+            f"not run: {quantity(missing, 'repetition')} of A, which took {minutes_of_a:.1f} minutes;"
             f" `--minutes {math.ceil((len(plan.stages) - 2) * minutes_of_a)}` runs all"
         )
 
@@ -206,7 +206,8 @@ def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
             label += f" (not possible alone: {note})"
         absent = "–" if note else "not run"
         table.add_row(Text(label), *(_points(row[field.name]["effect"], absent) for row in effects))
-    rest = "in combination, or unexplained" if fields else "B - A"
+    is_measured = any(field["effect"] is not None for line in lines for field in line["fields"])
+    rest = "in combination, or unexplained" if is_measured else "B - A"
     table.add_row(rest, *(_points(line["rest"], "–") for line in lines), style="dim")
     if any(line["together"] is not None for line in lines):
         table.add_row("all fields together", *(_points(line["together"], "not run") for line in lines))

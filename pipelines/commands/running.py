@@ -22,6 +22,7 @@ from pipelines.commands.common import (
     Commands,
     ForceOption,
     JsonOption,
+    NamedRun,
     OnlyOption,
     PipelineArgument,
     SetOption,
@@ -29,6 +30,7 @@ from pipelines.commands.common import (
     TokenOption,
     console,
     errors,
+    named_run,
     open_,
     plain,
     print_json,
@@ -46,9 +48,9 @@ from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run, is_over, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
+from pipelines.machine.budget import estimate_unmeasured
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, members, pin
-from pipelines.results.lookup import find_run
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import (
@@ -126,6 +128,7 @@ def run(options: WatchedRunOptions) -> None:
     loaded, _, forced = _requested(options.pipeline, options.only, options.force, options.changes)
     targets = tuple(options.only or ()) or tuple(loaded.stages)
     planned = _carry_out(loaded, targets, options, forced)
+    _print_notes(planned)
     store = open_(options.store)
     if not any(stage.config.job == "report" for stage in planned):
         for line in wait_for_store(lambda: list(best_lines(store, planned)), say):
@@ -333,8 +336,7 @@ def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, .
 
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
-    """Print the last lines of a run: notes on cached stages, and the report."""
-    _print_notes(planned)
+    """Print the reports of a run."""
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
             # `show_report` reads everything before it prints, so a retry prints nothing twice
@@ -359,6 +361,7 @@ def plan(
     """Show what `run` would do, and why. Changes nothing.
 
     `took` is the duration of the newest similar result: of this stage, or of a training with the same work.
+    Other trainings are estimated at the speed that `init` measured on this machine.
     """
     loaded, names, forced = _requested(pipeline, only, force, changes)
     with _planning_store(store) as current:
@@ -391,6 +394,8 @@ def plan(
         say(f"longest the last time: {longest(seconds)}")
     if unmeasured := [stage.name for stage in to_make if stage.name not in seconds]:
         say(f"time not yet measured: {', '.join(unmeasured[:NAMED]) + ', ...' * (len(unmeasured) > NAMED)}")
+        if estimated := estimate_unmeasured({name: loaded.stages[name] for name in unmeasured}):
+            say(estimated)
     _print_notes(planned)
 
 
@@ -410,14 +415,14 @@ def _requested(
 
 @app.command("stop")
 def stop(
-    run: Annotated[str, typer.Argument(help="a run id or a unique prefix of one")],
+    run: NamedRun,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
 ) -> None:
     """Stop a run. Finished stages are kept, and running it again continues it."""
     opened = open_(store, create=False)
-    run_id = find_run(opened, run)
+    run_id = named_run(opened, run)
     if is_over(opened, run_id):
         console.print(f"{run_id} has already ended")
         return

@@ -6,15 +6,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipelines.spec import quantity
-from ray_jobs.training.cost import images_per_second
+from pipelines.files.hashing import read_cache, write_cache
+from pipelines.spec import AnyStage, Finetune, Pretrain, quantity
 from vit_model import compute
 from vit_model.config import Architecture, ViTConfig
-from vit_model.sizes import size_of
+from vit_model.sizes import ModelSize, ResNetSize, size_of
 from vit_model.variants import FAMILIES, RESNETS, SIZES
 
 MEASURED_FLOPS = 5e10  # of a measured step, of 8 to 64 images
@@ -23,7 +23,11 @@ OTHER_SECONDS = (
     20,
     90,
 )  # least and most of everything but the trainings: starts of processes, ingest, pixels, report
+CLASSES = 2  # of a head whose data set is not known yet; it takes little of the time
 SLOWER = 1.25  # than measured, because images are decoded and augmented
+
+SPEEDS = "speeds.json"  # in the cache folder
+Measure = Callable[[ModelSize | ResNetSize, int, int, int], list[tuple[float, float]]]
 
 
 class Machine(NamedTuple):
@@ -60,13 +64,30 @@ class Fits(NamedTuple):
     steps: int
     batch_size: int
 
+    @classmethod
+    def of(cls, stage: Finetune | Pretrain) -> Fits | None:
+        """Return the trainings of a stage; None if its fields alone do not tell their model and number."""
+        trials = 0
+        if isinstance(stage, Finetune):
+            trials = len(stage.learning_rates) * (len(stage.learning_rates) > 1)
+            if stage.search or stage.early_stopping or stage.labels.per_class or stage.refits > 1:
+                return None
+        if stage.model is None or stage.resolution is None:
+            return None
+        architecture = stage.model.architecture(stage.resolution, 3, CLASSES)
+        return cls(architecture, trials, stage.steps, stage.batch_size)
+
     @property
     def flops(self) -> float:
         return (self.trials + 1) * self.steps * self.batch_size * compute.train_flops(self.architecture)
 
 
-def estimate(stages: Sequence[Fits], machine: Machine) -> str:
-    """Measure the cheapest model's training here, and estimate the run time of all stages from their operations."""
+def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None = None) -> str | None:
+    """Estimate the run time of all stages from their operations and the speed of the cheapest model's training.
+
+    Args:
+        measure: `ray_jobs.training.cost.images_per_second`; None: the last measurement on this machine, if any.
+    """
     cheapest = min((stage.architecture for stage in stages), key=compute.train_flops)
     per_image = compute.train_flops(cheapest)
     batch_size = min(64, max(8, round(MEASURED_FLOPS / per_image)))
@@ -74,7 +95,13 @@ def estimate(stages: Sequence[Fits], machine: Machine) -> str:
     trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
     together = max(1, trials)  # a single training has no trials
     size, parallel = size_of(cheapest, head=True), machine.parallel(together)
-    rates = images_per_second(size, resolution, batch_size, machine.threads(together))
+    setting = (size, resolution, batch_size, machine.threads(together))
+    known, name = read_cache(SPEEDS), f"{machine}: {setting}"
+    if measure is not None:
+        known = known | {name: measure(*setting)}
+        write_cache(SPEEDS, known)
+    if (rates := known.get(name)) is None:
+        return None
     slowest, fastest = min(now for now, _ in rates), max(alone for _, alone in rates)
     rounds = max(fits / parallel, math.ceil(trials / parallel) + 1)  # a stage's refit waits for its trials
     images = sum(stage.flops for stage in stages) / per_image * rounds / fits
@@ -87,6 +114,20 @@ def estimate(stages: Sequence[Fits], machine: Machine) -> str:
         f" {stages[0].batch_size} images, the {'smallest model' if len(stages) > 1 else 'model'} at {slowest:,.3g} to"
         f" {fastest:,.3g} images/s measured here"
     )
+
+
+def estimate_unmeasured(stages: Mapping[str, AnyStage]) -> str | None:
+    """Estimate the run time of stages with the speed that `init` measured, and name their shares; None without it."""
+    trainings = {name: stage for name, stage in stages.items() if isinstance(stage, Finetune | Pretrain)}
+    fits = {name: found for name, stage in trainings.items() if (found := Fits.of(stage)) is not None}
+    if not fits or len(fits) < len(trainings):
+        return None
+    estimated = estimate([*fits.values()], this_machine())
+    if estimated is None:
+        return None
+    total = sum(each.flops for each in fits.values())
+    shares = ", ".join(f"{name} {each.flops / total:.0%}" for name, each in fits.items())
+    return f"{estimated}; {shares} of the work"
 
 
 def _between(least: float, most: float) -> str:

@@ -79,11 +79,17 @@ class Examined(NamedTuple):
         """The name of the folder or archive."""
         return self.root.expanduser().resolve().name
 
-    def recipe(self, file: Path, description: str, stages: str, title: str, of: Sequence[str]) -> str:
-        """Return a recipe: an ingest of these images, `stages` as YAML, and a report of the stages `of`."""
+    def recipe(
+        self, file: Path, description: str, stages: str, title: str, of: Sequence[str], options: str = ""
+    ) -> str:
+        """Return a recipe: an ingest of these images, `stages` as YAML, and a report of the stages `of`.
+
+        Args:
+            options: of its run.
+        """
         return f"""\
 # Written by `vitflow init` for {self.classes}. Edit it freely.
-#   vitflow run {file}
+#   vitflow run {file}{options}
 name: {_pipeline_name(file)}
 description: {yaml_text(description)}
 
@@ -165,7 +171,7 @@ def examine(file: Path, images: Path, source: str) -> Examined:
     except ValidationError as error:
         raise RecipeError(f"--source: {reasons(error)}") from None
     except UserError as error:
-        raise RecipeError(str(error)) from None
+        raise RecipeError(str(error).replace("source.root:", "--images:", 1)) from None
 
 
 def _source_fields(images: Path, source: str) -> dict[str, Any]:

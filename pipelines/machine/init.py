@@ -16,6 +16,7 @@ from pipelines.machine import pretrained
 from pipelines.machine.budget import Fits, Machine, described, estimate, this_machine
 from pipelines.machine.examined import Examined, examine, write_checked
 from pipelines.spec import ModelSize, RecipeError
+from ray_jobs.training.cost import images_per_second
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
@@ -89,7 +90,8 @@ def write_recipe(
     else:
         text = _from_scratch(file, examined, machine, say)
     write_checked(file, text)
-    say(f"wrote {file}; next: vitflow run {file}{pretrained.settings(backbones, say)}")
+    pretrained.say_settings(backbones, say)
+    say(f"wrote {file}; next: vitflow run {file}{pretrained.options(backbones)}")
 
 
 def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
@@ -148,7 +150,7 @@ def _without_labels(
 """
     title = f"Groups in {images.name}"
     description = f"Features of {images.name}, which has no labels, and groups of images that are alike."
-    return images.recipe(file, description, stages, title, [model, "embed"])
+    return images.recipe(file, description, stages, title, [model, "embed"], pretrained.options(backbones))
 
 
 def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
@@ -174,7 +176,10 @@ def _chosen(images: Examined, machine: Machine, trials: int, say: Callable[[str]
     choice = _choose(side, len(images.listing.entries), machine.gpus)
     architecture = choice.model.architecture(choice.resolution, 3, len(images.listing.class_names))
     say(f"images are about {side} pixels per side; chose a {described(architecture)}")
-    say(estimate([Fits(architecture, trials, choice.steps, choice.batch_size)], machine))
+    say(
+        estimate([Fits(architecture, trials, choice.steps, choice.batch_size)], machine, images_per_second)
+        or ""
+    )
     return choice
 
 

@@ -25,6 +25,7 @@ from pipelines.results.lookup import find_artifact
 from pipelines.spec import Import, RecipeError
 from pipelines.store import Manifest, Store, StoreAbsent, all_manifests, open_store
 from ray_jobs.import_model import contract_of
+from ray_jobs.training.cost import images_per_second
 from vit_model import formats
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError, reasons
@@ -127,8 +128,9 @@ def _located(given: str, store: str) -> tuple[str, Import]:
         opened = open_store(store, create=False)
         manifest = find_artifact(opened, given, "model")
     except (StoreAbsent, RecipeError):
+        hint = f"; did you mean hf:{given}, on the Hugging Face hub?" if given.count("/") == 1 else ""
         raise RecipeError(
-            f"no such file or folder, and no model in {store} has this key or RUN/STAGE"
+            f"no such file or folder, and no model in {store} has this key or RUN/STAGE{hint}"
         ) from None
     return manifest.stage, _import_of(opened, manifest)
 
@@ -170,16 +172,24 @@ def _read(name: str, given: str, config: Import) -> Backbone:
     return Backbone(name, config, contract.architecture, states)
 
 
-def settings(backbones: Sequence[Backbone], say: Callable[[str], None]) -> str:
-    """Return the options that a run needs for weights without mean and std, and say why."""
-    silent = [backbone.name for backbone in backbones if not backbone.states_preprocessing]
+def options(backbones: Sequence[Backbone]) -> str:
+    """Return the options that a run needs for weights without mean and std."""
+    return "".join(f" --set {name}.preprocessing=half" for name in _silent(backbones))
+
+
+def _silent(backbones: Sequence[Backbone]) -> list[str]:
+    return [backbone.name for backbone in backbones if not backbone.states_preprocessing]
+
+
+def say_settings(backbones: Sequence[Backbone], say: Callable[[str], None]) -> None:
+    """Say why a run needs options for weights without mean and std, if there are any."""
+    silent = _silent(backbones)
     if silent:
         say(
             f"{', '.join(silent)}: the weights do not state the mean and std of their images, and wrong values lower "
             "the accuracy without an error. Set preprocessing in each of these stages: half (Google's, AugReg's and "
             "most of timm's ViTs) or imagenet (DeiT, DINO, torchvision); the next command uses half"
         )
-    return "".join(f" --set {name}.preprocessing=half" for name in silent)
 
 
 # ------------------------------------------------------------------------------------------------- recipes
@@ -207,7 +217,7 @@ def _one(
     steps = max(MIN_STEPS, steps)
     tuned = backbone.architecture.for_finetuning(resolution, len(images.listing.class_names))
     say(f"images are about {side} pixels per side; fine-tuning {described(tuned)}")
-    say(estimate([Fits(tuned, len(rates), steps, batch_size)], machine))
+    say(estimate([Fits(tuned, len(rates), steps, batch_size)], machine, images_per_second) or "")
     stages = f"""\
 {backbone.stage()}
 
@@ -226,7 +236,12 @@ def _one(
 {PIXELS}"""
     description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
     return images.recipe(
-        file, description, stages, f"A ViT for {images.name}", [backbone.name, "vit", "pixels"]
+        file,
+        description,
+        stages,
+        f"A ViT for {images.name}",
+        [backbone.name, "vit", "pixels"],
+        options(backbones),
     )
 
 
@@ -257,7 +272,14 @@ def _comparison(
     steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(images.listing.entries) // BATCH_SIZE))
     say(f"chose resolution {resolution} for all")
     tuned = [backbone.architecture.for_finetuning(resolution, 2) for backbone in backbones]
-    say(estimate([Fits(model, len(LEARNING_RATES), steps, BATCH_SIZE) for model in tuned], machine))
+    say(
+        estimate(
+            [Fits(model, len(LEARNING_RATES), steps, BATCH_SIZE) for model in tuned],
+            machine,
+            images_per_second,
+        )
+        or ""
+    )
     names, imports = [backbone.name for backbone in backbones], [backbone.stage() for backbone in backbones]
     stages = f"""\
   # One protocol for all backbones: the same images, splits and resolution, the same number of trials, steps and images
@@ -287,4 +309,6 @@ def _comparison(
 """
     description = f"Imported backbones on {images.name}, under one protocol, accuracy beside cost."
     title = f"Which backbone for {images.name}?"
-    return images.recipe(file, description, stages, title, [*names, "features", "finetune"])
+    return images.recipe(
+        file, description, stages, title, [*names, "features", "finetune"], options(backbones)
+    )

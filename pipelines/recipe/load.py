@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -154,7 +154,9 @@ def recipe_path(pipeline: str) -> Path:
     shipped = Path(__file__).parents[1] / "recipes"
     names = sorted(file.stem for file in shipped.glob("*.yaml"))
     if pipeline not in names:
-        raise RecipeError(f"{pipeline!r} is not a file or a shipped recipe{nearest(pipeline, names)}")
+        is_file = Path(f"{pipeline}.yaml").is_file()
+        meant = f"; did you mean '{pipeline}.yaml'?" if is_file else nearest(pipeline, names)
+        raise RecipeError(f"{pipeline!r} is not a file or a shipped recipe{meant}")
     return shipped / f"{pipeline}.yaml"
 
 
@@ -188,11 +190,9 @@ def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] =
         stages_of: dict[
             str, list[str]
         ] = {}  # error -> the stages, because a matrix may repeat an error many times
-        for problem in error.errors():
-            if problem["type"] == "default_factory_not_called":
-                continue  # because of another error
+        for problem in _merged(error.errors()):
             stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
-            line = _explain(raw, dict(problem), overrides)
+            line = _explain(raw, problem, overrides)
             stages_of.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(
                 stage
             )
@@ -203,6 +203,41 @@ def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] =
         if all(line.startswith("--set ") for line in lines):
             raise RecipeError("\n  ".join(lines)) from None
         raise RecipeError("\n  ".join([f"{where}:", *lines])) from None
+
+
+def _merged(problems: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield errors without those that follow from others: of a union that may be a name, one with all of its names."""
+    names: dict[tuple[int | str, ...], list[str]] = {}
+    for problem in problems:
+        if problem["type"] == "literal_error":
+            expected = re.split(", | or ", problem["ctx"]["expected"])
+            names.setdefault(_union(problem), []).extend(name.strip("'") for name in expected)
+    for problem in problems:
+        kind, value = problem["type"], problem["input"]
+        of_union = next((place for place in names if problem["loc"][: len(place)] == place), None)
+        if kind == "default_factory_not_called" or (
+            kind == "too_short" and len(value) >= problem["ctx"]["min_length"]
+        ):
+            continue
+        if of_union is None or (kind != "literal_error" and not isinstance(value, str)):
+            yield problem
+        elif kind == "literal_error" and (isinstance(value, str) or not _has_other(problems, of_union)):
+            if names[of_union]:
+                yield {**problem, "ctx": {"names": names[of_union]}}
+            names[of_union] = []
+
+
+def _union(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Return the place of the field with a wrong name; pydantic's also has the member of a union."""
+    loc: tuple[int | str, ...] = problem["loc"]
+    return loc[:-1] if str(loc[-1]).startswith("literal[") else loc
+
+
+def _has_other(problems: Sequence[Mapping[str, Any]], place: tuple[int | str, ...]) -> bool:
+    """Return whether a union at a place also takes what is not a name."""
+    return any(
+        problem["type"] != "literal_error" and problem["loc"][: len(place)] == place for problem in problems
+    )
 
 
 def _several(names: list[str]) -> str:
@@ -294,7 +329,7 @@ def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:
     return matches[-1] if matches else None
 
 
-def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str, ...]) -> str:
+def _explain(raw: dict[str, Any], problem: Mapping[str, Any], overrides: tuple[str, ...]) -> str:
     """Explain an error in one line: the field, the value, and what is expected."""
     path: list[str] = []
     at: Any = raw
@@ -324,13 +359,25 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str,
     if kind == "union_tag_invalid":
         names = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
         return f"{where}: unknown {path[-1]} {at!r}{nearest(str(at), names)}"
+    if kind == "literal_error":
+        return f"{where}: unknown value {at!r}{_nearest_name(problem, path)}"
     message = reason(problem)
     if kind.startswith("value_error"):
         return f"{where}: {message}" if where else message
     return f"{where}: {message}, not {problem['input']!r}"
 
 
-def _meant(raw: dict[str, Any], problem: dict[str, Any], path: list[str], is_set: bool) -> str:
+def _nearest_name(problem: Mapping[str, Any], path: list[str]) -> str:
+    """Return '; did you mean ...?' for a wrong name in a field, which may be the name of another field."""
+    names, wrong = problem["ctx"]["names"], str(problem["input"])
+    fields = STAGE_TYPES[problem["loc"][2]].model_fields if len(path) == 3 else {}
+    of_names, of_fields = nearest(wrong, names), nearest(wrong, fields)
+    if "did you mean" in of_fields and "did you mean" not in of_names:
+        return of_fields.replace("mean '", "mean the field '")
+    return of_names
+
+
+def _meant(raw: dict[str, Any], problem: Mapping[str, Any], path: list[str], is_set: bool) -> str:
     """Return '; did you mean ...?' for an unknown field at a path, as --set names it if that set it."""
     *parents, name = path
     if not parents:

@@ -120,8 +120,12 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
         if ours and theirs and ours[0].content_digest == theirs[0].content_digest:
             continue
         if not (ours and theirs):
-            names = [side.input(role)[0] if used else None for side, used in ((a, ours), (b, theirs))]
-            found.append(Difference(role, "", *names))
+            found = [each for each in found if (role, each.name) != ("backbone", "model")]
+            starts = [
+                side.input(role)[0] if used else _plain(side.stage, "model")
+                for side, used in ((a, ours), (b, theirs))
+            ]
+            found.append(Difference(role, "", *starts))
             continue
         (name, one), (other_name, other) = a.input(role), b.input(role)
         manifests = [read_manifest(store, used[0].job, used[0].key) for used in (ours, theirs)]
@@ -130,7 +134,11 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
         if one.job in _BY_FIELD and sources[0] == sources[1] and leaves:
             found += [Difference(role, *each) for each in leaves]
         else:
-            found.append(Difference(role, "", name, other_name))
+            values = [
+                f" ({', '.join(f'{path} {of[side]}' for path, *of in leaves)})" * bool(leaves)
+                for side in (0, 1)
+            ]
+            found.append(Difference(role, "", name + values[0], other_name + values[1]))
     return found
 
 
@@ -248,7 +256,8 @@ def _changed(
         if not role:
             fields = _placed(fields, paths)
         elif "" in paths:
-            fields[role] = stages[f"b_{b.manifest.stage}"].get(role)
+            names = [role, *(["model"] if role == "backbone" and "model" in fields else [])]
+            fields |= {field: stages[f"b_{b.manifest.stage}"].get(field) for field in names}
         else:
             source = own[role]["stage"] if isinstance(own[role], dict) else own[role]
             inputs[f"{name}_{role}"] = _placed(stages[source], paths)

@@ -1,6 +1,6 @@
-"""The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE or RUN.
+"""The runs and artifacts that a user names: by an id, a recipe's name, a key or a unique prefix, RUN/STAGE or RUN.
 
-RUN/STAGE is the result in the newest run that has one, so further runs of the recipe do not make it ambiguous.
+Of several runs of one recipe, RUN is the newest, and RUN/STAGE the result in the newest that has one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ from pipelines.store import Manifest, Store, all_keys, all_manifests
 
 
 def find_run(store: Store, prefix: str | None) -> str:
-    """Return the run with this id or unique prefix of one; None: the newest. Raises RecipeError."""
-    matches = _matching_runs(store, prefix or "")
-    if prefix is None:
-        return matches[-1]
-    if len(matches) > 1:
-        raise _ambiguous_run(prefix, matches)
-    return matches[0]
+    """Return the newest run with this id, recipe name or prefix; None: of all runs. Raises RecipeError."""
+    return (_matching_runs(store, "") if prefix is None else _runs_of_one_recipe(store, prefix))[-1]
 
 
 def _matching_runs(store: Store, prefix: str) -> list[str]:
@@ -32,10 +27,6 @@ def _matching_runs(store: Store, prefix: str) -> list[str]:
     if not matches:
         raise RecipeError(f"no run matches {prefix!r}{nearest(prefix, ids[-5:])}")
     return matches
-
-
-def _ambiguous_run(prefix: str, matches: Sequence[str]) -> RecipeError:
-    return RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
 
 
 def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
@@ -111,7 +102,7 @@ def _runs_of_one_recipe(store: Store, prefix: str) -> list[str]:
     if of_recipe := [run for run in matches if _recipe(run) == prefix]:
         return of_recipe
     if len({_recipe(run) for run in matches}) > 1:
-        raise _ambiguous_run(prefix, matches)
+        raise RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
     return matches
 
 

@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 _ORIGIN = (
     Column("artifact", "VARCHAR", "key of the artifact that contains the row"),
-    Column("job", "VARCHAR", "the job that made it: evaluate, segment, baselines, finetune, audit, ingest"),
+    Column("job", "VARCHAR", "the job that made it, such as evaluate, finetune, ingest or embed"),
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
@@ -71,7 +71,7 @@ _ROWS = (
     Column("settings", "VARCHAR", "the settings, a JSON object"),
 )
 # The tables of Parquet files; ray_jobs.evaluation.rows and ray_jobs.segment define the columns after `result`.
-_FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine")
+_FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine", "images")
 # The views, each with the tables that it reads.
 _VIEWS = {"accuracies": {"rows"}, "scores": {"rows", "predictions", "accuracies"}}
 TABLES = {
@@ -124,6 +124,15 @@ TABLES = {
         Column("key", "VARCHAR", "the image's name in the source"),
         Column("reason", "VARCHAR", "why it cannot be used"),
         Column("file", "VARCHAR", "the source's file that contains it"),
+    ),
+    "images": (
+        *_ORIGIN,
+        Column("sample_id", "VARCHAR", "the image, as in `predictions`"),
+        Column("key", "VARCHAR", "its name in the source"),
+        Column("split", "VARCHAR", "train, dev or test"),
+        Column("feature", "FLOAT[]", "of an `embed` stage; else NULL"),
+        Column("prediction", "VARCHAR", "the predicted class of a `predict` stage; else NULL"),
+        Column("probability", "FLOAT", "its probability"),
     ),
     "training_log": (
         *_ORIGIN,
@@ -226,7 +235,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
     groups = _vtab_groups(manifests)
     paths: list[str] = []
     for name in (name for name in TABLES if name not in _VIEWS):
-        files = _files(store, manifests, f"{name}.parquet") if name in named and name in _FILES else {}
+        files = _files(store, manifests, name) if name in named and name in _FILES else {}
         if files:
             _define_view(connection, name, files, groups)
             paths += files
@@ -271,16 +280,21 @@ def _vtab_groups(manifests: list[Manifest]) -> Groups:
 
 
 def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:
-    """Return {local path: manifest} of all files with this name, except the copies in reports."""
+    """Return {local path: manifest} of a table's files, except the copies in reports."""
     entries, origins = [], []
     for manifest in manifests:
         folder = manifest.folder.removeprefix("artifacts/")
         for file in manifest.files:
-            if file.path == name and manifest.kind != "report":
-                entries.append(file.model_copy(update={"path": f"{folder}/{name}"}))
+            if _is_of(name, file.path) and manifest.kind != "report":
+                entries.append(file.model_copy(update={"path": f"{folder}/{file.path}"}))
                 origins.append(manifest)
     root = store.local("artifacts", entries)
     return {f"{root}/{entry.path}": manifest for entry, manifest in zip(entries, origins, strict=True)}
+
+
+def _is_of(table: str, path: str) -> bool:
+    """Return whether a file of an artifact contains rows of a table."""
+    return path == f"{table}.parquet" or (table == "images" and path.startswith(("index.parquet", "images/")))
 
 
 def _define_view(

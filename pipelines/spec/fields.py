@@ -63,8 +63,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     A list of more than MOST_NAMES is shortened to the five nearest.
     """
     known = list(names)
-    if matches := difflib.get_close_matches(name, known, n=1):
-        return f"; did you mean {matches[0]!r}?"
+    lower = {each.lower(): each for each in reversed(known)}
+    if matches := difflib.get_close_matches(name.lower(), lower, n=1):
+        return f"; did you mean {lower[matches[0]]!r}?"
     if len(known) > MOST_NAMES:
         few = difflib.get_close_matches(name, known, n=5, cutoff=0)
         return f"; the nearest of {len(known)} names: {', '.join(few)}"

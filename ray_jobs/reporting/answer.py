@@ -12,14 +12,10 @@ from typing import Any
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, MEAN_AP, MOST_FREQUENT, is_reference
-from ray_jobs.reporting.verdicts import percent
+from ray_jobs.reporting.verdicts import REFERENCES, percent, points
 
 Line = Mapping[str, Any]
-REFERENCES = {  # by the kind of reference
-    "pixels": "the best classifier on pixels",
-    "untrained": "the untrained model",
-    "scratch": "the model trained from scratch",
-}
+INSTEAD = ": start from pretrained weights (vitflow init --from hf:ORG/NAME)"
 PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 
 
@@ -91,10 +87,15 @@ def _compared(verdicts: Sequence[Line]) -> str:
         f"{subject(first['method'])} reaches {percent(first['accuracy'])} with {_setting(first, more)} on"
         f" {first['num_images']:,} test images, {_difference(first)}"
     )
+    advice = INSTEAD * all(
+        "from scratch" in each["method"]
+        and (each["reference_kind"], each["conclusion"] == "above zero") == ("pixels", False)
+        for each in strongest
+    )
     if last is first:
-        return f"{said}."
+        return f"{said}{advice}."
     is_again = last["reference_kind"] == first["reference_kind"]
-    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}."
+    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}{advice}."
 
 
 def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
@@ -121,14 +122,15 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
     reference, value = REFERENCES[verdict["reference_kind"]], verdict["difference"]
     if verdict["reference"].startswith(MOST_FREQUENT):
         reference = "always answering the most frequent class"
-    interval = f"95% interval {magnitude(verdict['low'])} to {magnitude(verdict['high'])}"
+    interval = f"95% interval {points(verdict['low'], sign='')} to {points(verdict['high'], sign='')}"
     if verdict["conclusion"] == "not told from zero":
         if is_again:
             return "the two cannot be told apart"
-        return f"not clearly different from {reference} ({magnitude(value, '+')} points, {interval})"
+        return f"not clearly different from {reference} ({points(value)} points, {interval})"
     side = "above" if value > 0 else "below"
     low, high = sorted(abs(verdict[bound]) for bound in ("low", "high"))
-    size = f"{magnitude(abs(value))} points (95% interval {magnitude(low)} to {magnitude(high)}) {side}"
+    interval = f"95% interval {points(low, sign='')} to {points(high, sign='')}"
+    size = f"{points(abs(value), sign='')} points ({interval}) {side}"
     return f"it is {size} it" if is_again else f"{size} {reference}"
 
 
@@ -159,10 +161,12 @@ def _best_backbone(numbers: Line) -> str:
     if (difference := second["minus_best"]) is None:
         return f"{said}; {second['backbone']} was scored on other images or labels."
     low, high = sorted((-difference["low"], -difference["high"]))
-    interval = f"95% interval {magnitude(low)} to {magnitude(high)}"
+    interval = f"95% interval {points(low, sign='')} to {points(high, sign='')}"
     if low > 0:
-        return f"{said}, {magnitude(-difference['value'])} points ({interval}) above {second['backbone']}."
-    lower = f"{magnitude(-difference['value'])} points lower ({interval})"
+        return (
+            f"{said}, {points(-difference['value'], sign='')} points ({interval}) above {second['backbone']}."
+        )
+    lower = f"{points(-difference['value'], sign='')} points lower ({interval})"
     return f"{said}; {second['backbone']}, {lower}, cannot be told from it."
 
 
@@ -241,8 +245,3 @@ def _setting(line: Line, more: str = "") -> str:
 
 def _how(protocol: str) -> str:
     return PROTOCOLS.get(protocol, protocol.removeprefix("few-shot "))
-
-
-def magnitude(fraction: float, sign: str = "") -> str:
-    """Return percentage points: '8.4', or with a sign '+8.4'; a real minus sign."""
-    return f"{100 * fraction:{sign}.1f}".replace("-", "−")

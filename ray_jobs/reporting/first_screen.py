@@ -12,7 +12,8 @@ from typing import Any
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import ACCURACY, CHOSEN_ON_TEST, MEAN_AP
-from ray_jobs.reporting.answer import Line, magnitude, settings
+from ray_jobs.reporting.answer import Line, settings
+from ray_jobs.reporting.verdicts import points
 
 SHOWN = 4  # groups of comparisons; the others are folded
 
@@ -57,7 +58,7 @@ def power(strongest: Sequence[Line]) -> str:
     for verdict in strongest:
         draws = f"{quantity(verdict['draws'], 'draw')} of " if verdict["draws"] > 1 else ""
         images = f"{draws}{verdict['labels'].partition(' (')[0]} and {verdict['num_images']:,} test images"
-        size = magnitude(verdict["detectable"])
+        size = points(verdict["detectable"], sign="")
         parts.setdefault(
             f"with {images} a true difference below {size} points is missed at least one time in five"
         )

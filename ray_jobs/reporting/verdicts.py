@@ -21,11 +21,11 @@ from ray_jobs.evaluation.intervals import Interval, detectable_difference, paire
 from ray_jobs.evaluation.rows import ACCURACY, MOST_FREQUENT, is_apart
 from ray_jobs.reporting.measures import Entry
 
-REFERENCES = (
-    "scratch",
-    "untrained",
-    "pixels",
-)  # methods are compared with the best entry of each of these kinds
+REFERENCES = {  # methods are compared with the best entry of each of these kinds
+    "scratch": "the model trained from scratch",
+    "untrained": "the untrained model",
+    "pixels": "the best classifier on pixels",
+}
 SHOTS = 5  # the verdict is about the number of shots nearest to this
 
 
@@ -81,7 +81,7 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
             learning = sort_of_learning(entry.protocol)
             settings.setdefault((entry.task, learning, entry.labels_per_class), []).append(entry)
     is_pretrained = any(kind(entry) == "trained" for entry in entries)
-    judged, references = ("trained", REFERENCES) if is_pretrained else ("scratch", ("pixels",))
+    judged, references = ("trained", tuple(REFERENCES)) if is_pretrained else ("scratch", ("pixels",))
     pairs = []
     for candidates in settings.values():
         for method in (entry for entry in candidates if kind(entry) == judged):
@@ -139,9 +139,9 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}%"
 
 
-def points(difference: float) -> str:
-    """Return '+7.1', with a real minus sign."""
-    return f"{100 * difference:+.1f}".replace("-", "−")
+def points(difference: float, sign: str = "+") -> str:
+    """Return '+7.1', or without a sign '7.1', with a real minus sign."""
+    return f"{100 * difference:{sign}.1f}".replace("-", "−")
 
 
 def _is_few_shot(entry: Entry) -> bool:

@@ -18,6 +18,7 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
     [
         (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["run", "quikstart"], "did you mean 'quickstart'"),
+        (["run", "mine"], "did you mean 'mine.yaml'"),
         (
             ["run", TINY, "--set", "pretrain.stepz=3"],
             "error: --set pretrain.stepz=3: there is no such field; did you mean 'pretrain.steps'?",
@@ -38,10 +39,12 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
         (["list"], "Name the store of your results with --store"),
-        (["init", "x.yaml", "--images", "nowhere"], "nowhere is not a folder"),
+        (["init", "x.yaml", "--images", "nowhere"], "error: --images: /"),
         (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command 'runn'. Did you mean 'run'?"),
-        (["train", TINY], "No such command 'train'. Did you mean 'vitflow run PIPELINE'?"),
+        (["train", TINY], "no such command 'train'; did you mean `vitflow run PIPELINE`?"),
+        (["list", "models"], "did you mean `vitflow list --kind models`?"),
+        (["init", "x.yaml", "--images", ".", "--from", "google/vit"], "did you mean hf:google/vit, on the"),
         (["run", TINY, "--store", "\udcff"], "\\udcff': not UTF-8"),
         (["run", "\udcff.yaml"], "\\udcff.yaml: no such file"),
         (["plan", TINY, "--set", r'digits.source={kind: folder, name: x, root: "\udcff"}'], "is not UTF-8"),
@@ -54,6 +57,7 @@ def test_wrong_requests(
     vitflow_here, tmp_path: Path, arguments: list[str], message: str, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
     done = vitflow_here(*arguments, check=2)
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """What a run ends with: the rows that answer the recipe's question, the answer, the next commands."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,15 @@ def test_the_quickstart_ends_with_an_answer_on_one_screen(
     assert 3 <= len(rows) <= 10 and "majority" not in said
     assert len(re.findall(r"^\d+ more accuracies: vitflow report show \w{12}$", said, re.MULTILINE)) == 1
     assert f"\nreport: file://{workspace}/runs/artifacts/report/" in said
-    assert said.endswith(
-        "next:\n  vitflow predict quickstart/finetune_all IMAGE...\n"
-        "  vitflow export quickstart/finetune_all --format onnx --output FOLDER\n"
-    )
+    *others, split = said.partition("next:\n  vitflow ")[2].split("\n  vitflow ")
+    assert others == [
+        "predict quickstart/finetune_all IMAGE...",
+        "export quickstart/finetune_all --format onnx --output FOLDER",
+    ]
+    rows = vitflow_here(*shlex.split(split, comments=True)).stdout.splitlines()
+    assert {row.partition(",")[2] for row in rows} == {"split", "train", "dev", "test"} and len(
+        rows
+    ) == 1 + 1797
     monkeypatch.chdir("/")
     said = vitflow_here("run", "quickstart", "--store", workspace / "runs").stdout
     assert f"IMAGE... --store {workspace}/runs\n" in said

@@ -76,7 +76,8 @@ def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
     said = vitflow_here(
         "init", "b.yaml", "--images", "photos", "--from", "images.npz", "silent.safetensors"
     ).stdout
-    assert "next: vitflow run b.yaml --set silent.preprocessing=half" in said
+    command = "vitflow run b.yaml --set silent.preprocessing=half"
+    assert f"next: {command}" in said and f"#   {command}\n" in Path("b.yaml").read_text()
     pipeline = load_pipeline("b.yaml", ("silent.preprocessing=half",))
     silent = pipeline.stages["silent"]
     assert isinstance(silent, Import) and silent.preprocessing is not None
@@ -120,8 +121,11 @@ def test_one_backbone_is_fine_tuned_beside_pixels_and_nothing_else(
 def test_without_weights_few_images_start_from_scratch_and_the_way_to_weights_is_named(
     vitflow_here: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init, "estimate", lambda *_: "about 1 minute")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(init, "images_per_second", lambda *_: [(9.0, 10.0)])
     said = vitflow_here("init", "new.yaml", "--images", "photos", "--store", "s").stdout
+    (estimated,) = re.findall("^about .*measured here$", said, re.MULTILINE)
+    assert estimated in vitflow_here("plan", "new.yaml", "--store", "s").stdout
     assert "12 images are few" in said
     for weights in re.findall(r"--from (\S+)", said):
         assert Import(job="import", path=weights).path in pretrained.EXAMPLES

@@ -13,18 +13,22 @@ from pipelines.results.explain import (
     Side,
     accuracies,
     attributed,
+    differences,
     no_repetitions,
     repetitions,
 )
-from pipelines.store import open_store
+from pipelines.store import InputRef, open_store
 from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, ON_SEEN, ON_UNSEEN, REAL, ROWS, measurement, write_table
 from tests.support.records import committed, make_manifest
+
+DRAWN = {"job": "ingest", "source": {"kind": "shapes"}}
+IMPORTED = {"job": "import", "path": "m", "preprocessing": {"mean": [0.5], "std": [0.5]}}
 
 
 def side(mean: float, **probe: Any) -> Side:
     stages = {
-        "drawn": {"job": "ingest", "source": {"kind": "shapes"}},
-        "vit": {"job": "import", "path": "m", "preprocessing": {"mean": [mean], "std": [0.5]}},
+        "drawn": DRAWN,
+        "vit": IMPORTED | {"preprocessing": {"mean": [mean], "std": [0.5]}},
         "probe": {"job": "evaluate", "data": "drawn", "backbone": "vit", **probe},
     }
     pipeline = parse_pipeline({"name": "x", "stages": stages}, "x")
@@ -54,6 +58,29 @@ def test_each_difference_is_exchanged_alone_and_all_together() -> None:
     together = stages[plan().together or ""]
     assert (together.protocol, together.draws) == ("scenic", 1)
     assert stages[together.inputs()["backbone"][0]].model_dump() == stages["b_vit"].model_dump()
+
+
+def test_a_backbone_instead_of_a_new_model_is_one_difference(tmp_path: Path) -> None:
+    fields = {
+        "job": "finetune",
+        "data": "drawn",
+        "resolution": 8,
+        "learning_rates": [0.1],
+        "steps": 1,
+        "batch_size": 1,
+    }
+    used = InputRef(job="ingest", key="k", content_digest="d", manifest_sha256="s")
+    sides = []
+    for start in ({"model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}, {"backbone": "vit"}):
+        stages = {"drawn": DRAWN, "vit": IMPORTED, "tuned": fields | start}
+        inputs = {role: [used] for role in ("data", *({"backbone"} & start.keys()))}
+        manifest = make_manifest("finetune", stage="tuned", inputs=inputs)
+        sides.append(Side(manifest, parse_pipeline({"name": "x", "stages": stages}, "x")))
+    a, b = sides
+    (found,) = differences(open_store(str(tmp_path)), a, b)
+    assert (found.name, found.b) == ("backbone", "vit")
+    planned = repetitions(a, b, [found])
+    assert planned.pipeline.stages[planned.alone["backbone"]].inputs()["backbone"] == ("b_vit",)
 
 
 def test_what_cannot_be_alone_is_named() -> None:

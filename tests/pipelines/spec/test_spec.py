@@ -71,7 +71,7 @@ RESNET = {"family": "resnet", "units": [1]}
         ("stages.finetune.early_stopping", {"evaluations": 10**6}, "evaluations 1000000 is more than steps"),
         ("stages.pretrain.learning_rate", float("inf"), "pretrain.learning_rate: Input should be a finite"),
         ("stages.pretrain.seed", -1, "pretrain.seed: Input should be greater than or equal to 0, not -1"),
-        ("stages.pretrain.objective", "sofmax", "objective: Input should be 'softmax', 'sigmoid', "),
+        ("stages.pretrain.objective", "sofmax", "objective: unknown value 'sofmax'; did you mean 'softmax'?"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] contains duplicates"),
         ("stages.pretrain.keep_steps", [5, 21], "stages.pretrain: keep_steps 21 is more than steps 20"),
         ("stages.pretrain.checkpoint_every", {}, "checkpoint_every: give steps, minutes or both"),
@@ -129,6 +129,18 @@ RESNET = {"family": "resnet", "units": [1]}
         ("stages.finetune.wd", 1, f"wd: {NO_FIELD} 'optimizer.weight_decay'?"),
         ("stages.finetune.foo", 1, "foo: there is no such field; the nearest of 36 names: job, resolution, "),
         ("stages.digits.source", {"kind": "foldr"}, "kind: unknown kind 'foldr'; did you mean 'folder'?"),
+        (
+            "stages.finetune.augment",
+            "randaug",
+            "augment: unknown value 'randaug'; did you mean the field 'randaugment'?",
+        ),
+        ("stages.finetune.augment", "VTab", "unknown value 'VTab'; did you mean 'vtab'?"),
+        ("stages.finetune.freeze", 2.5, "stages.finetune.freeze: Input should be a valid integer"),
+        (
+            "stages.pixels.methods",
+            ["knn"],
+            "stages.pixels.methods.0: unknown value 'knn'; did you mean 'k-NN'?",
+        ),
         ("stages.probe.train", "digits", f"train: {NO_FIELD} 'data'?"),
         ("stages.pretrain.evaluate", {}, "there is no such field; it is a job: write another stage"),
         ("train", {"job": "pretrain"}, f"train: {NO_FIELD} 'stages.train'?"),
@@ -278,7 +290,7 @@ PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     (MASKED | {"resolution": 4}, "resolution 4 is a single patch"),
 ]
 OPTIMIZERS: list[tuple[dict[str, Any], str]] = [
-    ({"preset": "swin"}, "stages.pretrain.optimizer.preset: Input should be 'paper', 'paper_finetuning', "),
+    ({"preset": "swin"}, "stages.pretrain.optimizer.preset: unknown value 'swin'; there are: paper, "),
     ({"warmup_steps": 5, "warmup_fraction": 0.3}, "warmup_fraction 0.3 and warmup_steps 5: give one"),
     ({"warmup_steps": 21}, "stages.pretrain: optimizer.warmup_steps 21 is more than steps 20"),
     ({"preset": "paper"}, "preset paper sets it, for long trainings: give warmup_fraction"),
@@ -303,7 +315,10 @@ FINE_TUNINGS: list[tuple[dict[str, Any], str]] = [
     (MUON | {"lora": {}}, "muon is for the matrices of the blocks, which lora does not train; use adamw or"),
     ({"lora": {}, "freeze": 2}, "freeze 2: lora trains only its own matrices and the head; leave out freeze"),
     ({"lora": {"rank": 0}}, "stages.finetune.lora.rank: Input should be greater than 0, not 0"),
-    ({"lora": {"targets": ["query", "fc1"]}}, "finetune.lora.targets.1: Input should be 'query', 'key'"),
+    (
+        {"lora": {"targets": ["query", "fc1"]}},
+        "finetune.lora.targets.1: unknown value 'fc1'; there are: query, key",
+    ),
     ({"lora": {"targets": ["query", "query"]}}, "contains duplicates"),
     ({"search": over("grid", {"lora.rank": [2, 4]})}, "lora.rank: lora is None, which has no field rank"),
     (

@@ -186,6 +186,17 @@ def test_the_model_to_use_has_seen_the_most_labels_and_was_best_on_held_out_imag
     assert model(NOTHING | {"accuracies": lines[3:], "stages": stages}) is None
 
 
+@pytest.mark.parametrize(
+    ("method", "low", "is_advised"),
+    [("ViT, from scratch", -0.1, True), ("ViT, from scratch", 0.1, False), ("ViT, pretrained", -0.1, False)],
+)
+def test_training_from_scratch_that_does_not_beat_pixels_is_advised_against(
+    method: str, low: float, is_advised: bool
+) -> None:
+    said = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})["headline"]
+    assert ("start from pretrained weights" in said) == is_advised
+
+
 def test_methods_become_subjects() -> None:
     assert subject("ViT, pretrained, LoRA") == "the pretrained ViT (LoRA)"
     assert subject("ViT, from scratch") == "the ViT trained from scratch"

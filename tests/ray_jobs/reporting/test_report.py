@@ -392,7 +392,11 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
             "not clearly different from the best classifier on pixels (",
         ),
         (("finetune", "scratch"), "Which method", "above the model trained from scratch."),
-        (("scratch", "baselines"), "Which method", "below the best classifier on pixels."),
+        (
+            ("scratch", "baselines"),
+            "Which method",
+            "below the best classifier on pixels: start from pretrained weights (vitflow",
+        ),
         (("evaluate", "scratch", "baselines"), "Which method", "above the best classifier on pixels."),
         (
             ("finetune",),
@@ -448,7 +452,8 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     low, high = (f"{-100 * verdict[bound]:.1f}" for bound in ("high", "low"))
     assert numbers["headline"] == (
         "The ViT trained from scratch reaches 25.0% with all labels (all weights trained) on 40 test images,"
-        f" 67.5 points (95% interval {low} to {high}) below the best classifier on pixels."
+        f" 67.5 points (95% interval {low} to {high}) below the best classifier on pixels:"
+        " start from pretrained weights (vitflow init --from hf:ORG/NAME)."
     )
 
 
