@@ -102,6 +102,11 @@ def explain(
     """
     opened = open_(store, create=False)
     sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
+    keys = {name: side.manifest.key for name, side in zip((a, b), sides, strict=True)}
+    if not any(explaining.accuracies(opened, keys).values()):
+        raise RecipeError(
+            f"neither {a} nor {b} has an accuracy to explain; `report list` shows other metrics"
+        )
     try:
         fields = explaining.differences(opened, *sides)
         plan = explaining.repetitions(*sides, fields)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline, yaml_text
 from pipelines.spec import SOURCE_TYPES, RecipeError, Source
+from ray_jobs.data.columns import each_label
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
 from ray_jobs.sources.readers.features import counted
@@ -52,6 +53,11 @@ class Examined(NamedTuple):
         number = len(self.listing.class_names)
         return f"{len(self.listing.entries)} images {f'of {number} classes' if number else 'without labels'}"
 
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether an image can have several labels."""
+        return bool(getattr(self.source, "multi_label", False))
+
     def source_text(self) -> str:
         """Return the source as YAML on one line."""
         texts = {
@@ -65,7 +71,8 @@ class Examined(NamedTuple):
         if not self.listing.class_names:
             yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
             return
-        labels, splits = (Counter(self.listing.entries[name].to_pylist()) for name in ("label", "split"))
+        labels = Counter(each_label(self.listing.entries).to_pylist())
+        splits = Counter(self.listing.entries["split"].to_pylist())
         official = {split: number for split, number in splits.items() if split is not None}
         drawn = (
             f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
@@ -171,7 +178,18 @@ def examine(file: Path, images: Path, source: str) -> Examined:
     except ValidationError as error:
         raise RecipeError(f"--source: {reasons(error)}") from None
     except UserError as error:
-        raise RecipeError(str(error).replace("source.root:", "--images:", 1)) from None
+        raise RecipeError(
+            str(error).replace("source.root:", "--images:", 1) + _as_option(str(error))
+        ) from None
+
+
+def _as_option(message: str) -> str:
+    """Return the option of init that follows an advice to read several labels per image; empty without one."""
+    if "source.multi_label: true" not in message:
+        return ""
+    separator = re.search(r"source\.(label_separator: '.')", message)
+    fields = ["kind: folder", "multi_label: true", *([separator[1]] if separator else [])]
+    return f'. For init, this is --source "{{{", ".join(fields)}}}"'
 
 
 def _source_fields(images: Path, source: str) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def write_recipe(
 
 def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return a recipe that trains a new ViT."""
+    pixels, names, beside = pretrained.references(images)
+    smoothing = "" if images.is_multi_label else "\n    label_smoothing: 0.1"
     choice = _chosen(images, machine, len(LEARNING_RATES), say)
     stages = f"""\
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
@@ -107,13 +109,12 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
     learning_rates: [{", ".join(f"{rate:g}" for rate in LEARNING_RATES)}]
     steps: {choice.steps}
     batch_size: {choice.batch_size}
-    augment: crop_flip
-    label_smoothing: 0.1
+    augment: crop_flip{smoothing}
     threads: {machine.threads(len(LEARNING_RATES))}
 
-{pretrained.PIXELS}"""
-    description = f"A ViT trained on {images.name}, beside baselines on pixels."
-    return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
+{pixels}"""
+    description = f"A ViT trained on {images.name}{beside}."
+    return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", *names])
 
 
 def _without_labels(

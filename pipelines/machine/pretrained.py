@@ -198,15 +198,25 @@ def say_settings(backbones: Sequence[Backbone], say: Callable[[str], None]) -> N
 def recipe(
     file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
 ) -> str:
-    """Return a recipe that fine-tunes the backbone, or compares several."""
+    """Return a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
+    if images.is_multi_label and len(backbones) > 1:
+        raise RecipeError(
+            f"--from: {len(backbones)} weights, but a comparison needs one label per image; give one"
+        )
     for backbone in backbones:
         say(f"{backbone.name}: {described(backbone.architecture)}")
     return (_comparison if len(backbones) > 1 else _one)(file, images, backbones, machine, say)
 
 
+def references(images: Examined) -> tuple[str, list[str], str]:
+    """Return baselines on pixels: as YAML, the stage's name, and words; empty with several labels per image."""
+    return ("", [], "") if images.is_multi_label else (PIXELS, ["pixels"], ", beside baselines on pixels")
+
+
 def _one(
     file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
 ) -> str:
+    pixels, names, beside = references(images)
     (backbone,), side = backbones, images.typical_side()
     resolution = _resolution(backbone, side, machine.gpus)
     rates = LEARNING_RATES if machine.gpus else CPU_RATES
@@ -233,14 +243,14 @@ def _one(
     augment: crop_flip
     threads: {machine.threads(len(rates))}
 
-{PIXELS}"""
-    description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
+{pixels}"""
+    description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}{beside}."
     return images.recipe(
         file,
         description,
         stages,
         f"A ViT for {images.name}",
-        [backbone.name, "vit", "pixels"],
+        [backbone.name, "vit", *names],
         options(backbones),
     )
 

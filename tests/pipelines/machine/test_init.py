@@ -10,7 +10,7 @@ from PIL import Image
 from pipelines.machine import examined, init
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import RecipeError
-from tests.support.archives import tar
+from tests.support.archives import image, tar
 from tests.support.cifar import members
 from tests.support.vits import TINY, contract_for
 from vit_model.config import ViTConfig
@@ -104,6 +104,23 @@ def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (source.kind, source.classes, source.root) == ("cifar", 100, str(tmp_path))
     vit: Any = pipeline.stages["vit"]
     assert vit.resolution == 32
+
+
+def test_several_labels_per_image_leave_out_what_needs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(init, "estimate", lambda *_: "")
+    for number in range(9):
+        (tmp_path / f"{number}.png").write_bytes(image(number))
+    lines = [f"{number}.png,{('a;b', 'b', 'a')[number % 3]}" for number in range(9)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    with pytest.raises(RecipeError, match=r"looks like several labels") as error:
+        init.write_recipe(tmp_path / "x.yaml", tmp_path, "folder", [], "s", init.Console(quiet=True))
+    advised = str(error.value).partition("--source ")[2].strip('"')
+    init.write_recipe(tmp_path / "x.yaml", tmp_path, advised, [], "s", init.Console())
+    stages = load_pipeline(str(tmp_path / "x.yaml")).stages
+    assert stages.keys() == {"images", "vit", "report"}
+    assert "found 9 images of 2 classes (a 6, b 6)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
