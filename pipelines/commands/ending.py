@@ -29,8 +29,8 @@ def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
     from ray_jobs.evaluation.rows import is_apart, is_reference
     from ray_jobs.reporting.verdicts import labels_text
 
-    entries, _ = measurements(store, [stage.manifest for stage in stages if stage.manifest is not None])
-    entries = [entry for entry in entries if not (is_apart(entry.method) or is_reference(entry.method))]
+    made = measurements(store, [stage.manifest for stage in stages if stage.manifest is not None])
+    entries = [each for each in made.entries if not (is_apart(each.method) or is_reference(each.method))]
     for task in dict.fromkeys(entry.task for entry in entries):
         measured = [entry for entry in entries if entry.task == task]
         best = max(measured, key=lambda entry: entry.accuracy.value)

@@ -80,19 +80,20 @@ def _measured(store: Store, manifest: Manifest, checkpoint: str) -> list[dict[st
         and other.kind == "evaluation"
         and recorded_checkpoint(other.config, "backbone") == checkpoint
     ]
-    entries, others = measurements(store, [manifest, *evaluations])
+    measured = measurements(store, [manifest, *evaluations])
     names = ("task", "protocol", "method", "stage")
     lines = [
         {name: getattr(entry, name) for name in names}
         | {"labels": entry.labels_per_class, "metric": "accuracy", **entry.accuracy._asdict()}
         | {"draws": len(entry.draws), "images": len(entry.sample_ids)}
         | {"chosen_on": ", ".join(entry.selected_on)}
-        for entry in entries
+        for entry in measured.entries
     ] + [
         {name: line[name] for name in (*names, "metric", "value", "draws")}
         | {"labels": line["labels_per_class"], "images": line["num_images"]}
         | {"chosen_on": ", ".join(line["selected_on"])}
-        for line in others
+        | ({} if line["low"] is None else {"low": line["low"], "high": line["high"]})
+        for line in measured.others
     ]
     return [line for line in lines if not is_reference(line["method"])]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -21,12 +21,15 @@ from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
 from ray_jobs.evaluation.intervals import mean_difference, mean_interval, paired_difference
 from ray_jobs.evaluation.metrics import COMPUTED
-from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, REAL, ROWS
-from ray_jobs.reporting import measures, verdicts
-from ray_jobs.reporting.measures import Entry
+from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
+from ray_jobs.evaluation.multi_label import METRICS as OF_SEVERAL
+from ray_jobs.evaluation.multi_label import SCORES
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, PREDICTIONS, REAL, ROWS
+from ray_jobs.reporting import measures, multi_label, verdicts
+from ray_jobs.reporting.verdicts import AnyEntry
 from vit_model.errors import UserError
 
-_TABLES = ("rows.parquet", "predictions.parquet")
+_TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE)
 _NAMES = ("protocol", "method", "labels_per_class")
 
 
@@ -42,19 +45,23 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     comparisons.
 
     Args:
-        metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`.
+        metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`. If
+            both results have several labels per image, accuracy means mAP.
 
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
     """
-    known = ["accuracy", *(computed.name for computed in COMPUTED)]
+    known = list(dict.fromkeys(["accuracy", *(computed.name for computed in COMPUTED), *OF_SEVERAL]))
     if metric not in known:
         raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
     manifests = list(all_manifests(store))
-    sides = [_entries(store, _measured(store, manifests, selector), metric) for selector in (a, b)]
+    measured = [measurements(store, _measured(store, manifests, selector)) for selector in (a, b)]
+    if metric == ACCURACY and all(side.scored and not side.entries for side in measured):
+        metric = MEAN_AP
+    sides = [_entries(side, metric) for side in measured]
     for selector, side in zip((a, b), sides, strict=True):
         if not side:
-            raise RecipeError(f"{selector}: no accuracies to compare; `report list` shows its mAP and mIoU")
+            raise RecipeError(f"{selector}: no {metric} to compare; `report list` shows its other metrics")
     settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
     both = [setting for setting in settings if all(setting in side for side in sides)]
     alone = [
@@ -75,7 +82,9 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     }
 
 
-def _matched(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+def _matched(
+    a: Sequence[AnyEntry], b: Sequence[AnyEntry]
+) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
     """Match methods of different names on the same test images, such as a ViT and k-NN.
 
     Returns:
@@ -83,7 +92,7 @@ def _matched(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entry, 
     """
     if not (a and b):
         return [], []
-    matches: list[tuple[Entry, Entry]] = []
+    matches: list[tuple[AnyEntry, AnyEntry]] = []
     reasons: list[str] = []
     images = [dict.fromkeys((entry.task, entry.sample_ids) for entry in side) for side in (a, b)]
     for common in (key for key in images[0] if key in images[1]):
@@ -98,14 +107,16 @@ def _matched(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entry, 
     return matches, reasons
 
 
-def _matched_on(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+def _matched_on(
+    a: Sequence[AnyEntry], b: Sequence[AnyEntry]
+) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
     """Match methods on the same images: a single method with each of the other side's with the same number of labels.
 
     If each side has one method in all, the numbers of labels may differ.
     """
     if len(a) == len(b) == 1:
         return [(a[0], b[0])], []
-    matches: list[tuple[Entry, Entry]] = []
+    matches: list[tuple[AnyEntry, AnyEntry]] = []
     reasons: list[str] = []
     labels_a, labels_b = (dict.fromkeys(entry.labels_per_class for entry in side) for side in (a, b))
     common = [labels for labels in labels_a if labels in labels_b]
@@ -211,8 +222,16 @@ def _files(manifest: Manifest) -> list[Any]:
     return [entry for entry in manifest.files if entry.path in _TABLES]
 
 
-def measurements(store: Store, manifests: list[Manifest]) -> tuple[list[Entry], list[dict[str, Any]]]:
-    """Return the accuracies on test that artifacts have, and their other metrics, as a report has them.
+class Measurements(NamedTuple):
+    """What artifacts measured on test: accuracies, other metrics as a report has them, and several labels per image."""
+
+    entries: list[measures.Entry]
+    others: list[dict[str, Any]]
+    scored: list[multi_label.Entry]
+
+
+def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
+    """Return what artifacts measured on test.
 
     Raises:
         RecipeError: a table has other columns than this version's.
@@ -223,16 +242,21 @@ def measurements(store: Store, manifests: list[Manifest]) -> tuple[list[Entry], 
     try:
         rows = measures.join_tables(parts, "rows.parquet", ROWS)
         predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
+        scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
     except UserError as error:
         raise RecipeError(str(error)) from None
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
-    return measures.entries(rows, predictions, seeds), measures.other_metrics(rows)
+    others = multi_label.with_intervals(measures.other_metrics(rows), scored)
+    return Measurements(measures.entries(rows, predictions, seeds), others, scored)
 
 
-def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple[Any, ...], Entry]:
-    """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
-    entries, _ = measurements(store, manifests)
-    entries = [entry for entry in entries if metric == ACCURACY or not entry.task.endswith(REAL)]
+def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEntry]:
+    """Return {(task, protocol, method, labels per class, stage): `AnyEntry`}; the stage only if several measured it."""
+    entries: list[AnyEntry] = [*(measured.scored if metric in OF_SEVERAL else ())]
+    if metric == ACCURACY:
+        entries += measured.entries
+    elif any(metric == computed.name for computed in COMPUTED):
+        entries += [entry for entry in measured.entries if not entry.task.endswith(REAL)]
     settings = [(entry.task, entry.protocol, entry.method, entry.labels_per_class) for entry in entries]
     return {
         (*setting, entry.stage if settings.count(setting) > 1 else None): entry
@@ -240,7 +264,7 @@ def _entries(store: Store, manifests: list[Manifest], metric: str) -> dict[tuple
     }
 
 
-def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
+def _pair(a: AnyEntry, b: AnyEntry, metric: str) -> dict[str, Any]:
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
     tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
     sides = [_value(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
@@ -266,7 +290,7 @@ def _pair(a: Entry, b: Entry, metric: str) -> dict[str, Any]:
     }
 
 
-def _value(entry: Entry, metric: str, table: np.ndarray) -> dict[str, Any]:
+def _value(entry: AnyEntry, metric: str, table: np.ndarray) -> dict[str, Any]:
     """Describe a metric of an entry, from its parts by image [draws, n], for all or some of its draws."""
     value, low, high = mean_interval(table.astype(float))
     return {

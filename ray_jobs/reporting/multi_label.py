@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,15 @@ from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.evaluation.multi_label import Scored, class_precisions, f1_by_class
 from ray_jobs.evaluation.rows import is_apart
-from ray_jobs.reporting.mistakes import SHOWN
 
+SHOWN = 24  # images with wrong labels
 _ENTRY = ("artifact", "stage", "task", "protocol", "method")
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method's results on the n test images of `sample_ids`, one `Scored` per draw."""
+    """A method's results on n test images, whose `sample_ids` are sorted, with all labels: one `Scored` per draw."""
 
     artifact: str
     stage: str
@@ -33,25 +34,32 @@ class Entry:
     protocol: str
     method: str
     sample_ids: tuple[str, ...]
-    draws: tuple[Scored, ...] = field(repr=False)
+    draws: tuple[int, ...]
+    scored: tuple[Scored, ...] = field(repr=False)
+    labels_per_class: None = None
+    draw_seed: None = None
+
+    def table(self, metric: str) -> np.ndarray:
+        """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
+        return np.stack([draw.contributions(metric) for draw in self.scored])
 
     def interval(self, metric: str) -> dict[str, float]:
         """Return the ends of a metric's 95% interval over draws and images."""
-        table = np.stack([draw.contributions(metric) for draw in self.draws])
-        return {"low": (interval := mean_interval(table)).low, "high": interval.high}
+        return {"low": (interval := mean_interval(self.table(metric))).low, "high": interval.high}
 
 
 def entries(scores: pa.Table) -> list[Entry]:
     """Return the entries of a table of SCORES with artifact and stage."""
-    found: dict[tuple[str, ...], dict[int, list[Line]]] = {}
-    for row in scores.to_pylist():
-        key = tuple(row[name] for name in _ENTRY)
+    found: dict[tuple[str, str, str, str, str], dict[int, list[Line]]] = {}
+    for row in sorted(scores.to_pylist(), key=itemgetter("sample_id")):
+        key = row["artifact"], row["stage"], row["task"], row["protocol"], row["method"]
         found.setdefault(key, {}).setdefault(row["draw"], []).append(row)
     return [
         Entry(
-            **dict(zip(_ENTRY, key, strict=True)),
+            *key,
             sample_ids=tuple(row["sample_id"] for row in next(iter(draws.values()))),
-            draws=tuple(map(_scored, draws.values())),
+            draws=tuple(sorted(draws)),
+            scored=tuple(_scored(draws[draw]) for draw in sorted(draws)),
         )
         for key, draws in found.items()
     ]
@@ -85,7 +93,7 @@ def results(scored: Sequence[Entry], tested: Mapping[str, Dataset]) -> list[Line
     return [
         {name: getattr(entry, name) for name in _ENTRY}
         | {"draws": len(entry.draws), "num_images": len(entry.sample_ids)}
-        | _of_draw(entry.sample_ids, entry.draws[0], tested.get(entry.artifact))
+        | _of_draw(entry.sample_ids, entry.scored[0], tested.get(entry.artifact))
         for entry in scored
         if not is_apart(entry.method)
     ]

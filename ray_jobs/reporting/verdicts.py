@@ -19,7 +19,10 @@ import numpy as np
 
 from ray_jobs.evaluation.intervals import Interval, detectable_difference, paired_difference
 from ray_jobs.evaluation.rows import ACCURACY, MOST_FREQUENT, is_apart
+from ray_jobs.reporting import multi_label
 from ray_jobs.reporting.measures import Entry
+
+AnyEntry = Entry | multi_label.Entry
 
 REFERENCES = {  # methods are compared with the best entry of each of these kinds
     "scratch": "the model trained from scratch",
@@ -106,7 +109,7 @@ def sort_of_learning(protocol: str) -> str:
     return "fine-tuning and baselines" if protocol in {"fine-tuning", "baseline"} else protocol
 
 
-def comparable(a: Entry, b: Entry) -> bool:
+def comparable(a: AnyEntry, b: AnyEntry) -> bool:
     """Return whether both were scored on the same images, with some label draws in common."""
     same_labels = a.labels_per_class is None or (a.draw_seed is not None and a.draw_seed == b.draw_seed)
     return same_labels and a.sample_ids == b.sample_ids and bool(set(a.draws) & set(b.draws))
@@ -165,7 +168,7 @@ def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdi
     return Verdict(method, rivals[best], *accuracies, difference, adjusted, detectable, draws=len(correct))
 
 
-def paired(a: Entry, b: Entry, metric: str = ACCURACY) -> tuple[np.ndarray, np.ndarray]:
+def paired(a: AnyEntry, b: AnyEntry, metric: str = ACCURACY) -> tuple[np.ndarray, np.ndarray]:
     """Return the images' contributions to a metric for both entries, [draws, n] each, in the common draws."""
     common = sorted(set(a.draws) & set(b.draws))
     first, second = (entry.table(metric)[[entry.draws.index(draw) for draw in common]] for entry in (a, b))

@@ -107,6 +107,16 @@ def test_from_a_table_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> N
     assert line["low"] < values["mAP"] == line["value"] < line["high"]
     assert report["headline"].startswith(f"The highest mAP is {values['mAP']:.1%} (95% interval ")
     assert report["headline"] in " ".join(ended.stdout.split())
+    compared = json.loads(
+        vitflow_local("report", "compare", "several/vit", "several/vit", "--store", store, "--json").stdout
+    )
+    (pair,) = compared["both"]
+    assert (pair["a"]["mAP"], pair["a"]["low"]) == pytest.approx((line["value"], line["low"]))
+    assert pair["difference"]["paired"]
+    vitflow_local("export", "several/vit", "--format", "hf", "--output", tmp_path / "hf", "--store", store)
+    card = (tmp_path / "hf/README.md").read_text()
+    thresholds = zip(CLASSES, contract.thresholds, strict=True)
+    assert ", ".join(f"{name} {value:.3f}" for name, value in thresholds) in card
     (shown,) = report["several_labels"]
     assert shown["wrong"] == np.count_nonzero((truth != predicted).any(axis=1))
     by_class = {each["name"]: each["average_precision"] for each in shown["classes"]}

@@ -193,7 +193,7 @@ def test_other_metrics_are_listed_by_their_name_and_never_compared_as_accuracies
         write_predictions(folder / "predictions.parquet", [])
     (best,) = list_results(store, None, None, MEAN_IOU)
     assert (best["method"], best["mean"], best["judged"], best["optimism"]) == ("ViT", 0.75, 1, None)
-    with pytest.raises(RecipeError, match="masks: no accuracies to compare; `report list`"):
+    with pytest.raises(RecipeError, match="masks: no accuracy to compare; `report list`"):
         compare(store, "aa", "masks")
 
 
