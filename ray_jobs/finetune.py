@@ -220,9 +220,10 @@ def write(
         "substitutes": sum(done.record.substitutes for done in refits),
         **overlap.metrics,
     }
-    on_dev = choice.chosen.selecting if metric == MEAN_AP else choice.chosen.accuracy
+    best = choice.chosen
+    on_dev = (best.selecting if metric == MEAN_AP else best.accuracy) if choice.sweep else None
     chosen: dict[str, float | int | None] = {
-        f"validation_{metric}": on_dev if choice.sweep else None,
+        f"validation_{metric}": on_dev,
         "temperature": task.temperature,
         "trial": None if context.config.search is None else choice.chosen.number,
         "stopped_at_step": task.last_step,
