@@ -234,7 +234,7 @@ def _union(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
 
 
 def _has_other(problems: Sequence[Mapping[str, Any]], place: tuple[int | str, ...]) -> bool:
-    """Return whether a union at a place also takes what is not a name."""
+    """Return whether a union at a place also takes values that are not names."""
     return any(
         problem["type"] != "literal_error" and problem["loc"][: len(place)] == place for problem in problems
     )
