@@ -48,7 +48,6 @@ from ray_jobs.tuning.points import points
 from ray_jobs.tuning.runner import (
     choose,
     held_out_temperature,
-    held_out_thresholds,
     last_step,
     run_refit,
     sweep,
@@ -124,7 +123,7 @@ def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
     """Return the task of the refits, and print its point."""
     number, point, trials = choice.chosen
     task = at_point(task, number, point, dataset)._replace(temperature=held_out_temperature(trials))
-    if thresholds := held_out_thresholds(trials):
+    if thresholds := multi_label.mean_thresholds([each.thresholds for each in trials if each.thresholds]):
         contract = task.contract.model_copy(update={"thresholds": thresholds})
         task = task._replace(thresholds=thresholds, contract=contract)
     message = f"chosen on {choice.selected_on}" if trials else "nothing to choose"

@@ -96,7 +96,6 @@ def write_recipe(
 
 def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return a recipe that trains a new ViT."""
-    pixels, names, beside = pretrained.references(images)
     smoothing = "" if images.is_multi_label else "\n    label_smoothing: 0.1"
     choice = _chosen(images, machine, len(LEARNING_RATES), say)
     stages = f"""\
@@ -112,9 +111,9 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
     augment: crop_flip{smoothing}
     threads: {machine.threads(len(LEARNING_RATES))}
 
-{pixels}"""
-    description = f"A ViT trained on {images.name}{beside}."
-    return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", *names])
+{pretrained.references(images)}"""
+    description = f"A ViT trained on {images.name}, beside baselines on pixels."
+    return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
 
 
 def _without_labels(

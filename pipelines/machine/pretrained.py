@@ -44,7 +44,7 @@ PIXELS = """\
   pixels:
     job: baselines
     data: images
-    methods: [majority, k-NN, RBF SVM]
+    methods: [majority, k-NN, {}]
 """
 
 
@@ -208,15 +208,14 @@ def recipe(
     return (_comparison if len(backbones) > 1 else _one)(file, images, backbones, machine, say)
 
 
-def references(images: Examined) -> tuple[str, list[str], str]:
-    """Return baselines on pixels: as YAML, the stage's name, and words; empty with several labels per image."""
-    return ("", [], "") if images.is_multi_label else (PIXELS, ["pixels"], ", beside baselines on pixels")
+def references(images: Examined) -> str:
+    """Return the stage `pixels` as YAML."""
+    return PIXELS.format("logistic regression" if images.is_multi_label else "RBF SVM")
 
 
 def _one(
     file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
 ) -> str:
-    pixels, names, beside = references(images)
     (backbone,), side = backbones, images.typical_side()
     resolution = _resolution(backbone, side, machine.gpus)
     rates = LEARNING_RATES if machine.gpus else CPU_RATES
@@ -243,14 +242,14 @@ def _one(
     augment: crop_flip
     threads: {machine.threads(len(rates))}
 
-{pixels}"""
-    description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}{beside}."
+{references(images)}"""
+    description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
     return images.recipe(
         file,
         description,
         stages,
         f"A ViT for {images.name}",
-        [backbone.name, "vit", *names],
+        [backbone.name, "vit", "pixels"],
         options(backbones),
     )
 

@@ -19,7 +19,7 @@ from pipelines.results.accuracies import add_headings, labels_of, table_with_tit
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
-from ray_jobs.evaluation.intervals import mean_difference, mean_interval, paired_difference
+from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
 from ray_jobs.evaluation.multi_label import METRICS as OF_SEVERAL
@@ -271,9 +271,7 @@ def _pair(a: AnyEntry, b: AnyEntry, metric: str) -> dict[str, Any]:
     if a.artifact == b.artifact and a.method == b.method:
         value = low = high = 0.0  # the same result
     elif is_paired:
-        value, low, high = (paired_difference if metric == ACCURACY else mean_difference)(
-            tables[1], tables[0]
-        )
+        value, low, high = verdicts.difference(metric, tables[1], tables[0])
     else:
         # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
         first, second = sides

@@ -69,14 +69,14 @@ def mean_interval(table: np.ndarray) -> Interval:
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
 
 
-def mean_difference(a: np.ndarray, b: np.ndarray) -> Interval:
+def mean_difference(a: np.ndarray, b: np.ndarray, *, comparisons: int = 1) -> Interval:
     """Return the difference a - b of a metric, from contributions [draws, n_test], paired by draw and image.
 
     The interval is symmetric; for counts of correct images, `paired_difference` has a better interval.
     """
-    moments = moments_of(a - b)
-    draws, z = moments.draws, float(ndtri(0.975))
-    by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, 0.975))) if draws > 1 else 0.0
+    moments, level = moments_of(a - b), 1 - 0.025 / comparisons
+    draws, z = moments.draws, float(ndtri(level))
+    by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, level))) if draws > 1 else 0.0
     half = float(np.sqrt(z**2 * moments.among_images / moments.images + by_draws))
     return Interval(value := float(moments.mean), value - half, value + half)
 
@@ -91,16 +91,15 @@ def paired_difference(correct_a: np.ndarray, correct_b: np.ndarray, *, compariso
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05 / comparisons, paired=True)))
 
 
-def detectable_difference(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
+def detectable_difference(difference: Interval) -> float:
     """Return the smallest difference that these draws and test images detect with a probability of 80%.
 
-    Detected means that the 95% interval of `paired_difference` excludes 0. By the usual formula for the power of a test
+    Detected means that the 95% interval of a paired difference excludes 0. By the usual formula for the power of a test
     of two-sided level 5%, this is (z(0.975) + z(0.8)) standard errors, with the standard error behind the interval's
     half width (Card et al., "With Little Power Comes Great Responsibility", 2020, do the same for McNemar's test). The
     variance is taken from the observed differences: the more images two methods agree on, the smaller the result.
     """
-    low, high = bounds(moments_of(correct_a - correct_b.astype(np.float64)), 0.05, paired=True)
-    return float((high - low) / 2 * (1 + ndtri(POWER) / ndtri(0.975)))
+    return float((difference.high - difference.low) / 2 * (1 + ndtri(POWER) / ndtri(0.975)))
 
 
 def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ class, which is chosen on held-out images, never on test. An image without label
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -139,6 +140,11 @@ def best_thresholds(truth: NDArray[np.bool_], scores: NDArray[np.floating]) -> N
     return thresholds
 
 
+def mean_thresholds(by_fold: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return the mean over folds of each class's threshold; empty without folds."""
+    return tuple(map(statistics.fmean, zip(*by_fold, strict=True)))
+
+
 def reaches(scores: NDArray[np.floating], thresholds: Sequence[float]) -> NDArray[np.bool_]:
     """Return whether each class's probability reaches its threshold, [n, classes]; without thresholds THRESHOLD."""
     return np.asarray(scores >= np.asarray(thresholds or THRESHOLD, np.float64), bool)
@@ -148,7 +154,7 @@ def scored(
     common: Row,
     ids: Sequence[str],
     results: Scored,
-    seen: NDArray[np.bool_],
+    seen: NDArray[np.bool_] | None,
     selected_on: str,
     settings: dict[str, Any],
 ) -> tuple[list[Row], list[pa.Table]]:
@@ -159,7 +165,7 @@ def scored(
     Args:
         common: task, protocol, method, labels_per_class and draw.
         ids: the images' ids [n].
-        seen: which images the model was trained on [n].
+        seen: which images the model was trained on [n]; None: on none.
     """
     rows, tables, every = [], [], np.arange(len(ids))
     for _, method, places, _ in split_by_seen([(common["task"], every, every)], common["method"], seen):

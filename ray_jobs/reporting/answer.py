@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, MEAN_AP, MOST_FREQUENT, is_reference
-from ray_jobs.reporting.verdicts import REFERENCES, percent, points
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MOST_FREQUENT, is_reference
+from ray_jobs.reporting.verdicts import REFERENCES, of_metric, percent, points
 
 Line = Mapping[str, Any]
 INSTEAD = ": start from pretrained weights (vitflow init --from hf:ORG/NAME)"
@@ -55,7 +55,10 @@ def settings(verdicts: Sequence[Line]) -> list[list[Line]]:
     for verdict in verdicts:
         key = verdict["task"], verdict["labels_per_class"], verdict["protocol"], verdict["artifact"]
         groups.setdefault((*key, verdict["method"]), []).append(verdict)
-    return [sorted(group, key=lambda verdict: -verdict["reference_accuracy"]) for group in groups.values()]
+    return [
+        sorted(group, key=lambda verdict: -verdict[f"reference_{verdict['metric']}"])
+        for group in groups.values()
+    ]
 
 
 def _apart(lines: Sequence[Line]) -> str:
@@ -76,16 +79,17 @@ def _compared(verdicts: Sequence[Line]) -> str:
     if len({(verdict["task"], verdict["method"]) for verdict in strongest}) > 1:
         return _counted(strongest)
     ordered = sorted(
-        strongest, key=lambda verdict: (verdict["labels_per_class"] or float("inf"), -verdict["accuracy"])
+        strongest,
+        key=lambda verdict: (verdict["labels_per_class"] or float("inf"), -verdict[verdict["metric"]]),
     )
-    first = ordered[0]
+    first, metric = ordered[0], ordered[0]["metric"]
     last = next(
         verdict for verdict in ordered if verdict["labels_per_class"] == ordered[-1]["labels_per_class"]
     )
     more = ", training images unknown" * first["unknown_training"] + _best_of(first, strongest)
     said = (
-        f"{subject(first['method'])} reaches {percent(first['accuracy'])} with {_setting(first, more)} on"
-        f" {first['num_images']:,} test images, {_difference(first)}"
+        f"{subject(first['method'])} reaches {percent(first[metric])}{of_metric(metric)} with"
+        f" {_setting(first, more)} on {first['num_images']:,} test images, {_difference(first)}"
     )
     advice = INSTEAD * all(
         "from scratch" in each["method"]
@@ -99,9 +103,9 @@ def _compared(verdicts: Sequence[Line]) -> str:
 
 
 def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
-    """Return ', the best of 3 by test accuracy' if several models have the same setting."""
+    """Return ', the best of 3 by test accuracy' or mAP if several models have the same setting."""
     same = [other for other in strongest if _setting(other) == _setting(verdict)]
-    return f", the best of {len(same)} by test accuracy" if len(same) > 1 else ""
+    return f", the best of {len(same)} by test {verdict['metric']}" if len(same) > 1 else ""
 
 
 def _clustered(embedding: Line) -> str:
@@ -122,6 +126,8 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
     reference, value = REFERENCES[verdict["reference_kind"]], verdict["difference"]
     if verdict["reference"].startswith(MOST_FREQUENT):
         reference = "always answering the most frequent class"
+    if verdict["reference"].startswith(CLASS_FREQUENCIES):
+        reference = "answering each class's frequency"
     interval = f"95% interval {points(verdict['low'], sign='')} to {points(verdict['high'], sign='')}"
     if verdict["conclusion"] == "not told from zero":
         if is_again:

@@ -22,7 +22,7 @@ def first_screen(numbers: Line) -> dict[str, Any]:
     """Return what the first screen shows beside the answer: groups, power, trust, cost, and the model to use."""
     groups = settings(numbers["verdicts"])
     return {
-        "compared": [_rows(group, numbers["accuracies"]) for group in groups],
+        "compared": [_rows(group, numbers) for group in groups],
         "power": power([group[0] for group in groups]),
         "trust": trust(numbers),
         "cost": cost(numbers["stages"], numbers["environments"]),
@@ -30,14 +30,16 @@ def first_screen(numbers: Line) -> dict[str, Any]:
     }
 
 
-def _rows(group: Sequence[Line], accuracies: Sequence[Line]) -> dict[str, Any]:
-    """Return a group's heading and its methods, the most accurate first; each reference has its comparison."""
+def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
+    """Return a group's heading and its methods, the best first; each reference has its comparison."""
+    first = group[0]
+    labels, task, metric = first["labels_per_class"], first["task"], first["metric"]
+    measured = [line | {"value": line["accuracy"], "metric": ACCURACY} for line in numbers["accuracies"]]
     lines = {
         (line["artifact"], line["method"], line["labels_per_class"], line["protocol"], line["task"]): line
-        for line in accuracies
+        for line in (*measured, *numbers.get("other_metrics", ()))
+        if line["metric"] == metric
     }
-    first = group[0]
-    labels, task = first["labels_per_class"], first["task"]
     rows = [
         {"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}
     ]
@@ -47,8 +49,9 @@ def _rows(group: Sequence[Line], accuracies: Sequence[Line]) -> dict[str, Any]:
     return {
         "task": task,
         "labels": first["labels"],
+        "metric": metric,
         "unknown": first["unknown_training"],
-        "rows": sorted(rows, key=lambda row: -row["line"]["accuracy"]),
+        "rows": sorted(rows, key=lambda row: -row["line"]["value"]),
     }
 
 

@@ -39,7 +39,7 @@ from ray_jobs.reporting import (
 )
 from ray_jobs.reporting.answer import answer
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import labels_text, verdicts
+from ray_jobs.reporting.verdicts import AnyEntry, kind, labels_text, verdicts
 
 FORMAT_VERSION = 1
 
@@ -89,8 +89,9 @@ def gather(context: Context[Report]) -> ReportData:
     embedded = _embedded(store, manifests)
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
+    models = [entry for entry in scored if kind(entry) != "pixels"]
     numbers = {
-        **_scores(parts, entries, datasets, tested),
+        **_scores(parts, entries, scored, datasets, tested),
         **_trainings(parts),
         "measured_in_training": {
             key: [asdict(curve) for curve in curves] for key, curves in measured.items()
@@ -99,7 +100,7 @@ def gather(context: Context[Report]) -> ReportData:
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests, scored),
-        **({"several_labels": multi_label.results(scored, tested)} if scored else {}),
+        **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
         **_clusters(parts, embedded),
     }
@@ -125,11 +126,12 @@ def gather(context: Context[Report]) -> ReportData:
 def _scores(
     parts: Sequence[provenance.Part],
     entries: Sequence[Entry],
+    scored: Sequence[multi_label.Entry],
     datasets: Mapping[str, Dataset],
     tested: Mapping[str, Dataset],
 ) -> dict[str, Any]:
     """Return the comparisons, accuracies, costs and data sets of report.json."""
-    comparisons = verdicts(entries)
+    compared: list[AnyEntry] = [*entries, *scored]
     metrics = {manifest.key: manifest.metrics for _, manifest, _ in parts}
     unknown = {key for key, recorded in metrics.items() if "unknown_training" in recorded}
     uncalibrated = lines.uncalibrated(metrics, _sweeps(parts))
@@ -140,7 +142,7 @@ def _scores(
         "vtab": vtab.scores(entries, evaluated),
         "verdicts": [
             lines.verdict_line(verdict, tested.get(verdict.method.artifact), unknown)
-            for verdict in comparisons
+            for verdict in verdicts(compared)
         ],
         "accuracies": [
             lines.accuracy_line(

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
+from ray_jobs.evaluation.intervals import detectable_difference
 from ray_jobs.evaluation.rows import REAL, is_reference
 from ray_jobs.reporting import mistakes, provenance
 from ray_jobs.reporting.measures import Entry
@@ -33,8 +34,12 @@ Metrics = Mapping[str, float | int | str]
 
 
 def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[str]) -> dict[str, Any]:
-    """Return a comparison's line; `unknown` are the artifacts whose training images are unknown."""
+    """Return a comparison's line; `unknown` are the artifacts whose training images are unknown.
+
+    Its metric's name stands for both values: accuracy and reference_accuracy, or mAP and reference_mAP.
+    """
     method, reference, classes = verdict.method, verdict.reference, _num_classes(dataset)
+    metric = method.metric
     return {
         "task": method.task,
         "protocol": method.protocol,
@@ -46,14 +51,18 @@ def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[s
         "reference_kind": kind(reference),
         "reference_protocol": reference.protocol,
         "reference_artifact": reference.artifact,
-        "accuracy": verdict.accuracy,
-        "reference_accuracy": verdict.reference_accuracy,
+        "metric": metric,
+        metric: verdict.value,
+        f"reference_{metric}": verdict.reference_value,
         "difference": verdict.difference.value,
         "low": verdict.difference.low,
         "high": verdict.difference.high,
-        "detectable": verdict.detectable,
+        "detectable": detectable_difference(verdict.difference),
         "adjusted_low": verdict.adjusted.low,
         "adjusted_high": verdict.adjusted.high,
+        "other_differences": [
+            {"metric": name, **interval._asdict()} for name, interval in verdict.others.items()
+        ],
         "draws": verdict.draws,
         "num_images": len(method.sample_ids),
         "conclusion": verdict.conclusion,

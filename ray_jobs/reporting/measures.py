@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,8 @@ class Entry:
     `calibrated_nll` are [draws, n], or None if they were not measured.
     """
 
+    metric: ClassVar[str] = ACCURACY
+    """What comparisons are by."""
     artifact: str
     stage: str
     task: str

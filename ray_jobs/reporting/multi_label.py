@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ import pyarrow as pa
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.evaluation.multi_label import Scored, class_precisions, f1_by_class
-from ray_jobs.evaluation.rows import is_apart
+from ray_jobs.evaluation.rows import MEAN_AP, is_apart
 
 SHOWN = 24  # images with wrong labels
 _ENTRY = ("artifact", "stage", "task", "protocol", "method")
@@ -28,6 +28,8 @@ Line = dict[str, Any]
 class Entry:
     """A method's results on n test images, whose `sample_ids` are sorted, with all labels: one `Scored` per draw."""
 
+    metric: ClassVar[str] = MEAN_AP
+    """What comparisons are by."""
     artifact: str
     stage: str
     task: str

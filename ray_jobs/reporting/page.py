@@ -69,14 +69,18 @@ def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
 
 
 def other_groups(metrics: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Group the lines of metrics other than accuracy under headings, in their order."""
+    """Group comparable lines of metrics other than accuracy under headings, each metric's best first."""
 
-    def heading(line: dict[str, Any]) -> str:
-        shots = line["labels_per_class"]
-        few = [] if shots is None else [labels_text(shots, None)]
-        return ", ".join([line["task"], line["protocol"], *few])
+    def setting(line: dict[str, Any]) -> tuple[str, str, int]:
+        return line["task"], sort_of_learning(line["protocol"]), line["labels_per_class"] or 0
 
-    return [(name, list(lines)) for name, lines in groupby(metrics, heading)]
+    def order(line: dict[str, Any]) -> tuple[Any, ...]:
+        return *setting(line), line["metric"], line["apart"], -line["value"]
+
+    return [
+        (", ".join([task, learning, *([labels_text(shots, None)] if shots else [])]), list(lines))
+        for (task, learning, shots), lines in groupby(sorted(metrics, key=order), setting)
+    ]
 
 
 def has_curves(data: ReportData) -> bool:

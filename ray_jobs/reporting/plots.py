@@ -208,10 +208,10 @@ def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_c
     return [*spans, panel.mark(place, mean, 0, title, style="hollow" if is_ended else ""), *ring]
 
 
-def interval(line: Mapping[str, Any], scale: Scale, colour: int) -> Markup:
-    """Draw an accuracy (a line of report.json) as a dot with its interval; the scale's positions are percents."""
-    title = f"{line['accuracy']:.1%}, 95% interval {line['low']:.1%} to {line['high']:.1%}"
-    return _dot(line["low"], line["accuracy"], line["high"], scale, title, svg.series(colour))
+def interval(value: float, line: Mapping[str, Any], scale: Scale, colour: int) -> Markup:
+    """Draw a value with its line's interval as a dot and a line; the scale's positions are percents."""
+    title = f"{value:.1%}, 95% interval {line['low']:.1%} to {line['high']:.1%}"
+    return _dot(line["low"], value, line["high"], scale, title, svg.series(colour))
 
 
 def difference(verdict: Mapping[str, Any], scale: Scale) -> Markup:

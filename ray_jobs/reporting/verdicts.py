@@ -1,9 +1,9 @@
 """Verdicts: paired differences between trained methods and their references.
 
 In: `Entry`s. Out: `Verdict`s, one per comparison, and their sentences. A comparison pairs the same label draws and the
-same test images. The best of several references is chosen by test accuracy, which can only favour the reference.
-Comparisons with the same kind of model without pretraining (from scratch or untrained) show whether pretraining helped;
-comparisons with pixels answer another question.
+same test images, by accuracy, or by mAP if images have several labels. The best of several references is chosen on
+test, which can only favour the reference. Comparisons with the same kind of model without pretraining (from scratch or
+untrained) show whether pretraining helped; comparisons with pixels answer another question.
 
 The comparisons of one report are a family. Each has a 95% interval, so about one of 20 intervals of true zeros excludes
 zero. Each therefore has a second, wider interval; with 95% probability these hold for all comparisons together
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_jobs.evaluation.intervals import Interval, detectable_difference, paired_difference
+from ray_jobs.evaluation.intervals import Interval, mean_difference, paired_difference
+from ray_jobs.evaluation.multi_label import METRICS
 from ray_jobs.evaluation.rows import ACCURACY, MOST_FREQUENT, is_apart
 from ray_jobs.reporting import multi_label
 from ray_jobs.reporting.measures import Entry
@@ -34,20 +35,20 @@ SHOTS = 5  # the verdict is about the number of shots nearest to this
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of `method` with `reference`: a difference of accuracies (fractions) with its 95% interval.
+    """The comparison of `method` with `reference`: a difference of their metric (fractions) with its 95% interval.
 
     `adjusted` is the wider interval; these hold for all comparisons of the report together.
     """
 
-    method: Entry
-    reference: Entry
-    accuracy: float
-    reference_accuracy: float
+    method: AnyEntry
+    reference: AnyEntry
+    value: float
+    reference_value: float
     difference: Interval
     adjusted: Interval
-    detectable: float
-    """The smallest difference that these draws and images detect with 80% probability."""
     draws: int
+    others: dict[str, Interval]
+    """The differences of further metrics, which no conclusion is drawn from."""
 
     @property
     def conclusion(self) -> str:
@@ -57,7 +58,7 @@ class Verdict:
         return "below zero" if self.difference.high < 0 else "not told from zero"
 
 
-def kind(entry: Entry) -> str:
+def kind(entry: AnyEntry) -> str:
     """Return "trained" for a method to judge, or the kind of reference: "scratch", "untrained" or "pixels".
 
     A backbone that was trained on the support's labels ("trained on these") and a row that covers only a part of test
@@ -72,13 +73,13 @@ def kind(entry: Entry) -> str:
     )
 
 
-def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
+def verdicts(entries: Sequence[AnyEntry]) -> list[Verdict]:
     """Compare every pretrained method with the best entry of each kind of REFERENCES in the same setting.
 
     A setting is a task, a number of labels and a `sort_of_learning`; few-shot settings count only with the number of
     shots nearest to SHOTS. Without a pretrained method, methods trained from scratch are compared with pixels.
     """
-    settings: dict[tuple[object, ...], list[Entry]] = {}
+    settings: dict[tuple[object, ...], list[AnyEntry]] = {}
     for entry in entries:
         if is_compared(entry, entries):
             learning = sort_of_learning(entry.protocol)
@@ -95,7 +96,7 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
     return [_against_best(method, rivals, comparisons=len(pairs)) for method, rivals in pairs]
 
 
-def is_compared(entry: Entry, entries: Sequence[Entry]) -> bool:
+def is_compared(entry: AnyEntry, entries: Sequence[AnyEntry]) -> bool:
     """Return whether comparisons include the entry; few-shot entries only with the shots nearest to SHOTS."""
     return not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task)
 
@@ -119,12 +120,13 @@ def sentence(verdict: Verdict, classes: int | None, unknown: Container[str] = ()
     """Describe a comparison in words, with its numbers; `unknown` artifacts have unknown training images."""
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
+    metric = of_metric(method.metric)
     images = " (its training images are unknown)" if method.artifact in unknown else ""
     position = {"above zero": "", "below zero": ", below zero"}.get(verdict.conclusion, ", includes zero")
     return (
         f"{method.task}, {labels_text(method.labels_per_class, classes)}: {method.method} ({method.protocol})"
-        f"{images} reaches {percent(verdict.accuracy)}, {reference.method} ({reference.protocol}) "
-        f"{percent(verdict.reference_accuracy)}: {points(value)} points (95% CI {points(low)} to "
+        f"{images} reaches {percent(verdict.value)}{metric}, {reference.method} ({reference.protocol}) "
+        f"{percent(verdict.reference_value)}: {points(value)} points (95% CI {points(low)} to "
         f"{points(high)}{position})."
     )
 
@@ -137,6 +139,11 @@ def labels_text(labels_per_class: int | None, classes: int | None) -> str:
     return f"{labels_per_class} label{'s' if labels_per_class > 1 else ''} per class{total}"
 
 
+def of_metric(metric: str) -> str:
+    """Return ' mAP' to follow a percentage; nothing for an accuracy."""
+    return "" if metric == ACCURACY else f" {metric}"
+
+
 def percent(fraction: float) -> str:
     """Return '91.2%'."""
     return f"{100 * fraction:.1f}%"
@@ -147,25 +154,38 @@ def points(difference: float, sign: str = "+") -> str:
     return f"{100 * difference:{sign}.1f}".replace("-", "−")
 
 
-def _is_few_shot(entry: Entry) -> bool:
+def _is_few_shot(entry: AnyEntry) -> bool:
     return entry.protocol.startswith("few-shot")
 
 
-def _shots(entries: Sequence[Entry], task: str) -> int:
+def _shots(entries: Sequence[AnyEntry], task: str) -> int:
     shots = {entry.labels_per_class or 0 for entry in entries if _is_few_shot(entry) and entry.task == task}
     return min(shots, key=lambda shot: (abs(shot - SHOTS), shot))
 
 
-def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdict:
+def _against_best(method: AnyEntry, rivals: list[AnyEntry], comparisons: int) -> Verdict:
     """Compare with the best rival over the common draws; `adjusted` holds for `comparisons` comparisons."""
-    tables = [paired(method, rival) for rival in rivals]
-    best = int(np.argmax([rival_correct.mean() for _, rival_correct in tables]))
-    correct, rival_correct = tables[best]
-    difference = paired_difference(correct, rival_correct)
-    adjusted = paired_difference(correct, rival_correct, comparisons=comparisons)
-    accuracies = float(correct.mean()), float(rival_correct.mean())
-    detectable = detectable_difference(correct, rival_correct)
-    return Verdict(method, rivals[best], *accuracies, difference, adjusted, detectable, draws=len(correct))
+    metric = method.metric
+    tables = [paired(method, rival, metric) for rival in rivals]
+    best = int(np.argmax([theirs.mean() for _, theirs in tables]))
+    ours, theirs = tables[best]
+    further = METRICS[1:] if metric == METRICS[0] else ()
+    return Verdict(
+        method,
+        rivals[best],
+        float(ours.mean()),
+        float(theirs.mean()),
+        difference(metric, ours, theirs),
+        difference(metric, ours, theirs, comparisons),
+        draws=len(ours),
+        others={name: difference(name, *paired(method, rivals[best], name)) for name in further},
+    )
+
+
+def difference(metric: str, a: np.ndarray, b: np.ndarray, comparisons: int = 1) -> Interval:
+    """Return the difference a - b of a metric with its interval, from what `paired` returns."""
+    between = paired_difference if metric == ACCURACY else mean_difference
+    return between(a, b, comparisons=comparisons)
 
 
 def paired(a: AnyEntry, b: AnyEntry, metric: str = ACCURACY) -> tuple[np.ndarray, np.ndarray]:

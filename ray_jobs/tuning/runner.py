@@ -96,12 +96,6 @@ def held_out_temperature(trials: Sequence[Trial]) -> float | None:
     return statistics.geometric_mean(temperatures) if temperatures else None
 
 
-def held_out_thresholds(trials: Sequence[Trial]) -> tuple[float, ...]:
-    """Return the mean over folds of each class's threshold; empty if the trials have none."""
-    chosen = [trial.thresholds for trial in trials if trial.thresholds]
-    return tuple(statistics.fmean(values) for values in zip(*chosen, strict=True))
-
-
 def reuse_trial(
     context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger: Ledger
 ) -> Trial | None:

@@ -33,3 +33,11 @@ class Baselines(BaseStage):
     max_images: int = Field(
         5_000, ge=100, description="with all labels, use at most this many images (kernels are quadratic)"
     )
+
+    def needs_one_label(self) -> str | None:
+        """Return which field needs one label per image; None if there is none."""
+        if self.labels.per_class is not None:
+            return "labels.per_class needs one label per image; leave it out"
+        if "RBF SVM" in self.methods:
+            return "RBF SVM needs one label per image; set methods, such as [majority, k-NN, logistic regression]"
+        return None

@@ -106,7 +106,7 @@ def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert vit.resolution == 32
 
 
-def test_several_labels_per_image_leave_out_what_needs_one(
+def test_several_labels_per_image_have_pixels_without_what_needs_one_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(init, "estimate", lambda *_: "")
@@ -119,7 +119,8 @@ def test_several_labels_per_image_leave_out_what_needs_one(
     advised = str(error.value).partition("--source ")[2].strip('"')
     init.write_recipe(tmp_path / "x.yaml", tmp_path, advised, [], "s", init.Console())
     stages = load_pipeline(str(tmp_path / "x.yaml")).stages
-    assert stages.keys() == {"images", "vit", "report"}
+    assert stages.keys() == {"images", "vit", "pixels", "report"}
+    assert stages["pixels"].methods == ("majority", "k-NN", "logistic regression")
     assert "found 9 images of 2 classes (a 6, b 6)" in capsys.readouterr().out
 
 

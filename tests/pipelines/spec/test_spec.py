@@ -371,7 +371,13 @@ SEVERAL = {"job": "ingest", "source": {"kind": "folder", "root": "/photos", "mul
     [
         ("pretrain", {}, "pretrain takes one label per image"),
         ("probe", {}, "evaluate takes one label per image"),
-        ("pixels", {}, "baselines takes one label per image"),
+        ("pixels", {}, "labels.per_class needs one label per image; leave it out"),
+        (
+            "pixels",
+            {"labels": {}, "methods": ["k-NN", "RBF SVM"]},
+            "RBF SVM needs one label per image; set methods, such as [majority, k-NN, logistic regression]",
+        ),
+        ("pixels", {"labels": {}, "methods": ["k-NN"]}, None),
         (
             "finetune",
             {"labels": {"per_class": 5}},

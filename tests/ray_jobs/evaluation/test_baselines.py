@@ -1,17 +1,20 @@
 """The baselines stage: of many images it takes some, and says so where its rows are read."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.spec import Baselines
 from pipelines.store import open_store
 from ray_jobs import baselines
 from ray_jobs.data import shards
-from ray_jobs.data.columns import Sample
+from ray_jobs.data.columns import INDEX, Sample
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 
@@ -68,3 +71,40 @@ def test_the_log_says_a_methods_accuracy_and_its_settings_if_it_has_some(
     shutil.copytree(dataset, store.local(manifest.folder, ()))
     baselines.run_method(make_context(store, config, data=manifest), method)
     assert re.fullmatch(f"{said}\n", capsys.readouterr().out)
+
+
+def test_test_labels_change_nothing_but_the_results(tmp_path: Path, dataset: Path) -> None:
+    """With several labels per image: settings, probabilities and predicted classes are the same."""
+    info = json.loads((dataset / "dataset.json").read_text())
+    (dataset / "dataset.json").write_text(json.dumps(info | {"multi_label": True}))
+    index = pq.read_table(dataset / "index.parquet").to_pylist()
+    config = Baselines.model_validate({"job": "baselines", "data": "noise"})
+    found = []
+    for turned in (0, 1):
+        for number, row in enumerate(index):
+            row |= {
+                "label": -1,
+                "labels": [[0], [], [0, 1]][(number + turned * (row["split"] == "test")) % 3],
+            }
+        pq.write_table(pa.Table.from_pylist(index, INDEX), dataset / "index.parquet")
+        store = open_store(str(tmp_path / f"store{turned}"))
+        manifest = make_manifest("ingest", content_digest="d")
+        shutil.copytree(dataset, store.local(manifest.folder, ()))
+        context = make_context(store, config, data=manifest)
+        results = [
+            baselines.run_method(context, method) for method in ("majority", "k-NN", "logistic regression")
+        ]
+        found.append(
+            (
+                [row for rows, _ in results for row in rows],
+                pa.concat_tables(table for _, tables in results for table in tables),
+            )
+        )
+    (rows, scores), (others, turned_scores) = found
+    assert [row["settings"] for row in rows] == [row["settings"] for row in others]
+    assert [row["value"] for row in rows] != [row["value"] for row in others]
+    columns = ["method", "sample_id", "scores", "predicted"]
+    assert scores.select(columns).equals(turned_scores.select(columns))
+    assert scores["labels"] != turned_scores["labels"]
+    assert {row["method"] for row in rows} == {"class frequencies", "k-NN", "logistic regression"}
+    assert {row["selected_on"] for row in rows} == {"dev, by mAP"}

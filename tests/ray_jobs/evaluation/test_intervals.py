@@ -253,7 +253,9 @@ def test_a_difference_changes_sign_with_its_order_and_has_a_width_with_itself(dr
     assert forward == pytest.approx((-backward.value, -backward.high, -backward.low))
     width = 1.96**2 / (100 + 1.96**2)
     assert paired_difference(a, a) == pytest.approx((0, -width, width), abs=1e-5)
-    assert detectable_difference(a, a) == pytest.approx(width * 2.802 / 1.96, rel=1e-3), "never zero"
+    assert detectable_difference(paired_difference(a, a)) == pytest.approx(width * 2.802 / 1.96, rel=1e-3), (
+        "never zero"
+    )
 
 
 def test_the_detectable_difference_is_found_four_times_of_five() -> None:
@@ -266,7 +268,7 @@ def test_the_detectable_difference_is_found_four_times_of_five() -> None:
         both = (rng.random(800) < 0.8) & ~only_a & ~only_b
         return (both | only_a)[None], (both | only_b)[None]
 
-    detectable = float(np.mean([detectable_difference(*outcomes(0.0)) for _ in range(50)]))
+    detectable = float(np.mean([detectable_difference(paired_difference(*outcomes(0.0))) for _ in range(50)]))
     assert detectable == pytest.approx(2.8 * (0.2 / 800) ** 0.5, rel=0.02), "the textbook's, for proportions"
     shown = np.mean([paired_difference(*outcomes(detectable)).low > 0 for _ in range(600)])
     assert 0.75 < shown < 0.85

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pipelines.spec.stages.baselines import Method
+from ray_jobs.evaluation.multi_label import mean_ap
 from ray_jobs.evaluation.supports import draw_labels, stratified_folds
 from tests.support.digits import ink
 
@@ -115,6 +116,83 @@ def test_one_label_a_class_and_constant_pixels_work(baselines, method: str) -> N
     settings = baselines.choose(method, x, y, folds=[])
     assert settings == baselines.GRIDS[method][0]
     assert baselines.fit_predict(method, settings, np.ones((4, 3)), y, np.ones((2, 3))).shape == (2,)
+
+
+@pytest.fixture(scope="module")
+def several(digits) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[no-untyped-def]
+    """Digits with six classes: at least 1, 3, 5 or 7, always, and never."""
+    x, y, x_test, y_test = digits
+    at_least = np.array([1, 3, 5, 7, 0, 10])
+    return x, y[:, None] >= at_least, x_test, y_test[:, None] >= at_least
+
+
+def scores_of_sklearn(
+    method: str, value: float, x: np.ndarray, flags: np.ndarray, to: np.ndarray
+) -> np.ndarray:
+    """The probabilities of the four classes that have images and lack others."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.multiclass import OneVsRestClassifier
+    from sklearn.neighbors import KNeighborsClassifier
+
+    if method == "k-NN":
+        each = KNeighborsClassifier(int(value)).fit(x, flags[:, :4]).predict_proba(to)
+        return np.stack([shares[:, 1] for shares in each], axis=1)
+    c = value / x.var(axis=0).sum()  # see test_logistic_regression_equals_scikit_learns
+    regression = LogisticRegression(C=c, max_iter=10_000, tol=1e-6)
+    return OneVsRestClassifier(regression).fit(x - x.mean(0), flags[:, :4]).predict_proba(to - x.mean(0))
+
+
+@pytest.mark.parametrize(("method", "value"), [("k-NN", 10), ("logistic regression", 10.0)])
+def test_probabilities_of_several_labels_are_scikit_learns(
+    baselines, several, method: str, value: float
+) -> None:  # type: ignore[no-untyped-def]
+    from sklearn.metrics import average_precision_score
+
+    x, y, x_test, truth = several
+    settings = {"n_neighbors" if method == "k-NN" else "C": value}
+    ours, expected = (
+        baselines.fit_predict(method, settings, x, y, x_test),
+        scores_of_sklearn(method, value, x, y, x_test),
+    )
+    assert np.mean(np.abs(ours[:, :4] - expected) < 0.01) > 0.995  # neighbours at equal distances may differ
+    assert (ours[:, 4] == 1).all() and (ours[:, 5] == 0).all()
+    average_precision = average_precision_score(truth[:, :5], np.c_[expected, ours[:, 4]])
+    assert mean_ap(truth, ours) == pytest.approx(average_precision, abs=1e-3)
+
+
+def test_class_frequencies_have_the_prevalence_as_map(baselines, several) -> None:  # type: ignore[no-untyped-def]
+    x, y, x_test, truth = several
+    scores = baselines.fit_predict("majority", {}, x, y, x_test)
+    np.testing.assert_allclose(scores, np.tile(y.mean(axis=0), (len(x_test), 1)), rtol=1e-6)
+    assert mean_ap(truth, scores) == pytest.approx(truth[:, :5].mean())
+
+
+@pytest.mark.parametrize("method", ["k-NN", "logistic regression"])
+def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(
+    baselines, several, method: str
+) -> None:  # type: ignore[no-untyped-def]
+    from sklearn.metrics import average_precision_score, f1_score
+
+    x, y, _, _ = several
+    y = y[:, :4]
+    folds = stratified_folds(np.zeros(len(x)), 2, seed=0)
+    chosen = baselines.choose(method, x, y, folds)
+    (value,) = chosen.values()
+
+    def held_out(value: float) -> float:
+        scores = [scores_of_sklearn(method, value, x[inside], y[inside], x[out]) for inside, out in folds]
+        return sum(
+            average_precision_score(y[out], each) for (_, out), each in zip(folds, scores, strict=True)
+        )
+
+    tried = (1, 3, 10, 30) if method == "k-NN" else (0.1, 1.0, 10.0, 100.0, 1000.0)
+    assert held_out(value) == pytest.approx(max(map(held_out, tried)), abs=1e-3)
+    (inside, out), *_ = folds
+    limits = baselines.thresholds(method, chosen, x, y, folds[:1])
+    scores = baselines.fit_predict(method, chosen, x[inside], y[inside], x[out])
+    for number, limit in enumerate(limits):
+        highest = max(f1_score(y[out, number], scores[:, number] >= each) for each in scores[:, number])
+        assert f1_score(y[out, number], scores[:, number] >= limit) == pytest.approx(highest)
 
 
 def test_neighbours_never_exceed_the_images_of_a_fold(baselines) -> None:  # type: ignore[no-untyped-def]
