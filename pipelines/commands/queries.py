@@ -230,7 +230,7 @@ def report_show(
 def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> None:
     """Print a report's tables (VTAB's too), its verdict, and the address of its page.
 
-    A brief report has only the accuracies that its answer is about, or VTAB's, and the answer.
+    A brief report has only the accuracies or mAP that its answer is about, or VTAB's, and the answer.
     """
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
@@ -238,7 +238,9 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
     lines = report["accuracies"] if not is_brief else [] if scores else answering(report)
     if lines and len(lines) <= MOST_LINES:
         console.print(accuracy_table(report | {"accuracies": lines}))
-    if not is_brief and (metrics := report.get("other_metrics")):
+    compared = {verdict.get("metric") for verdict in report["verdicts"]}
+    metrics = report.get("other_metrics", [])
+    if metrics := [line for line in metrics if not is_brief or line["metric"] in compared]:
         console.print(metrics_table(metrics))
     for score in scores:
         console.print(vtab_table(score))

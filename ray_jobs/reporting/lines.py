@@ -108,7 +108,7 @@ def accuracy_line(
 
 def seen_by(line: Mapping[str, Any], metrics: Mapping[str, Metrics]) -> str:
     """Describe which test images the model of a line was trained on; empty if it has no trained model."""
-    if is_reference(line["method"]):
+    if line["protocol"] == "baseline" or is_reference(line["method"]):
         return ""
     return provenance.seen_in_training(metrics[line["artifact"]])
 

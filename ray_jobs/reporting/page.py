@@ -69,17 +69,16 @@ def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
 
 
 def other_groups(metrics: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Group comparable lines of metrics other than accuracy under headings, each metric's best first."""
+    """Group comparable lines of metrics other than accuracy under headings, the best of each group first."""
 
-    def setting(line: dict[str, Any]) -> tuple[str, str, int]:
-        return line["task"], sort_of_learning(line["protocol"]), line["labels_per_class"] or 0
+    def setting(line: dict[str, Any]) -> tuple[str, str, int, str]:
+        learning = sort_of_learning(line["protocol"])
+        return line["task"], learning, line["labels_per_class"] or 0, line["metric"]
 
-    def order(line: dict[str, Any]) -> tuple[Any, ...]:
-        return *setting(line), line["metric"], line["apart"], -line["value"]
-
+    ordered = sorted(metrics, key=lambda line: (*setting(line), line["apart"], -line["value"]))
     return [
-        (", ".join([task, learning, *([labels_text(shots, None)] if shots else [])]), list(lines))
-        for (task, learning, shots), lines in groupby(sorted(metrics, key=order), setting)
+        (", ".join([task, learning, *([labels_text(shots, None)] if shots else []), metric]), list(lines))
+        for (task, learning, shots, metric), lines in groupby(ordered, setting)
     ]
 
 

@@ -35,7 +35,8 @@ stages:
     steps: 40
     batch_size: 16
   classes: {{job: predict, data: images, backbone: vit, splits: [test]}}
-  report: {{job: report, title: Halves, of: [images, vit]}}
+  pixels: {{job: baselines, data: images, methods: [majority, k-NN, logistic regression]}}
+  report: {{job: report, title: Halves, of: [images, vit, pixels]}}
 """
 
 
@@ -103,10 +104,23 @@ def test_from_a_table_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> N
     }
 
     report = json.loads(vitflow_local("report", "show", "--store", store, "--json").stdout)
-    line = next(line for line in report["other_metrics"] if line["metric"] == "mAP")
+    lines = {line["method"]: line for line in report["other_metrics"] if line["metric"] == "mAP"}
+    line = lines["ViT, from scratch"]
     assert line["low"] < values["mAP"] == line["value"] < line["high"]
-    assert report["headline"].startswith(f"The highest mAP is {values['mAP']:.1%} (95% interval ")
+    assert lines["class frequencies"]["value"] == pytest.approx(truth.mean())
+    (verdict,) = report["verdicts"]
+    assert verdict["reference"] == max(("k-NN", "logistic regression"), key=lambda name: lines[name]["value"])
+    assert report["headline"].startswith(
+        f"The ViT trained from scratch reaches {values['mAP']:.1%} mAP with all"
+    )
     assert report["headline"] in " ".join(ended.stdout.split())
+    compared = json.loads(
+        vitflow_local("report", "compare", "several/pixels", "several/vit", "--store", store, "--json").stdout
+    )
+    (pair,) = (each for each in compared["both"] if each["a"]["method"] == verdict["reference"])
+    bounds = [verdict[name] for name in ("difference", "low", "high")]
+    assert bounds == pytest.approx([pair["difference"][name] for name in ("value", "low", "high")])
+    assert [each["metric"] for each in verdict["other_differences"]] == ["macro-F1", "micro-F1"]
     compared = json.loads(
         vitflow_local("report", "compare", "several/vit", "several/vit", "--store", store, "--json").stdout
     )

@@ -174,7 +174,7 @@ def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(
     from sklearn.metrics import average_precision_score, f1_score
 
     x, y, _, _ = several
-    y = y[:, :4]
+    y = y[:, 1:3]
     folds = stratified_folds(np.zeros(len(x)), 2, seed=0)
     chosen = baselines.choose(method, x, y, folds)
     (value,) = chosen.values()
