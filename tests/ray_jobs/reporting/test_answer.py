@@ -78,14 +78,6 @@ def test_the_best_backbone_is_told_from_the_second_or_not(second: dict[str, floa
     assert found == {"question": "Which backbone is best?", "headline": begin + said}
 
 
-def test_a_comparison_with_several_labels_per_image_is_of_map() -> None:
-    fields = {"metric": "mAP", "mAP": 0.7, "reference_mAP": 0.6, "reference": "class frequencies"}
-    assert answer(NOTHING | {"verdicts": [verdict("pets", 0.05, 0.15, **fields)]})["headline"] == (
-        "The pretrained ViT reaches 70.0% mAP with all labels (fine-tuned) on 100 test images, 10.0 points (95%"
-        " interval 5.0 to 15.0) above answering each class's frequency."
-    )
-
-
 def test_comparisons_on_several_tasks_are_counted() -> None:
     verdicts = [
         verdict("a", 0.1, 0.2),
