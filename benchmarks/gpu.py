@@ -4,7 +4,10 @@ Plain torch and DeepSpeed's ZeRO stages 1 to 3 take the same steps in bfloat16, 
 and AdamW: B/16 and L/16 at 224 pixels, one process per GPU, random images. Each case has fresh processes. Images per
 second and MFU come from the median step; memory is the most that torch allocated.
 Then a new engine continues from a state that was saved after three steps. After three more steps, its weights are
-compared with those of six uninterrupted steps.
+compared with those of six uninterrupted steps, and so are those of six steps that were repeated: a GPU adds in no fixed
+order, so continuing cannot be more exact than repeating.
+Last, plain torch trains B/16 fed by the loader: JPEGs of 341 x 256, cropped while they are decoded. Beside it, the same
+without the loader, and the loader alone: what is trained per second should be the lower of the two.
 
 It needs the project's packages. train_step.py needs only torch and pydantic, and compares with Hugging Face and timm.
 
@@ -30,6 +33,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import ROOT, keep
+from loading.arms import open_loader
+from loading.data import prepare
 
 sys.path.append(str(ROOT))  # for the tests' package
 
@@ -48,6 +53,7 @@ GIB = 2**30
 WARM = 3  # steps before the clock starts
 TINY = {"patch_size": 4, "width": 64, "depth": 2, "num_heads": 2}
 STAGES = (0, 1, 2, 3)
+IMAGES = 4096  # JPEGs for the loader
 
 
 class Measured(NamedTuple):
@@ -58,8 +64,10 @@ class Measured(NamedTuple):
     mfu: float | None
     memory: float
     """the most bytes that torch allocated; 0 on a CPU"""
-    resumed: float
+    continued: float
     """the largest difference of a weight after continuing from a saved state"""
+    repeated: float
+    """the same, after the same steps once more"""
 
 
 def main() -> None:
@@ -80,9 +88,11 @@ def main() -> None:
             config = configuration(
                 model, stage, options.batch * world, options.steps, 16 if options.cpu else 224
             )
-            rows.append(row(config, world, is_cpu=options.cpu))
+            name = "tiny" if options.cpu else str(model)
+            rows.append(row(name, config, world, is_cpu=options.cpu))
+            print(rows[-1], flush=True)
     card = "CPU" if options.cpu else f"{world} x {torch.cuda.get_device_name()}"
-    head = "| model | engine | images/s | MFU | peak GiB | continued |"
+    head = "| model | engine | images/s | MFU | peak GiB | continued | repeated |"
     keep(
         "gpu.md",
         [
@@ -92,8 +102,10 @@ def main() -> None:
             f" {card}, torch {torch.__version__}, bfloat16 with float32 master weights.",
             "",
             head,
-            "|---|---|---:|---:|---:|---|",
+            "|---|---|---:|---:|---:|---|---|",
             *rows,
+            "",
+            *fed(options.batch, options.steps, is_cpu=options.cpu),
         ],
         is_written=options.is_kept and not options.cpu,
     )
@@ -117,9 +129,8 @@ def configuration(model: Any, stage: int, batch: int, steps: int, resolution: in
     )
 
 
-def row(config: Pretrain, world: int, is_cpu: bool) -> str:
+def row(name: str, config: Pretrain, world: int, is_cpu: bool) -> str:
     """Measure a case and return its row of the table."""
-    name = config.model if isinstance(config.model, str) else "tiny"
     engine = "plain torch" if config.zero_stage == 0 else f"ZeRO-{config.zero_stage}"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "measured.json"
@@ -128,10 +139,10 @@ def row(config: Pretrain, world: int, is_cpu: bool) -> str:
         )
         found = Measured(*json.loads(output.read_text()))
     mfu = "" if found.mfu is None else f"{found.mfu:.1%}"
-    same = "same bits" if found.resumed == 0 else f"{found.resumed:.0e} off"
+    differences = ("same bits" if off == 0 else f"{off:.0e} off" for off in (found.continued, found.repeated))
     return (
         f"| {name} | {engine} | {config.batch_size / found.step:,.0f} | {mfu} | {found.memory / GIB:,.2f}"
-        f" | {same} |"
+        f" | {' | '.join(differences)} |"
     )
 
 
@@ -154,11 +165,43 @@ def worker(rank: int, world: int, fields: dict[str, Any], meeting: str, output: 
     step = statistics.median(seconds)
     flops = make_method(config, contract_for(architecture), on).train_flops * config.batch_size / world
     del engine
-    difference = continued(config, architecture, world, on, batch)
-    found = Measured(step, None if peak is None else flops / step / peak, memory, difference)
+    differences = differences_of(config, architecture, world, on, batch)
+    found = Measured(step, None if peak is None else flops / step / peak, memory, *differences)
     if rank == 0:
         output.write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def fed(batch: int, steps: int, is_cpu: bool) -> list[str]:
+    """Return the images per second of a training on the first GPU with the loader, without it, and of the loader."""
+    on = torch.device("cpu" if is_cpu else "cuda")
+    folder, _ = prepare("short side 256", 8 * batch if is_cpu else IMAGES)
+    config = configuration(TINY | {"patch_size": 16} if is_cpu else "B/16", 0, batch, steps, 224)
+    assert config.model is not None
+    engine = start(config, config.model.architecture(config.resolution, 3, 1000), 1, on)
+    method = make_method(config, contract_for(config.model.architecture(config.resolution, 3, 1000)), on)
+    threads = max(1, (os.cpu_count() or 1) // (1 if is_cpu else torch.cuda.device_count()) - 1)
+    lines = ["| on one device | images/s |", "|---|---:|"]
+    with open_loader(folder, threads, batch_size=batch) as batches:
+
+        def train(images: torch.Tensor, labels: torch.Tensor) -> None:
+            inputs = method.inputs(images.to(on))
+            take_step(engine, (inputs, labels.to(on) % 1000), on)
+
+        _, images, labels = next(batches)
+        images = images.clone()  # the loader writes over its own
+        for name, work in {
+            "trained on one batch in memory": lambda: train(images, labels),
+            f"loaded in {threads} threads": lambda: next(batches),
+            "loaded and trained": lambda: train(*next(batches)[1:]),
+        }.items():
+            for _ in range(WARM):
+                work()
+            began = time.perf_counter()
+            for _ in range(steps):
+                work()
+            lines.append(f"| {name} | {batch * steps / (time.perf_counter() - began):,.0f} |")
+    return lines
 
 
 def random_batch(
@@ -198,14 +241,14 @@ def take_step(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor], on: torc
     return time.perf_counter() - began
 
 
-def continued(
+def differences_of(
     config: Pretrain,
     architecture: Architecture,
     world: int,
     on: torch.device,
     batch: tuple[torch.Tensor, torch.Tensor],
-) -> float:
-    """Return the largest difference of a weight between six steps, and three steps, a save and three more."""
+) -> tuple[float, float]:
+    """Return how far weights are from those of six steps: after three steps, a save and three more; after six again."""
     case = Case(config.zero_stage, config.dtype, 1, True, "AdamW", world)
     engine = start(config, architecture, world, on)
     for _ in range(3):
@@ -215,12 +258,22 @@ def continued(
         take_step(engine, batch, on)
     whole = {name: values.cpu() for name, values in engine.full_weights().items()}
     del engine
-    again = start(config, architecture, world, on, state)
-    again.load_state(lambda kind, name, first, count: state[kind, name][first : first + count].to(on), 3)
+    continued = start(config, architecture, world, on, state)
+    continued.load_state(lambda kind, name, first, count: state[kind, name][first : first + count].to(on), 3)
     for _ in range(3):
-        take_step(again, batch, on)
+        take_step(continued, batch, on)
+    off = farthest(continued, whole)
+    del continued
+    repeated = start(config, architecture, world, on)
+    for _ in range(6):
+        take_step(repeated, batch, on)
+    return off, farthest(repeated, whole)
+
+
+def farthest(engine: Engine, weights: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of a weight."""
     return max(
-        (values.cpu() - whole[name]).abs().max().item() for name, values in again.full_weights().items()
+        (values.cpu() - weights[name]).abs().max().item() for name, values in engine.full_weights().items()
     )
 
 

@@ -73,25 +73,30 @@ class _Harmless:
 
 
 @contextmanager
-def hangup_is_ctrl_c() -> Iterator[None]:
-    """Treat the closing of the terminal as Ctrl-C in this block, unless its signal is ignored, as under nohup."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
-        yield
-        return
+def asked_to_end_is_ctrl_c() -> Iterator[None]:
+    """Treat SIGTERM and the closing of the terminal as Ctrl-C in this block; not SIGHUP if ignored, as under nohup."""
+    asked = [
+        number for number in (signal.SIGHUP, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    if threading.current_thread() is not threading.main_thread():
+        asked = []
 
     # a stream no longer is a terminal when that is closed, and writing to it is an error
     terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream.isatty()]
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel and the shell may both send it
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for terminal in terminals:
-            os.dup2(nowhere, terminal)
+    def interrupt(received: int, frame: FrameType | None) -> NoReturn:
+        for number in asked:  # the kernel and the shell may both send one
+            signal.signal(number, signal.SIG_IGN)
+        if received == signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for terminal in terminals:
+                os.dup2(nowhere, terminal)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGHUP, interrupt)
+    for number in asked:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)

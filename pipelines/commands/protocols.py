@@ -41,7 +41,7 @@ app = Commands()
 @app.command("verify-protocol")
 def verify_protocol(
     name: Annotated[
-        str, typer.Argument(help="a row of pipelines/results/published.yaml, such as augreg_b32_pets")
+        str, typer.Argument(help="a row of pipelines/spec/published.yaml, such as augreg_b32_pets")
     ],
     archive: Annotated[
         str, typer.Argument(help="the folder, or s3://bucket/prefix, of the authors' archives")

@@ -62,7 +62,7 @@ from pipelines.store import (
     all_manifests,
     wait_for_store,
 )
-from pipelines.terminal import hangup_is_ctrl_c
+from pipelines.terminal import asked_to_end_is_ctrl_c
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class WatchedRunOptions(RunOptions):
 def run(options: WatchedRunOptions) -> None:
     """Run a pipeline and wait for it; finished stages are reused.
 
-    Ctrl-C, or closing the terminal, stops the run; the same command continues it. `submit` needs no open terminal.
+    Ctrl-C, SIGTERM or closing the terminal stops the run; the same command continues it. `submit` needs no terminal.
     """
     loaded, _, forced = _requested(options.pipeline, options.only, options.force, options.changes)
     targets = tuple(options.only or ()) or tuple(loaded.stages)
@@ -173,7 +173,7 @@ def _carry_out(
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]")
     again = shlex.join(["vitflow", *sys.argv[1:]])
-    with hangup_is_ctrl_c():
+    with asked_to_end_is_ctrl_c():
         return _drive(opened, started, connection, options.parallel, again, options.verbose)
 
 

@@ -20,6 +20,8 @@ from pipelines.spec import recorded_checkpoint
 from pipelines.store import Manifest, Store, all_manifests, local_file
 from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.evaluation.rows import is_apart, is_reference
+from ray_jobs.reporting.lines import published_beside
+from ray_jobs.reporting.provenance import published_protocol
 from ray_jobs.reporting.verdicts import labels_text
 from vit_model.contract import ModelContract
 
@@ -48,7 +50,7 @@ class Facts(NamedTuple):
     """The imported weights that it started from."""
     measured: list[dict[str, Any]]
     """{task, protocol, method, labels, metric, value, draws, images, chosen_on}, and low and high if there is an
-    interval."""
+    interval, and published if its protocol is a published accuracy's."""
 
 
 def facts_of(store: Store, manifest: Manifest, checkpoint: str) -> Facts:
@@ -81,12 +83,14 @@ def _measured(store: Store, manifest: Manifest, checkpoint: str) -> list[dict[st
         and recorded_checkpoint(other.config, "backbone") == checkpoint
     ]
     measured = measurements(store, [manifest, *evaluations])
+    repeated = {manifest.key: published_protocol(store, manifest)}
     names = ("task", "protocol", "method", "stage")
     lines = [
         {name: getattr(entry, name) for name in names}
         | {"labels": entry.labels_per_class, "metric": "accuracy", **entry.accuracy._asdict()}
         | {"draws": len(entry.draws), "images": len(entry.sample_ids)}
         | {"chosen_on": ", ".join(entry.selected_on)}
+        | published_beside(entry, repeated.get(entry.artifact))
         for entry in measured.entries
     ] + [
         {name: line[name] for name in (*names, "metric", "value", "draws")}

@@ -6,48 +6,18 @@ whether the mean over its refits is near enough.
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import yaml
-from pydantic import Field, TypeAdapter
+from typing import NamedTuple
 
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import Finetune, RecipeError, nearest
-from pipelines.spec.augmentation import EvalCrop
+from pipelines.spec.published import Published, published
 from pipelines.store import Manifest
-from vit_model.fields import Frozen
 
 TOLERANCE = 0.3
 """The largest allowed difference between the mean and the published accuracy, in percentage points."""
 SEEDS = 3
 """The minimum number of refits for a mean."""
-
-
-class Published(Frozen):
-    """A published accuracy, and the stage of a shipped recipe that repeats its protocol."""
-
-    name: str
-    accuracy: Annotated[float, Field(ge=0, le=100)]
-    """% of the test images"""
-    weights: str
-    """The file that the source names."""
-    source: str
-    recipe: str
-    stage: str
-    train_fraction: Annotated[float, Field(gt=0, lt=1)]
-    """The fraction of train that was used for training; the rest was held out."""
-    resolution: int
-    augment: str
-    """The augmentation of training images."""
-    eval_crop: EvalCrop
-    """The crop of test images."""
-    steps: int
-    warmup_steps: int
-    batch_size: int
-    learning_rate: float
 
 
 class Verdict(NamedTuple):
@@ -70,13 +40,6 @@ class Verdict(NamedTuple):
             f"{verdict}: {self.mean:.2f}% (std {self.std:.2f} over {self.seeds} fine-tunings), published"
             f" {self.published:.2f}%: {self.mean - self.published:+.2f}, at most {TOLERANCE} allowed"
         )
-
-
-@cache
-def published() -> dict[str, Published]:
-    """Return the table of published accuracies by name."""
-    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    return {row.name: row for row in TypeAdapter(list[Published]).validate_python(rows)}
 
 
 def find_published(name: str) -> Published:

@@ -91,7 +91,7 @@ def gather(context: Context[Report]) -> ReportData:
     worst = mistakes.worst(main, entries) if main else []
     models = [entry for entry in scored if kind(entry) != "pixels"]
     numbers = {
-        **_scores(parts, entries, scored, datasets, tested),
+        **_scores(store, parts, entries, scored, datasets, tested),
         **_trainings(parts),
         "measured_in_training": {
             key: [asdict(curve) for curve in curves] for key, curves in measured.items()
@@ -124,6 +124,7 @@ def gather(context: Context[Report]) -> ReportData:
 
 
 def _scores(
+    store: Store,
     parts: Sequence[provenance.Part],
     entries: Sequence[Entry],
     scored: Sequence[multi_label.Entry],
@@ -133,6 +134,7 @@ def _scores(
     """Return the comparisons, accuracies, costs and data sets of report.json."""
     compared: list[AnyEntry] = [*entries, *scored]
     metrics = {manifest.key: manifest.metrics for _, manifest, _ in parts}
+    repeated = {manifest.key: provenance.published_protocol(store, manifest) for _, manifest, _ in parts}
     unknown = {key for key, recorded in metrics.items() if "unknown_training" in recorded}
     uncalibrated = lines.uncalibrated(metrics, _sweeps(parts))
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
@@ -151,6 +153,7 @@ def _scores(
                 metrics[entry.artifact],
                 is_calibrated=entry.artifact not in uncalibrated,
             )
+            | lines.published_beside(entry, repeated[entry.artifact])
             for entry in entries
         ],
         "costs": costs.costs(entries, parts, classes),

@@ -17,10 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.spec.published import Published
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.intervals import detectable_difference
-from ray_jobs.evaluation.rows import REAL, is_reference
+from ray_jobs.evaluation.rows import REAL, is_apart, is_reference
 from ray_jobs.reporting import mistakes, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
@@ -104,6 +105,19 @@ def accuracy_line(
         "selected_on": list(entry.selected_on),
         "settings": [json.loads(settings) for settings in entry.settings],
     }
+
+
+def published_beside(entry: Entry, repeated: Published | None) -> dict[str, str]:
+    """Return {published}: the number whose protocol is the entry's, and whether our interval contains it; or {}.
+
+    The published numbers are about all test images, and the original labels.
+    """
+    is_part = is_apart(entry.method) or entry.task.endswith(REAL)
+    if repeated is None or is_part or len(entry.sample_ids) != repeated.test_images:
+        return {}
+    is_inside = entry.accuracy.low <= repeated.accuracy / 100 <= entry.accuracy.high
+    where = "inside" if is_inside else "outside"
+    return {"published": f"published: {repeated.accuracy:.2f}%, {repeated.source}; {where} this 95% interval"}
 
 
 def seen_by(line: Mapping[str, Any], metrics: Mapping[str, Metrics]) -> str:

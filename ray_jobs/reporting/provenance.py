@@ -14,11 +14,23 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pipelines.identity import identity_fields
-from pipelines.spec import BEST, STAGE_TYPES, AnyStage, Stage, recorded_checkpoint, step_of
-from pipelines.store import Manifest
+from pipelines.spec import (
+    BEST,
+    STAGE_TYPES,
+    AnyStage,
+    Finetune,
+    Import,
+    Ingest,
+    Stage,
+    recorded_checkpoint,
+    step_of,
+)
+from pipelines.spec.published import Published, published
+from pipelines.store import Manifest, Store, StoreDamaged, read_manifest
 from vit_model.fields import Frozen
 
 Part = tuple[str, Manifest, Path]
+OPEN = ("seed", "refits", "dtype", "seen_in_training")  # fields that no published protocol names
 DEFAULTS = "defaults"  # shown for a group of fields that is set, with all fields at their defaults
 
 
@@ -101,6 +113,39 @@ def _preprocessing(folder: Path) -> Iterator[dict[str, Any]]:
         pixels = json.loads(path.read_text("utf-8"))["preprocessing"]
         for name in ("resolution", "mean", "std"):
             yield _setting(f"pixels.{name}", pixels[name], "(x / 255 - mean) / std")
+
+
+def published_protocol(store: Store, manifest: Manifest) -> Published | None:
+    """Return the published accuracy whose protocol an artifact repeats; None if there is none, or an input is lost."""
+    if manifest.job != "finetune":
+        return None
+    inputs = [each for field in ("data", "backbone") for each in manifest.inputs.get(field, ())]
+    try:
+        made = [manifest, *(read_manifest(store, each.job, each.key) for each in inputs)]
+        stages = [TypeAdapter(Stage).validate_python(each.config) for each in made if each]
+    except (ValidationError, StoreDamaged):
+        return None
+    match stages:
+        case [Finetune() as tuned, Ingest() as ingest, Import() as backbone]:
+            return same_protocol(tuned, ingest, backbone)
+    return None
+
+
+def same_protocol(tuned: Finetune, ingest: Ingest, backbone: Import) -> Published | None:
+    """Return the published accuracy that agrees with these stages in every identity field but OPEN; None if none does.
+
+    The authors publish no digest of their weights, so these are known by the name of their file.
+    """
+
+    def protocol(*stages: AnyStage) -> list[dict[str, Any]]:
+        fields = [identity_fields(stage).items() for stage in stages]
+        return [{name: value for name, value in each if name not in OPEN} for each in fields]
+
+    ours, file = protocol(tuned, ingest, backbone), Path(backbone.path).name
+    for row in published().values():
+        if protocol(*row.stages()) == ours and file == row.weights and ingest.exclude is None:
+            return row
+    return None
 
 
 def environments(parts: Iterable[Part]) -> list[dict[str, Any]]:

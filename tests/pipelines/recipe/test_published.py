@@ -7,8 +7,10 @@ import torch
 import yaml
 
 from pipelines.recipe.load import load_pipeline, recipe_path
-from pipelines.results.published import published, repetition
-from pipelines.spec import Finetune, ModelSize, Pretrain
+from pipelines.results.published import repetition
+from pipelines.spec import Finetune, Import, Ingest, ModelSize, Pretrain
+from pipelines.spec.published import published
+from ray_jobs.reporting.provenance import same_protocol
 from ray_jobs.training.optim import warmup_steps
 
 IMAGENET = 1_281_167 * 0.99  # the first 99% of train (big_vision's train[:99%])
@@ -153,17 +155,14 @@ def test_scaled_down_trainings_differ_in_their_sizes_alone(small: str, recipe: s
 def test_a_repetition_does_what_the_numbers_source_does(name: str) -> None:
     """big_vision's transfer.py: shorter side 448, of it the middle 384, and 90, 98 or 99% of train, with one rate."""
     row = published()[name]
-    pipeline = repetition(row, "/archives", "/weights.npz", ())
-    stage = pipeline.stages[row.stage]
-    assert isinstance(stage, Finetune)
-    for field in ("resolution", "augment", "eval_crop", "steps", "batch_size"):
-        assert getattr(stage, field) == getattr(row, field), field
-    assert stage.learning_rates == (row.learning_rate,)
-    assert warmup_steps(stage.optimizer, stage.steps) == row.warmup_steps
-    source = pipeline.stages[stage.data].source  # type: ignore[union-attr]
-    assert 1 - source.dev_fraction == pytest.approx(row.train_fraction) and not stage.labels.use_dev
-    transfer = load_pipeline("paper_transfer", ("backbone.path=/weights.npz",)).stages[row.stage]
-    assert isinstance(transfer, Finetune) and row.learning_rate in transfer.learning_rates
-    assert transfer.eval_crop == row.eval_crop
+    stages = repetition(row, "/archives", f"/weights/{row.weights}", ()).stages
+    stage, backbone = stages[row.stage], stages["backbone"]
+    assert isinstance(stage, Finetune) and isinstance(backbone, Import)
+    ingest = stages[stage.data]
+    assert isinstance(ingest, Ingest)
+    assert same_protocol(stage, ingest, backbone) == row
     if stage.augment == "squash_crop_flip":
         assert "cifar" in stage.data, "their resmall_crop is ours for square images alone"
+    transfer = load_pipeline("paper_transfer", ("backbone.path=/weights.npz",)).stages[row.stage]
+    assert isinstance(transfer, Finetune) and row.learning_rate in transfer.learning_rates
+    assert same_protocol(transfer, ingest, backbone) is None, "it trains on all of train, as the paper does"

@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from pipelines.identity import identity_fields
-from pipelines.spec import STAGE_TYPES, Evaluate, Finetune, Pretrain
+from pipelines.spec import STAGE_TYPES, Evaluate, Finetune, Import, Pretrain
+from pipelines.spec.published import published
 from pipelines.store import InputRef
 from ray_jobs.reporting import provenance
 from ray_jobs.reporting.page import setting
@@ -116,3 +117,37 @@ def test_settings_name_the_inputs_and_their_checkpoints(backbone: Any, shown: st
     parts = [("pretrain", make_manifest("ingest", key="p"), tmp_path), ("probe", manifest, tmp_path)]
     inputs = {each["field"]: each["value"] for each in provenance.stages(parts)[1]["settings"]}
     assert inputs == {"data": "pretrain", "backbone": shown}
+
+
+PETS = published()["augreg_b32_pets"]
+TUNED, INGEST, BACKBONE = PETS.stages()
+REPEATED = {"tuned": TUNED, "ingest": INGEST, "backbone": BACKBONE}
+OPEN = {f"tuned.{name}" for name in ("seed", "refits", "dtype", "seen_in_training")}
+
+
+def changed(config: Frozen, prefix: str) -> Iterator[tuple[str, Frozen]]:
+    """Yield the path of each identity field, at any depth, and the configuration with another value there."""
+    for name in own_fields(type(config)):
+        value = getattr(config, name)
+        if isinstance(value, Frozen):
+            for path, inner in changed(value, f"{prefix}.{name}"):
+                yield path, config.model_copy(update={name: inner})
+        else:
+            other = OTHER.get(type(value), lambda v: f"{v} x")(value)
+            yield f"{prefix}.{name}", config.model_copy(update={name: other})
+
+
+CHANGED = {
+    path: {stage: other} for stage, config in REPEATED.items() for path, other in changed(config, stage)
+} | {
+    "ingest.source.kind": {"ingest": published()["augreg_b32_imagenet"].stages()[1]},
+    "ingest.against": {"ingest": INGEST.model_copy(update={"against": ("flowers",)})},
+    "ingest.exclude": {"ingest": INGEST.model_copy(update={"exclude": "wrong.csv"})},
+    "backbone.path": {"backbone": Import(job="import", path="a/B_32.npz")},
+}
+
+
+@pytest.mark.parametrize("path", CHANGED)
+def test_a_protocol_is_a_published_one_only_if_every_field_agrees(path: str) -> None:
+    found = provenance.same_protocol(**REPEATED | CHANGED[path])  # type: ignore[arg-type]
+    assert found == (PETS if path in OPEN else None)

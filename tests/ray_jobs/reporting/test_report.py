@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import io
 import json
@@ -19,7 +20,9 @@ from PIL import Image
 from rich.console import Console
 
 from pipelines.results.accuracies import accuracy_table, metrics_table, verdict_lines
+from pipelines.results.card import facts_of, render
 from pipelines.spec import (
+    LAST,
     AnyStage,
     Audit,
     Baselines,
@@ -30,6 +33,7 @@ from pipelines.spec import (
     Pretrain,
     Segment,
 )
+from pipelines.spec.published import published
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
 from ray_jobs.data import shards
 from ray_jobs.data.columns import Sample
@@ -54,6 +58,7 @@ from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.reports import make_report
 from tests.support.scores import Scores, put_scores
+from tests.support.vits import contract_for
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 NOTES = ("test is <b>theirs</b>",)
@@ -337,6 +342,39 @@ def test_a_finished_population_is_described(tmp_path: Path) -> None:
     assert "trials of its search (pbt)" in text
     assert "A trial's values are from its last round" in text
     assert "search: members 2" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "images", "right", "shown"),
+    [
+        ({"seed": 5}, 3669, 3441, "inside"),
+        ({}, 3669, 3600, "outside"),
+        ({"steps": 501}, 3669, 3441, None),
+        ({}, 3668, 3441, None),
+    ],
+)
+def test_a_published_accuracy_is_shown_only_beside_its_own_protocol(
+    tmp_path: Path, changes: dict[str, Any], images: int, right: int, shown: str | None
+) -> None:
+    row, made = published()["augreg_b32_pets"], Artifacts(tmp_path / "store")
+    config, *inputs = row.stages()
+    for stage in inputs:
+        made.commit(stage.job, stage.job, stage.KIND, {}, config=stage.model_dump(mode="json"))
+    labels = np.arange(images) % 2
+    answers = np.where(np.arange(images) < right, labels, 1 - labels)[None]
+    truth = Truth("Pets, whole", [f"{number:04d}" for number in range(images)], labels)
+    scores = [Scores("ViT, pretrained", "fine-tuning", None, answers, truth)]
+    config = config.model_copy(update=changes)
+    tuned = made.scores("tuned", scores, config, data="ingest", backbone="import")
+    files = made.make("tuned")
+    expected = f"published: 93.78%, {row.source}; {shown} this 95% interval"
+    (line,) = json.loads(files["report.json"])["accuracies"]
+    assert line.get("published") == (shown and expected)
+    facts = facts_of(made.store, tuned, LAST)
+    contract = contract_for(SIZE.architecture(8, 3, 2), ["cat", "dog"])
+    card = render(facts, contract, "npz", "place", [])
+    for text in (html.unescape(files["report.html"].decode()), card.replace("\\", "")):
+        assert text.count("published: ") == bool(shown) and (not shown or expected in text)
 
 
 def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
