@@ -29,9 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import ROOT, keep
-
-sys.path.append(str(ROOT))  # for the tests' package
+from common import keep
 
 from pipelines.spec import Pretrain
 from ray_jobs.process import devices

@@ -33,11 +33,11 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from common import keep
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,7 +45,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROW_SECONDS, TURN_SECONDS, LEAST_ROUNDS = 14.0, 0.1, 7
 CEILING_SIDE = 8192 if DEVICE.type == "cuda" else 2048
@@ -295,8 +294,7 @@ def write(
         "|---|---|---|---:|---:|" + "---:|" * len(peers),
         *lines,
     ]
-    print("\n".join(text))
-    (RESULTS / f"train_step{'_gpu' if DEVICE.type == 'cuda' else ''}.md").write_text("\n".join(text) + "\n")
+    keep(f"train_step{'_gpu' if DEVICE.type == 'cuda' else ''}.md", text)
 
 
 if __name__ == "__main__":
