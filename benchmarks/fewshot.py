@@ -79,10 +79,7 @@ def table(
     seconds: dict[str, list[float]], ours: str, targets: dict[str, str], work: float = 1.0
 ) -> list[str]:
     """Return a table of seconds, or of `work` per second, and of our speedup."""
-    lines = [
-        f"| | {'seconds' if work == 1 else 'images/s'} | our speedup | target |",
-        "|---|---:|---:|---|",
-    ]
+    lines = [f"| | {'seconds' if work == 1 else 'images/s'} | our speedup | target |", "|---|---:|---:|---|"]
     for name, own in seconds.items():
         values = own if work == 1 else [work / each for each in own]
         ratios = [theirs / mine for theirs, mine in zip(own, seconds[ours], strict=True)]

@@ -178,11 +178,7 @@ def matmul_ceiling(dtype: torch.dtype) -> float:
 
 
 def row(
-    shape: Shape,
-    dtype: str,
-    mode: str,
-    peers: dict[str, Callable[[ViTConfig], Network]],
-    ceiling: float,
+    shape: Shape, dtype: str, mode: str, peers: dict[str, Callable[[ViTConfig], Network]], ceiling: float
 ) -> str:
     """Return a line of the table."""
     images = torch.randn(

@@ -355,8 +355,7 @@ def _card(
     needed = {"dataset.json", "index.parquet", info.shards[shard].file}
     attempt = context.attempt
     folder = context.open_store().local(
-        Layout.files(attempt.job, attempt.key, attempt.number),
-        [file for file in made if file.path in needed],
+        Layout.files(attempt.job, attempt.key, attempt.number), [file for file in made if file.path in needed]
     )
     with context.staging() as staging:
         write_card(staging.path, open_dataset(folder), shard, unusable, copies, trainable)

@@ -12,14 +12,8 @@ from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import base
 from pipelines.store import Manifest, Store
 
-_OF_TRAININGS = (
-    "steps",
-    "batch_size",
-    "resolution",
-    "model",
-    "labels",
-    "refits",
-)  # fields that decide on the time
+# the fields that decide on the time
+_OF_TRAININGS = ("steps", "batch_size", "resolution", "model", "labels", "refits")
 LONGEST = 3  # stages that are named
 Work = tuple[str, ...]
 

@@ -128,10 +128,7 @@ class S3Store:
 
     def _fetch(self, folder: str, files: list[FileEntry], root: Path) -> None:
         """Fetch files into the cache; each appears there when it is complete and its sha256 is checked."""
-        with (
-            scratch_folder(root.parent) as temporary,
-            ThreadPoolExecutor(s3_client.THREADS) as threads,
-        ):
+        with scratch_folder(root.parent) as temporary, ThreadPoolExecutor(s3_client.THREADS) as threads:
             parts = [
                 (entry, temporary / str(number), start)
                 for number, entry in enumerate(files)

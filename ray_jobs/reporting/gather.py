@@ -302,10 +302,7 @@ def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[s
 
 
 def _looked(
-    store: Store,
-    manifests: Iterable[Manifest],
-    main: Mapping[str, Any] | None,
-    tested: Mapping[str, Dataset],
+    store: Store, manifests: Iterable[Manifest], main: Mapping[str, Any] | None, tested: Mapping[str, Dataset]
 ) -> dict[str, str]:
     """Return the main model's mistakes, tinted by its attention, by sample id; empty if it is not a fine-tuned ViT."""
     model = next((each for each in manifests if main and each.key == main["artifact"]), None)

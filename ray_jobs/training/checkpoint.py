@@ -333,11 +333,7 @@ class CheckpointManager:
         return part
 
     def _commit(
-        self,
-        checkpoint: Checkpoint,
-        best: int | None,
-        part: Future[Checkpoint],
-        is_given_up: threading.Event,
+        self, checkpoint: Checkpoint, best: int | None, part: Future[Checkpoint], is_given_up: threading.Event
     ) -> None:
         """On rank 0, commit a checkpoint when all its parts are written, unless it is given up."""
         if self._rank:

@@ -133,11 +133,7 @@ def _record(context: Context[Finetune], name: FitName, result: Trial, manager: C
 
 
 def refit(
-    context: Context[Finetune],
-    task: Task,
-    pool: Images,
-    draw: int,
-    worker: Worker = ALONE,
+    context: Context[Finetune], task: Task, pool: Images, draw: int, worker: Worker = ALONE
 ) -> Refitted | None:
     """Fit on all of a draw's labels, score on test, and record it in the ledger.
 

@@ -11,13 +11,7 @@ from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
 from pipelines.spec.optimizer import check_optimizer
-from pipelines.spec.stages.base import (
-    Rate,
-    Shots,
-    Steps,
-    TrainingStage,
-    has_stochastic_depth,
-)
+from pipelines.spec.stages.base import Rate, Shots, Steps, TrainingStage, has_stochastic_depth
 from vit_model.config import Architecture, MaeOptions
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, execution, later, takes
