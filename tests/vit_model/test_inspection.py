@@ -281,10 +281,7 @@ def test_what_a_model_has_not_is_said() -> None:
     with pytest.raises(ValueError, match=r"attention rollout .* this model is axial"):
         inspection.attention_rollout(model, images)
     model, _ = model_and_images({})
-    with pytest.raises(
-        ValueError,
-        match=r"count is 33; .* from 1 to 32",
-    ):
+    with pytest.raises(ValueError, match=r"count is 33; .* from 1 to 32"):
         inspection.patch_embedding_components(model, 33)
     with pytest.raises(ValueError, match=r"layer is 1; with position_at 'stem' it must be from 0 to 0"):
         inspection.position_similarity(model, layer=1)

@@ -479,10 +479,7 @@ def test_positions_where_they_belong() -> None:
         ({"pooling": "gap", "class_position": True}, "class_position true needs class_token"),
         ({"distillation": True, "pooling": "map"}, "distillation needs pooling 'cls'"),
         ({"norm_after_pooling": True}, "norm_after_pooling needs pooling 'gap'"),
-        (
-            {"position": "sincos2d", "position_at": "shared"},
-            "needs learned tables; position is 'sincos2d'",
-        ),
+        ({"position": "sincos2d", "position_at": "shared"}, "needs learned tables; position is 'sincos2d'"),
         ({"axial": True}, "cannot be combined with class_token"),
         (
             {"axial": True, "pooling": "gap", "stochastic_depth": 0.1},

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from tests.support import timm_models
-from vit_model.blocks import (
-    relative_scores,
-    resize_axis,
-    resize_position_embedding,
-    sincos2d,
-    sincos2d_moco,
-)
+from vit_model.blocks import relative_scores, resize_axis, resize_position_embedding, sincos2d, sincos2d_moco
 
 
 def table(entries: int, width: int = 5) -> torch.Tensor:

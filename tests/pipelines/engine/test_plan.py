@@ -13,13 +13,7 @@ from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
 from pipelines.engine.durations import last_seconds, seconds_of
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import (
-    code_digest,
-    recorded_key,
-    sha256,
-    source_fingerprint,
-    stage_key,
-)
+from pipelines.identity import code_digest, recorded_key, sha256, source_fingerprint, stage_key
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune, Ingest, RecipeError

@@ -156,10 +156,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
 
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with hold() as ray:
-        assert statuses(doctor._local_ray()) == {
-            "local Ray": "ok",
-            "local Ray, access": "ok",
-        }
+        assert statuses(doctor._local_ray()) == {"local Ray": "ok", "local Ray, access": "ok"}
         assert (
             "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].text
         )

@@ -223,10 +223,7 @@ def test_with_few_trained_weights_it_continues_to_the_same_bytes(fields, tmp_pat
 
 WIDER = {"model": SIZE.model_copy(update={"width": 24})}
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "truncated": (
-        {},
-        r"safetensors is damaged: it has [\d,]+ bytes, its manifest says .*; it is not used",
-    ),
+    "truncated": ({}, r"safetensors is damaged: it has [\d,]+ bytes, its manifest says .*; it is not used"),
     "of another architecture": (
         WIDER,
         r"cannot be used: it has \d+ values of weights of .*, but this training needs \d+, .*; it is not used",

@@ -264,11 +264,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_entry_is_computed_again(
-    damage: str,
-    fits: Fits,
-    undisturbed: tuple[Path, Result],
-    store: Path,
-    capsys: pytest.CaptureFixture[str],
+    damage: str, fits: Fits, undisturbed: tuple[Path, Result], store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, said = DAMAGE[damage]
     change(store)

@@ -487,10 +487,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         changed(embedding_kernel=lambda array: array[0]),
         r"'embedding/kernel' is \[4, 3, 16\]",
     ),
-    "another width": (
-        changed(cls=lambda array: array[..., :8]),
-        r"cls \[1, 1, 8\] instead of \[1, 1, 16\]",
-    ),
+    "another width": (changed(cls=lambda array: array[..., :8]), r"cls \[1, 1, 8\] instead of \[1, 1, 16\]"),
     "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "missing tensors"),
     "five stages": (with_array("block9/unit1/conv1/kernel", np.ones((1, 1, 1, 1), "f4")), r"stages \[9\]"),
     "endless layers": (
