@@ -61,9 +61,8 @@ from ray_jobs.sources.archives.entries import Listing, Unusable
 from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
-NAMED = (
-    10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
-)
+# pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
+NAMED = 10
 
 
 def main(context: Context[Ingest]) -> Result:

@@ -137,9 +137,8 @@ class S3Store:
             done = threads.map(lambda part: self._fetch_part(folder, *part), parts)
             try:
                 for (entry, path, start), _ in zip(parts, done, strict=True):
-                    if (
-                        start + s3_client.PART_BYTES >= entry.size
-                    ):  # the last part, because results come in order
+                    # the last part, because results come in order
+                    if start + s3_client.PART_BYTES >= entry.size:
                         self._check(f"{folder}/{entry.path}", path, entry)
                         protocol.inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
                         path.replace(protocol.inside(root, entry.path))

@@ -42,9 +42,8 @@ ROWS = pa.schema(
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
         _column("split", pa.string()),
-        _column(
-            "metric", pa.string()
-        ),  # ACCURACY, MEAN_AP, MEAN_IOU, or see `ray_jobs.evaluation.multi_label`
+        # ACCURACY, MEAN_AP, MEAN_IOU, or see `ray_jobs.evaluation.multi_label`
+        _column("metric", pa.string()),
         _column("value", pa.float64()),  # a fraction
         _column("num_images", pa.int32()),
         _column("selected_on", pa.string()),  # what the settings were selected on

@@ -270,9 +270,8 @@ def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
     for name in TopologicalSorter(before).static_order():
         depth[name] = max((depth[other] + 1 for other in before[name]), default=0)
     deepest, used = max(depth.values()), set().union(*before.values())
-    depth |= {
-        name: deepest for name in members if name not in used and before[name]
-    }  # results stand at the right
+    # results stand at the right
+    depth |= {name: deepest for name in members if name not in used and before[name]}
     columns = [[name for name in members if depth[name] == level] for level in range(deepest + 1)]
     width, height = BOX + 28, 46 * max(map(len, columns))
     places = {

@@ -23,9 +23,8 @@ from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 _BATCH = 256  # images per forward pass
-_LARGEST = (
-    10**8
-)  # of shots * classes^2, which the solver's time is proportional to; a quarter is ImageNet with 25 shots
+# of shots * classes^2, which the solver's time is proportional to; a quarter is ImageNet with 25 shots
+_LARGEST = 10**8
 
 
 class FewShotProbe:

@@ -52,11 +52,8 @@ from vit_model.weights import save_model
 
 SIZE = ImageSize(height=8, width=8, channels=1)
 DRAWS = 3
-SHARE_RIGHT = {
-    "ViT, pretrained": 0.9,
-    "ViT, from scratch": 0.5,
-    "ViT, untrained": 0.4,
-}  # all other methods: 0.7
+# all other methods: 0.7
+SHARE_RIGHT = {"ViT, pretrained": 0.9, "ViT, from scratch": 0.5, "ViT, untrained": 0.4}
 ENVIRONMENT = {
     "python": "3",
     "machine": "x86_64",

@@ -164,9 +164,8 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # DeepSpeed calls deprecated functions of torch
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    optim.BUCKET = (
-        1 << 17
-    )  # needed several times for the model's 900,000 weights, as ours is for large models
+    # needed several times for the model's 900,000 weights, as ours is for large models
+    optim.BUCKET = 1 << 17
     # ZeRO-3 replaces functions of torch in the process, so the references come first.
     kinds = {(case.dtype, case.clips, case.optimizer, case.objective) for case in cases}
     expected = {kind: expected_weights(*kind) for kind in sorted(kinds)}

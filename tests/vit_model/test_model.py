@@ -137,9 +137,8 @@ def test_initialisation_follows_the_table() -> None:
     for layer in range(2):
         block = f"blocks.{layer}"
         for part in weights[f"{block}.attn.qkv.weight"].chunk(3):
-            is_uniform(
-                part, 0.125
-            )  # sqrt(6 / (192 + 192)), a matrix of width 192; a fused Xavier's would be 0.088
+            # sqrt(6 / (192 + 192)), a matrix of width 192; a fused Xavier's would be 0.088
+            is_uniform(part, 0.125)
         is_uniform(weights[f"{block}.attn.proj.weight"], 0.125)
         for name in ("fc1", "fc2"):
             is_uniform(weights[f"{block}.mlp.{name}.weight"], math.sqrt(6 / (192 + 768)))

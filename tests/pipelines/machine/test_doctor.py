@@ -181,9 +181,8 @@ def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert findings._gpus() == ["NVIDIA H100", "NVIDIA H100"]
-    monkeypatch.setattr(
-        findings.sys, "executable", "/bin/false"
-    )  # for a torch that sees nothing, without its import
+    # for a torch that sees nothing, without its import
+    monkeypatch.setattr(findings.sys, "executable", "/bin/false")
     found = findings._accelerator(findings._gpus())
     assert found.status == "problem"
     assert "2: NVIDIA H100" in found.text

@@ -191,9 +191,8 @@ def test_a_pipeline_of_transformers_runs_the_folder_as_it_is(
     for photo, row in zip(photos, ours, strict=True):
         found = {line["label"]: line["score"] for line in theirs(str(photo), top_k=3)}
         expected = {line["class"]: line["probability"] for line in row["top"]}
-        assert found == pytest.approx(
-            expected, abs=1e-5 if channels == 3 else 5e-3
-        )  # grey is rounded to 8 bits
+        # grey is rounded to 8 bits
+        assert found == pytest.approx(expected, abs=1e-5 if channels == 3 else 5e-3)
 
 
 @torch.no_grad()

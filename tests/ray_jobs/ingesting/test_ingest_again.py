@@ -134,9 +134,8 @@ def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
 def test_when_files_are_added_only_they_are_read(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "ray_jobs.ingesting.parts.SHARD_IMAGES", 16
-    )  # 4 parts, then 8: the old ones are divided
+    # 4 parts, then 8: the old ones are divided
+    monkeypatch.setattr("ray_jobs.ingesting.parts.SHARD_IMAGES", 16)
     root = tmp_path / "images"
     put_images(root, 0, 60)
     put_plain(root / "a" / "plain.ppm", 1)

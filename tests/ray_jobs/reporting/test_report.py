@@ -634,9 +634,8 @@ def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> N
     for text in (*HOSTILE, "<i>mine</i>"):
         assert text in page.text
     sources = [value or "" for name, value in page.attributes if name in {"src", "href", "xlink:href"}]
-    assert sources and all(
-        value.startswith(("data:image/", "data:,", "#")) for value in sources
-    )  # nothing is fetched
+    # nothing is fetched
+    assert sources and all(value.startswith(("data:image/", "data:,", "#")) for value in sources)
     assert "http" not in files["report.html"].decode().replace("http://www.w3.org/", "")
     numbers = json.loads(files["report.json"])
     assert numbers["verdicts"] == [] and "not compared with another method" in numbers["headline"]

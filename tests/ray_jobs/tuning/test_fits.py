@@ -278,9 +278,8 @@ def test_no_checkpoint_is_later_than_a_gradient_that_is_not_finite(tmp_path):
 
 
 TWO: dict[str, Any] = {**CASES["bf16, dropout"], "gradient_accumulation_steps": 2}
-SAME: dict[
-    str, Any
-] = {  # without dropout, whose masks are a worker's own; AdamW scales rounding differences up
+# without dropout, whose masks are a worker's own; AdamW scales rounding differences up
+SAME: dict[str, Any] = {
     "model": SIZE.model_copy(update={"depth": 2, "stochastic_depth": 0.5}),
     "dtype": "float32",
     "optimizer": {"name": "sgd"},

@@ -51,9 +51,8 @@ class Fits:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = self.moments = 0
         self.order = 1  # -1: the last trial and the last refit come first
-        self.last: int | None = (
-            None  # the moment of death; each entry has two: before and after it is written
-        )
+        # the moment of death; each entry has two: before and after it is written
+        self.last: int | None = None
         fit_one, add = fits_module.fit, ledger._add
 
         def counted(*arguments: Any, **named: Any) -> Any:

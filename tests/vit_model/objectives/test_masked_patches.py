@@ -70,9 +70,8 @@ def slow_targets(image: NDArray[np.uint8], p: int, target: str) -> list[list[flo
 def test_targets_are_those_of_a_loop(shape: tuple[int, int, int], channels: int, target: Any) -> None:
     height, width, p = shape
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, channels), dtype=np.uint8)
-    pixels[0] = np.random.default_rng(1).integers(
-        158, 162, pixels[0].shape
-    )  # means near 160, an edge of the bins
+    # means near 160, an edge of the bins
+    pixels[0] = np.random.default_rng(1).integers(158, 162, pixels[0].shape)
     pixels[1, :p, :p] = 255
     pixels[1, -p:, -p:] = 0
     expected = np.array([slow_targets(image, p, target) for image in pixels])
