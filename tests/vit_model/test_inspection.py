@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.vits import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_twin, randomised
 from vit_model import inspection
 from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT
@@ -184,28 +184,12 @@ def test_rollout_multiplies_from_the_first_layer_upward(options: dict[str, Any])
 
 @pytest.mark.slow
 def test_weights_are_hugging_faces() -> None:
-    transformers = pytest.importorskip("transformers")
     model, images = model_and_images({"gelu": "exact"})
-    config = model.config
-    theirs = transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=config.width,
-            num_hidden_layers=config.depth,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.mlp_dim,
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            num_labels=config.num_classes,
-            hidden_act="gelu",
-            layer_norm_eps=config.layer_norm_eps,
-            attn_implementation="eager",
-        )
-    ).eval()
-    theirs.load_state_dict(hugging_face_names(dict(model.state_dict()), config), strict=True)
+    theirs = hugging_face_twin(model, "gelu", attn_implementation="eager").eval()
     with torch.no_grad():
         expected = theirs(images, output_attentions=True).attentions
     found = inspection.attention_weights(model, images)
-    assert len(found) == len(expected) == config.depth
+    assert len(found) == len(expected) == model.config.depth
     for ours, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, other.numpy(), atol=1e-6)
 

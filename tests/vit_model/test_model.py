@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from tests.support.vits import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_names, hugging_face_twin, randomised
 from vit_model.blocks import attention
 from vit_model.config import ViTConfig
 from vit_model.model import ViT, along_axis
@@ -28,26 +28,9 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("gelu", "activation"), [("tanh", "gelu_pytorch_tanh"), ("exact", "gelu")])
 def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> None:
-    transformers = pytest.importorskip("transformers")
     config = ViTConfig.model_validate({**SMALL, "gelu": gelu})
     ours = randomised(config)
-    theirs = transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=config.width,
-            num_hidden_layers=config.depth,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.mlp_dim,
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            num_labels=config.num_classes,
-            hidden_act=activation,
-            layer_norm_eps=config.layer_norm_eps,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-    # strict: every tensor of theirs gets one of ours, and none is left over.
-    theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), config), strict=True)
+    theirs = hugging_face_twin(ours, activation)
     images, labels = random_images(config, 5), torch.tensor([0, 3, 6, 2, 2])
 
     logits, expected = ours(images), theirs(images).logits

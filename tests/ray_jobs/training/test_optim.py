@@ -16,6 +16,7 @@ from ray_jobs.training.engine import EMA, Plain
 from ray_jobs.training.task import DivergenceError
 from tests.support import timm_models
 from tests.support.pretraining import pretraining
+from tests.support.vits import TINY
 from tests.support.zero_matrix import muon_step
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -23,19 +24,7 @@ from vit_model.parts import AroundModel, ParameterGroups
 
 
 def tiny_vit(**fields: object) -> ViT:
-    return ViT(
-        ViTConfig(
-            image_size=8,
-            patch_size=4,
-            in_channels=1,
-            width=16,
-            depth=2,
-            num_heads=2,
-            mlp_dim=32,
-            num_classes=3,
-            **fields,
-        )
-    )
+    return ViT(ViTConfig(**TINY, in_channels=1, num_classes=3, **fields))
 
 
 class Linear(nn.Linear, ParameterGroups):
