@@ -255,11 +255,8 @@ def _start_keeper(folder: Path) -> None:
         answer = f"its keeper did not answer within {ENSURE_SECONDS:.0f} s"
     if answer != "ready":
         reason = answer or "its keeper died"
-        names = (
-            f"; Ray takes these variables from the environment: {', '.join(found)}"
-            if (found := suspects())
-            else ""
-        )
+        found = suspects()
+        names = f"; Ray takes these variables from the environment: {', '.join(found)}" if found else ""
         raise LocalRayError(
             f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'}{names})"
         )

@@ -148,11 +148,9 @@ class S3Store:
 
     def _fetch_part(self, folder: str, entry: FileEntry, path: Path, start: int) -> None:
         name = f"{folder}/{entry.path}"
-        part: dict[str, Any] = (
-            {"Range": f"bytes={start}-{start + s3_client.PART_BYTES - 1}"}
-            if entry.size > s3_client.PART_BYTES
-            else {}
-        )
+        part: dict[str, Any] = {}
+        if entry.size > s3_client.PART_BYTES:
+            part["Range"] = f"bytes={start}-{start + s3_client.PART_BYTES - 1}"
         with self._translate_errors(f"read {name}"):
             data = self._get(name, **part)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:  # noqa: PTH123 (not emptied)

@@ -182,11 +182,8 @@ def _other_metrics(
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
     others = multi_label.with_intervals(measures.other_metrics(rows), scored)
-    return (
-        {"other_metrics": [line | {"seen": lines.seen_by(line, metrics)} for line in others]}
-        if others
-        else {}
-    )
+    shown = [line | {"seen": lines.seen_by(line, metrics)} for line in others]
+    return {"other_metrics": shown} if shown else {}
 
 
 def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:

@@ -283,11 +283,7 @@ class Pretrain(TrainingStage):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
         if self.batch_size % (workers * micro_batches):
-            share = (
-                f", which is {self.batch_size // workers} for each of {workers} workers,"
-                if workers > 1
-                else ""
-            )
+            share = f", which is {self.batch_size // workers} for each of {workers} workers," * (workers > 1)
             raise ValueError(
                 f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
             )

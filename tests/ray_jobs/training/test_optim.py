@@ -306,11 +306,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
         optimizer = settings.model_copy(update={"name": name})
         engine = Plain(model, optim.make_optimizer(model, optimizer, base=1.0), torch.float32, clip_norm=1.0)
         for broken in (False, True):
-            before = (
-                [(kind, name, values.clone()) for kind, name, _, values in engine.state_shards()]
-                if broken
-                else []
-            )
+            shards = engine.state_shards() if broken else ()
+            before = [(kind, name, values.clone()) for kind, name, _, values in shards]
             loss = engine(torch.ones(2, 1, 8, 8)).square().sum()
             engine.backward(loss * math.inf if broken else loss)
             assert math.isfinite(engine.step(1e-2)) == (not broken)
