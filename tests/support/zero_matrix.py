@@ -34,7 +34,7 @@ from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef
 from tests.support.objectives import CASES as OBJECTIVES
-from tests.support.vits import contract_for
+from tests.support.vits import TINY, contract_for
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -227,16 +227,8 @@ def make_task(objective: str, dtype: str, seed: int = 0) -> tuple[Method, Parame
     case = Case(0, dtype, 1, True, "AdamW", 1, objective)
     config = configuration(case)
     labelled = objective_properties(config.objective).classifier is not None
-    architecture = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        in_channels=1,
-        width=192,
-        depth=2,
-        num_heads=3,
-        mlp_dim=768,
-        num_classes=3 * labelled,
-    )
+    sizes = TINY | {"in_channels": 1, "width": 192, "num_heads": 3, "mlp_dim": 768}
+    architecture = ViTConfig(**sizes, num_classes=3 * labelled)
     teacher = ModelRef(_teacher(), "teacher") if config.teacher else None
     method = make_method(config, contract_for(architecture), torch.device("cpu"), teacher)
     model, generator = ViT(architecture), torch.Generator().manual_seed(seed)

@@ -126,16 +126,9 @@ def test_distance_in_axial_models_is_along_the_line(options: dict[str, Any]) -> 
 @pytest.mark.parametrize(("side", "patch", "pixels"), [(14, 16, 116.5), (7, 32, 115.5), (16, 14, 116.6)])
 def test_distance_of_uniform_attention_is_the_published_one(side: int, patch: int, pixels: float) -> None:
     """vit.md, section 7. What goes to a class token is lost, and not given to the patches."""
-    sizes = {
-        "image_size": side * patch,
-        "patch_size": patch,
-        "width": 8,
-        "depth": 1,
-        "num_heads": 2,
-        "mlp_dim": 8,
-    }
+    sizes = {"image_size": side * patch, "patch_size": patch, "width": 8, "depth": 1, "mlp_dim": 8}
     for pooling, lost in (("gap", 0), ("cls", 1)):
-        model = ViT(ViTConfig.model_validate({**sizes, "pooling": pooling}))
+        model = ViT(ViTConfig(**sizes, num_heads=2, pooling=pooling))
         with torch.no_grad():
             model.blocks[0].attn.qkv.weight.zero_()  # type: ignore[union-attr, operator]
         distance = inspection.attention_distance(model, torch.zeros(1, 3, side * patch, side * patch))

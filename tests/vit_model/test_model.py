@@ -99,17 +99,8 @@ def test_images_of_another_size_are_refused() -> None:
 
 
 def test_initialisation_follows_the_table() -> None:
-    config = ViTConfig(
-        image_size=64,
-        patch_size=8,
-        width=192,
-        depth=2,
-        num_heads=3,
-        mlp_dim=768,
-        num_classes=50,
-        representation_head=True,
-        head_bias=-10.0,
-    )
+    sizes = {"image_size": 64, "patch_size": 8, "width": 192, "depth": 2, "num_heads": 3, "mlp_dim": 768}
+    config = ViTConfig(**sizes, num_classes=50, representation_head=True, head_bias=-10.0)
     weights = ViT(config).state_dict()
 
     def is_uniform(tensor: Tensor, bound: float) -> None:

@@ -210,16 +210,8 @@ def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> Sample:
         Image.fromarray(image).save(buffer, "PNG")
         data = buffer.getvalue()
     height, width, channels = image.shape
-    return Sample(
-        sample_id(sha256(data).digest(), key),
-        key,
-        data,
-        "raw" if raw else "png",
-        width,
-        height,
-        channels,
-        label,
-    )
+    identity, form = sample_id(sha256(data).digest(), key), "raw" if raw else "png"
+    return Sample(identity, key, data, form, width, height, channels, label)
 
 
 def _parquet(table: Any) -> bytes:

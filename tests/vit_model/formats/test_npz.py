@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.support import google_numpy, timm_models
+from tests.support import google_numpy, timm_models, vits
 from tests.support.vits import contract_for, randomised
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz
@@ -30,15 +30,7 @@ from vit_model.preprocessing import normalise
 from vit_model.weights import transfer_backbone
 
 Arrays = dict[str, NDArray[Any]]
-SMALL: dict[str, Any] = {
-    "image_size": 12,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 4,
-    "mlp_dim": 24,
-    "num_classes": 7,
-}
+SMALL = vits.SMALL | {"width": 16, "depth": 2, "mlp_dim": 24}
 KINDS: dict[str, dict[str, Any]] = {
     "fine-tuned": {},
     "pre-trained, with the tanh layer": {"representation_head": True},

@@ -9,20 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.support import vits
 from tests.support.digits import as_input, pretrain
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 
-TINY: dict[str, Any] = {
-    "image_size": 8,
-    "patch_size": 2,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "in_channels": 1,
-}
+TINY = vits.TINY | {"patch_size": 2, "in_channels": 1}
 
 
 def random_draws(b: int, n: int, seed: int = 0) -> Tensor:
