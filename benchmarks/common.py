@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = {"image_size": 8, "in_channels": 1, "patch_size": 2, "width": 64, "depth": 4, "num_heads": 4}
+"""The quickstart's ViT, apart from its classes."""
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT))  # for the tests' package
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import ROOT, keep, keep_ray_below, setting, spread
+from common import QUICKSTART, ROOT, keep, keep_ray_below, setting, spread
 from torch.nn import functional
 
 from pipelines.cluster.local import hold, shut_down
@@ -183,18 +183,7 @@ def train(dataset: Path, steps: int) -> Bare:
 
 def fit(arrays: dict[str, tuple[torch.Tensor, torch.Tensor]], steps: int) -> float:
     """Train and return the accuracy on dev."""
-    config = ViTConfig(
-        image_size=8,
-        in_channels=1,
-        patch_size=2,
-        width=64,
-        depth=4,
-        num_heads=4,
-        mlp_dim=256,
-        num_classes=10,
-        gelu="exact",
-    )
-    model = ViT(config)
+    model = ViT(ViTConfig(**QUICKSTART, mlp_dim=256, num_classes=10, gelu="exact"))
     model.initialise(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(

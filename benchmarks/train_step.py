@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import keep
+from common import QUICKSTART, keep
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -71,17 +71,7 @@ def shapes() -> list[Shape]:
     variant = partial(ViTConfig.variant, image_size=224, num_classes=1000, gelu="exact")
     if DEVICE.type == "cuda":
         return [Shape("B/16 at 224", variant("B/16"), 128), Shape("L/16 at 224", variant("L/16"), 64)]
-    quickstart = ViTConfig(
-        image_size=8,
-        in_channels=1,
-        patch_size=2,
-        width=64,
-        depth=4,
-        num_heads=4,
-        mlp_dim=256,
-        num_classes=648,
-        gelu="exact",
-    )
+    quickstart = ViTConfig(**QUICKSTART, mlp_dim=256, num_classes=648, gelu="exact")
     return [Shape("Ti/16 at 224", variant("Ti/16"), 8), Shape("quickstart's", quickstart, 128)]
 
 

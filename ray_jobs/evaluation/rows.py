@@ -185,18 +185,12 @@ def mean_of_images(
     """
     places = np.flatnonzero(~np.isnan(values))
     parts = split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
-    return [
-        measurement(
-            {"task": task} | common | {"method": method},
-            metric,
-            float(part.mean()),
-            len(part),
-            "nothing",
-            settings,
-        )
-        for task, method, _, part in parts
-        if len(part)
-    ]
+    rows = []
+    for task, method, _, part in parts:
+        if len(part):
+            about, mean = {"task": task} | common | {"method": method}, float(part.mean())
+            rows.append(measurement(about, metric, mean, len(part), "nothing", settings))
+    return rows
 
 
 def mean_ap_of_real(

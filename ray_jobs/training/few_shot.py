@@ -80,14 +80,10 @@ class FewShotProbe:
         accuracies: dict[str, float] = {}
         with threadpool_limits(1):
             for shots, of_shots in zip(self._config.shots, self._draws, strict=True):
-                accuracies_of_draws = [
-                    np.mean(
-                        leave_one_out(
-                            support[np.searchsorted(self._needed, rows)], self._train[rows], scored, True
-                        ).predictions
-                        == self._dev
-                    )
-                    for rows in of_shots
-                ]
-                accuracies[f"{shots}-shot dev"] = float(np.mean(accuracies_of_draws))
+                of_draws = []
+                for rows in of_shots:
+                    own = support[np.searchsorted(self._needed, rows)]
+                    found = leave_one_out(own, self._train[rows], scored, True).predictions
+                    of_draws.append(np.mean(found == self._dev))
+                accuracies[f"{shots}-shot dev"] = float(np.mean(of_draws))
         return accuracies
