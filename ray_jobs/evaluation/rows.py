@@ -105,13 +105,8 @@ class Truth:
 def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
     """Return the truth of a dataset's test split, in its order."""
     real = dataset.index("test")["labels"].combine_chunks()
-    return Truth(
-        dataset.info.name,
-        dataset.sample_ids("test"),
-        dataset.labels("test"),
-        real if len(real.flatten()) else None,
-        seen,
-    )
+    known = real if len(real.flatten()) else None
+    return Truth(dataset.info.name, dataset.sample_ids("test"), dataset.labels("test"), known, seen)
 
 
 def is_reference(method: str) -> bool:

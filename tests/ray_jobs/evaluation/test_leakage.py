@@ -131,13 +131,8 @@ def _put_copies(folder: Path, name: str, pushed: Mapping[int, int]) -> None:
     pq.write_table(
         pa.Table.from_pylist([copy | {"done": "left out"} for copy in copies]), folder / "duplicates.parquet"
     )
-    datasets.put(
-        folder / "x",
-        "x",
-        ("even", "odd"),
-        SHAPE,
-        {"train": [datasets.raw(str(one), PIXELS[one], 0) for one in pushed]},
-    )
+    train = [datasets.raw(str(one), PIXELS[one], 0) for one in pushed]
+    datasets.put(folder / "x", "x", ("even", "odd"), SHAPE, {"train": train})
     (folder / "facts").mkdir()
     shutil.move(folder / "x" / "index.parquet", folder / "facts" / "00-00000.parquet")
     shutil.rmtree(folder / "x")

@@ -231,13 +231,8 @@ def test_steps_of_muon_are_a_plain_loops(decay):
     settings = Optimizer(
         name="muon", weight_decay=0.1, decay=decay, layer_decay=0.5, momentum=0.95, betas=(0.9, 0.95)
     )
-    engine = Plain(
-        ours,
-        optim.make_optimizer(ours, settings, base=0.02),
-        torch.float32,
-        settings.clip_norm,
-        accumulation=2,
-    )
+    optimizer = optim.make_optimizer(ours, settings, base=0.02)
+    engine = Plain(ours, optimizer, torch.float32, settings.clip_norm, accumulation=2)
     named = dict(plain.named_parameters())
     start = {name: weight.detach().clone() for name, weight in named.items()}
     momenta = {name: torch.zeros_like(weight) for name, weight in named.items() if name[9:] in MATRICES}
