@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -42,15 +41,12 @@ from ray_jobs.data.samples import write_samples
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.evaluation.features import BATCH
 from ray_jobs.process.context import Context
+from tests.support.checkpoints import put_untrained
+from tests.support.records import make_context, make_manifest
 from vit_model.contract import Preprocessing
 from vit_model.preprocessing import normalise
 from vit_model.sizes import ModelSize
 from vit_model.weights import load_model
-
-sys.path.append(str(ROOT))  # for the tests' package
-
-from tests.support.checkpoints import put_untrained
-from tests.support.records import make_context, make_manifest
 
 CORES = 2
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # the loop only reads it

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import keep, setting
+from common import keep, setting, spread
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
@@ -80,21 +79,13 @@ def table(
     seconds: dict[str, list[float]], ours: str, targets: dict[str, str], work: float = 1.0
 ) -> list[str]:
     """Return a table of seconds, or of `work` per second, and of our speedup."""
-    lines = [
-        f"| | {'seconds' if work == 1 else 'images/s'} | our speedup | target |",
-        "|---|---:|---:|---|",
-    ]
+    lines = [f"| | {'seconds' if work == 1 else 'images/s'} | our speedup | target |", "|---|---:|---:|---|"]
     for name, own in seconds.items():
         values = own if work == 1 else [work / each for each in own]
         ratios = [theirs / mine for theirs, mine in zip(own, seconds[ours], strict=True)]
-        faster = "" if name == ours else spread(ratios)
-        lines.append(f"| {name} | {spread(values)} | {faster} | {targets.get(name, '')} |")
+        faster = "" if name == ours else spread(ratios, 2)
+        lines.append(f"| {name} | {spread(values, 2)} | {faster} | {targets.get(name, '')} |")
     return lines
-
-
-def spread(values: list[float]) -> str:
-    """Return median and range."""
-    return f"{statistics.median(values):,.2f} ({min(values):,.2f}-{max(values):,.2f})"
 
 
 # ------------------------------------------------------------------------------------------------- features

@@ -32,11 +32,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import ROOT, keep
+from common import keep
 from loading.arms import open_loader
 from loading.data import prepare
-
-sys.path.append(str(ROOT))  # for the tests' package
 
 from pipelines.spec import Pretrain
 from ray_jobs.process import devices

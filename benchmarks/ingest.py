@@ -238,11 +238,8 @@ def main() -> None:
             for name in list(rounds)[turn % len(rounds) :] + list(rounds)[: turn % len(rounds)]:
                 if (found := in_process(name, folder, f"all-{options.images}")) is not None:
                     rounds[name].append(found)
-                    print(
-                        f"{name}: {options.images / found['seconds']:,.0f} images/s",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    rate = options.images / found["seconds"]
+                    print(f"{name}: {rate:,.0f} images/s", file=sys.stderr, flush=True)
         size = (folder / f"all-{options.images}" / "data.tar").stat().st_size
     keep("ingest.md", table(rounds, options, size / options.images, load), is_written=not options.no_keep)
 

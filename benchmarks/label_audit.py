@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import keep, setting
+from common import keep, query, setting, vitflow
 from numpy.typing import NDArray
 
 from pipelines.spec import FASHION_MNIST_ROOT
@@ -170,18 +167,6 @@ def page(rows: list[dict[str, Any]], planted: int, load: float) -> list[str]:
         f" {each['precision']:.3f} |"
         for each in rows
     ]
-
-
-def query(store: Path, sql: str) -> list[dict[str, Any]]:
-    """Return the rows of a query."""
-    found: list[dict[str, Any]] = json.loads(vitflow("report", "query", sql, "--json", store=store))
-    return found
-
-
-def vitflow(*words: str, store: Path) -> str:
-    """Run a command of vitflow; return what it writes to stdout."""
-    command = [str(Path(sys.executable).parent / "vitflow"), *words, "--store", str(store)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

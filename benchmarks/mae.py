@@ -12,13 +12,13 @@ Prints the table and writes it to benchmarks/results/; takes 3 minutes on two co
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
 
 import torch
 import torch.nn.functional as F
-from train_step import DEVICE, DTYPES, RESULTS, hardware, keep_memory, timed
+from common import keep, spread
+from train_step import DEVICE, DTYPES, hardware, keep_memory, timed
 
 from vit_model.compute import train_flops
 from vit_model.config import MaeOptions, ViTConfig
@@ -52,8 +52,7 @@ def main() -> None:
         "|---|---|---:|---:|---:|",
         *lines,
     ]
-    print("\n".join(text))
-    (RESULTS / f"mae{'_gpu' if DEVICE.type == 'cuda' else ''}.md").write_text("\n".join(text) + "\n")
+    keep(f"mae{'_gpu' if DEVICE.type == 'cuda' else ''}.md", text)
 
 
 def rows(name: str, dtype: str) -> list[str]:
@@ -111,11 +110,6 @@ def take_turns(steps: list[Callable[[], None]]) -> list[list[float]]:
             now = (number + turn) % len(steps)
             seconds[now].append(timed(steps[now]))
     return seconds
-
-
-def spread(values: list[float], digits: int = 0) -> str:
-    """Return median and range."""
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
 
 
 if __name__ == "__main__":

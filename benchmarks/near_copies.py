@@ -43,16 +43,8 @@ from ray_jobs.sources import catalog
 
 SCIKIT_IMAGE = "scikit-image==0.26.0"
 PHOTOGRAPHS = (
-    "astronaut.png",
-    "camera.png",
-    "chelsea.png",
-    "coffee.png",
-    "coins.png",
-    "hubble_deep_field.jpg",
-    "ihc.png",
-    "motorcycle_left.png",
-    "retina.jpg",
-    "rocket.jpg",
+    *("astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png"),
+    *("hubble_deep_field.jpg", "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 WIDTH, HEIGHT, DISTANCE, MOST = 200, 175, 4, 10_000
 TABLE = pa.schema(

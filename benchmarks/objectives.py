@@ -11,15 +11,12 @@ the time. Prints the table and writes it to benchmarks/results/objectives.md. Ne
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import keep, setting
+from common import keep, query, setting, vitflow
 
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import Pretrain
@@ -65,18 +62,6 @@ def run(store: Path, steps: dict[str, int], *options: str) -> None:
     """Run the recipe with these steps, one stage after the other."""
     sets = [word for stage, number in steps.items() for word in ("--set", f"{stage}.steps={number}")]
     vitflow("run", "objectives", "--parallel", "1", *sets, *options, store=store)
-
-
-def query(store: Path, sql: str) -> list[dict[str, Any]]:
-    """Return the rows of a query."""
-    rows: list[dict[str, Any]] = json.loads(vitflow("report", "query", sql, "--json", store=store))
-    return rows
-
-
-def vitflow(*words: str, store: Path) -> str:
-    """Run a command of vitflow; return what it writes to stdout."""
-    command = [str(Path(sys.executable).parent / "vitflow"), *words, "--store", str(store)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def page(

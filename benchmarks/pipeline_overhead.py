@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, keep, setting, values
+from common import ROOT, keep, keep_ray_below, setting, values
 
 TINY = ROOT / "tests" / "tiny.yaml"
 TARGETS = {
@@ -40,12 +40,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vfb-") as name:
         folder = Path(name)
-        environment = os.environ | {
-            "VITFLOW_RAY_DIR": str(folder / "ray"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "VITFLOW_RAY_IDLE_SECONDS": "120",
-        }
-        os.environ.update(environment)
+        keep_ray_below(folder)
         rows = [*local_ray(), *stages(folder), *rerun(folder), *throughput(folder)]
         from pipelines.cluster.local import shut_down
 

@@ -10,7 +10,6 @@ Measures, one after the other on an otherwise idle machine; prints the table and
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import statistics
@@ -24,7 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from common import ROOT, keep, setting, values
+
+from pipelines.engine.plan import PlannedStage, plan_pipeline
+from pipelines.files.s3_client import client
+from pipelines.recipe.load import load_pipeline
+from pipelines.store import Layout, Store, open_store
+from tests.support.records import commit_planned
 
 STAGES = 500
 RERUNS = (10, 100)  # stages
@@ -80,13 +86,9 @@ def recipe(folder: Path, stages: int) -> Path:
 
 def planned(folder: Path, uri: str, where: str, target: str) -> list[Row]:
     """Time the plan of the matrix before and after its stages are finished."""
-    from pipelines.engine.plan import plan_pipeline
-    from pipelines.recipe.load import load_pipeline
-    from pipelines.store import open_store
-
     store, file = open_store(uri), recipe(folder, STAGES)
 
-    def plan() -> list[Any]:
+    def plan() -> list[PlannedStage]:
         pipeline = load_pipeline(str(file))
         return plan_pipeline(store, pipeline, pipeline.needed_for(tuple(pipeline.stages)))
 
@@ -111,41 +113,16 @@ def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
     return statistics.median(seconds), found
 
 
-def make(store: Any, stages: list[Any]) -> None:
+def make(store: Store, stages: list[PlannedStage]) -> None:
     """Commit a made-up artifact for each stage, with records as large as real ones, and tiny files."""
-    from pipelines.identity import CODE_SCHEME, code_digest
-    from pipelines.store import Layout, Manifest, commit, now
 
-    def one(stage: Any) -> None:
-        content = hashlib.sha256(stage.name.encode()).hexdigest()
+    def one(stage: PlannedStage) -> None:
         with store.staging(Layout.files(stage.config.job, stage.key, 1)) as staging:
             for number in range(6):
                 (staging.path / f"{number}.parquet").write_bytes(bytes(number))
-        manifest = Manifest(
-            job=stage.config.job,
-            kind=stage.config.KIND,
-            key=stage.key,
-            content_digest=content,
-            stage=stage.name,
-            run="made-up",
-            attempt=1,
-            nonce=content,
-            files=staging.files,
-            inputs=stage.inputs,
-            config=stage.config.model_dump(mode="json"),
-            source=stage.source,
-            metrics={"loss": 1.0, "accuracy": 0.5, "train_seconds": 1.0},
-            code={
-                "version": stage.config.version,
-                "scheme": CODE_SCHEME,
-                "digest": code_digest(stage.config.job),
-            },
-            environment={"packages": {f"package-{n}": "1.0.0" for n in range(8)}},
-            started=now(),
-            finished=now(),
-            user="nobody",
-        )
-        commit(store, manifest)
+        metrics = {"loss": 1.0, "accuracy": 0.5, "train_seconds": 1.0}
+        environment = {"packages": {f"package-{n}": "1.0.0" for n in range(8)}}
+        commit_planned(store, stage, "made-up", files=staging.files, metrics=metrics, environment=environment)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(one, stages))
@@ -167,8 +144,6 @@ def moto() -> Iterator[str]:
     }
     try:
         wait_for(port)
-        from pipelines.files.s3_client import client
-
         client().create_bucket(Bucket="benchmark")
         yield "s3://benchmark/store"
     finally:
@@ -212,10 +187,6 @@ def reruns(folder: Path, dvc: Path | None, stages: int) -> Iterator[Row]:
 
 def make_all(file: Path, folder: Path) -> None:
     """Commit made-up artifacts until nothing is left to run."""
-    from pipelines.engine.plan import plan_pipeline
-    from pipelines.recipe.load import load_pipeline
-    from pipelines.store import open_store
-
     store, pipeline = open_store(str(folder)), load_pipeline(str(file))
     while ready := [s for s in plan_pipeline(store, pipeline, pipeline.order()) if s.state == "run"]:
         make(store, ready)
@@ -235,8 +206,6 @@ def install_dvc(folder: Path) -> Path | None:
 
 def dvc_project(folder: Path, dvc: Path, stages: int) -> Path:
     """Make and run an equivalent dvc project: one stage writes a file, the others read it, each with its own seed."""
-    import yaml
-
     folder.mkdir()
     made: dict[str, Any] = {"digits": {"cmd": "echo digits > digits.txt", "outs": ["digits.txt"]}}
     for seed in range(stages - 1):

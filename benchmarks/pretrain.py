@@ -44,10 +44,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch.multiprocessing
-from common import ROOT, install, keep, setting
-
-sys.path.append(str(ROOT))  # for the tests' package
-
+from common import ROOT, install, keep, setting, spread
 from training.arms import ARMS, PEERS, REQUIREMENTS, run
 from training.sizes import SIZES, Size, write_noise
 from training.start import TARGET as START_TARGET
@@ -131,7 +128,7 @@ def table(name: str, rates: Rates) -> list[str]:
             continue
         target = f">= {TARGETS.get((name, arm), 0.95):.2f}" if arm in (PLAIN, ZERO) else ""
         faster = "" if arm in (BARE, PLAIN, ZERO) else ratio(rates[PLAIN], own)
-        lines.append(f"| {arm} | {number(own)} | {ratio(own, rates[BARE])} | {target} | {faster} |")
+        lines.append(f"| {arm} | {spread(own)} | {ratio(own, rates[BARE])} | {target} | {faster} |")
     return [*lines, ""]
 
 
@@ -157,7 +154,7 @@ def stalls(size: Size, rates: Rates) -> list[str]:
         for saved, unsaved in zip(rates[SAVED], rates[PLAIN], strict=True)
     ]
     return [
-        f"| seconds per checkpoint | {number(seconds, 3)} | |",
+        f"| seconds per checkpoint | {spread(seconds, 3)} | |",
         f"| its share of 5 minutes | {statistics.median(seconds) / 300:.2%} | <= 2% |",
         "",
     ]
@@ -169,18 +166,13 @@ def start(seconds: dict[str, list[float]]) -> list[str]:
     lines += ["| job | seconds | over plain actors | target |", "|---|---:|---:|---|"]
     for name, own in seconds.items():
         target = "" if name == "plain" else f"<= {START_TARGET}"
-        lines.append(f"| {name} | {number(own, 1)} | {ratio(own, seconds['plain'])} | {target} |")
+        lines.append(f"| {name} | {spread(own, 1)} | {ratio(own, seconds['plain'])} | {target} |")
     return [*lines, ""]
-
-
-def number(values: list[float], digits: int = 0) -> str:
-    """Return median and range."""
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
 
 
 def ratio(these: list[float], those: list[float]) -> str:
     """Return median and range of the rounds' ratios."""
-    return number([this / that for this, that in zip(these, those, strict=True)], 2)
+    return spread([this / that for this, that in zip(these, those, strict=True)], 2)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import numpy as np
 from common import keep, setting
 
 from pipelines.identity import sha256
-from pipelines.spec import STAGE_TYPES
-from pipelines.store import InputRef, Layout, Manifest, Store, commit, open_store
+from pipelines.spec import Evaluate
+from pipelines.store import InputRef, Layout, Store, commit, open_store
 from ray_jobs.evaluation.rows import ROWS, write_table
+from tests.support.records import make_manifest
 
 ARTIFACTS, DRAWS, TIMES = 1_000, 50, 9
 METHODS = ("ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised")
@@ -81,39 +82,34 @@ def commit_evaluation(store: Store, number: int) -> None:
     reference = InputRef(
         job="ingest", key=key, content_digest=sha256("content"), manifest_sha256=sha256("manifest")
     )
-    config = STAGE_TYPES["evaluate"](job="evaluate", data="digits", backbone="pretrain")  # type: ignore[call-arg]
+    config = Evaluate(job="evaluate", data="digits", backbone="pretrain")
     time_of_it = f"2026-11-{1 + number // 100:02d}T13:{number // 60 % 60:02d}:{number % 60:02d}.949836+00:00"
-    commit(
-        store,
-        Manifest(
-            job="evaluate",
-            kind="evaluation",
-            key=key,
-            content_digest=sha256(key),
-            stage=f"probe_{number % 7}",
-            run=f"study-20261121-{number // 100:06d}-abcd",
-            attempt=1,
-            nonce=sha256("nonce"),
-            files=staging.files,
-            inputs={"data": [reference], "backbone": [reference]},
-            config=config.model_dump(mode="json"),
-            source=None,
-            metrics={
-                f"{method} @ {shots or 'all'}": float(rng.random()) for method in METHODS for shots in SHOTS
-            },
-            code={"version": 1, "digest": sha256("code"), "git": "0" * 40, "dirty": False},
-            environment={
-                "python": "3.11.7",
-                "machine": "x86_64",
-                "processor": "a processor",
-                "cluster": {"CPU": 2.0},
-                "packages": dict.fromkeys(("torch", "ray", "deepspeed", "pyarrow", "numpy"), "1.2.3"),
-            },
-            started=time_of_it,
-            finished=time_of_it,
-            user="somebody@somewhere",
-        ),
+    manifest = make_manifest(
+        "evaluate",
+        key=key,
+        content_digest=sha256(key),
+        stage=f"probe_{number % 7}",
+        run=f"study-20261121-{number // 100:06d}-abcd",
+        nonce=sha256("nonce"),
+        files=staging.files,
+        inputs={"data": [reference], "backbone": [reference]},
+        config=config.model_dump(mode="json"),
+        metrics={
+            f"{method} @ {shots or 'all'}": float(rng.random()) for method in METHODS for shots in SHOTS
+        },
+        code={"version": 1, "digest": sha256("code"), "git": "0" * 40, "dirty": False},
+        environment={
+            "python": "3.11.7",
+            "machine": "x86_64",
+            "processor": "a processor",
+            "cluster": {"CPU": 2.0},
+            "packages": dict.fromkeys(("torch", "ray", "deepspeed", "pyarrow", "numpy"), "1.2.3"),
+        },
+        started=time_of_it,
+        finished=time_of_it,
+        user="somebody@somewhere",
     )
+    commit(store, manifest)
 
 
 def measured(what: str, sql: str, store: str) -> str:

@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from common import ROOT, keep, setting
-
-sys.path.insert(0, str(ROOT))
+from common import keep, setting
 
 from pipelines.cluster.jobs_client import Cluster
 from pipelines.cluster.local import hold

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import ROOT, keep, setting
+from common import QUICKSTART, ROOT, keep, keep_ray_below, setting, spread
 from torch.nn import functional
 
 from pipelines.cluster.local import hold, shut_down
@@ -79,13 +79,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vfb-") as name:
         folder = Path(name)
-        os.environ |= {
-            "VITFLOW_RAY_DIR": str(folder / "ray"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "VITFLOW_RAY_IDLE_SECONDS": "600",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
+        keep_ray_below(folder, idle_seconds=600)
+        os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         try:
             with hold():
                 lines = measure(folder, options.rounds, options.seconds)
@@ -128,19 +123,14 @@ def measure(folder: Path, rounds: int, seconds: float) -> list[str]:
         "",
         "| measured | value | target |",
         "|---|---:|---|",
-        f"| a short bare training | {spread(short)} s | |",
-        f"| overhead of a further short trial | {spread(further)} s | <= 3 s |",
-        f"| a long bare training, alone | {spread(alone)} s | |",
-        f"| the same, two at once | {spread(together)} s | |",
-        f"| a sweep of {TRIALS} long trials | {spread(whole)} s | |",
-        f"| the sweep / (sum of the bare ones alone / {CORES}) | {spread(overheads)} | <= 1.3 |",
-        f"| the sweep / (sum of the bare ones two at once / {CORES}) | {spread(fastest)} | |",
+        f"| a short bare training | {spread(short, 2)} s | |",
+        f"| overhead of a further short trial | {spread(further, 2)} s | <= 3 s |",
+        f"| a long bare training, alone | {spread(alone, 2)} s | |",
+        f"| the same, two at once | {spread(together, 2)} s | |",
+        f"| a sweep of {TRIALS} long trials | {spread(whole, 2)} s | |",
+        f"| the sweep / (sum of the bare ones alone / {CORES}) | {spread(overheads, 2)} | <= 1.3 |",
+        f"| the sweep / (sum of the bare ones two at once / {CORES}) | {spread(fastest, 2)} | |",
     ]
-
-
-def spread(values: list[float]) -> str:
-    """Return median and range."""
-    return f"{statistics.median(values):,.2f} ({min(values):,.2f}-{max(values):,.2f})"
 
 
 # ------------------------------------------------------------------------------------------------- the contenders
@@ -193,18 +183,7 @@ def train(dataset: Path, steps: int) -> Bare:
 
 def fit(arrays: dict[str, tuple[torch.Tensor, torch.Tensor]], steps: int) -> float:
     """Train and return the accuracy on dev."""
-    config = ViTConfig(
-        image_size=8,
-        in_channels=1,
-        patch_size=2,
-        width=64,
-        depth=4,
-        num_heads=4,
-        mlp_dim=256,
-        num_classes=10,
-        gelu="exact",
-    )
-    model = ViT(config)
+    model = ViT(ViTConfig(**QUICKSTART, mlp_dim=256, num_classes=10, gelu="exact"))
     model.initialise(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.LambdaLR(

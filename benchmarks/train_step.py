@@ -33,11 +33,11 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from common import QUICKSTART, keep
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,7 +45,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROW_SECONDS, TURN_SECONDS, LEAST_ROUNDS = 14.0, 0.1, 7
 CEILING_SIDE = 8192 if DEVICE.type == "cuda" else 2048
@@ -72,17 +71,7 @@ def shapes() -> list[Shape]:
     variant = partial(ViTConfig.variant, image_size=224, num_classes=1000, gelu="exact")
     if DEVICE.type == "cuda":
         return [Shape("B/16 at 224", variant("B/16"), 128), Shape("L/16 at 224", variant("L/16"), 64)]
-    quickstart = ViTConfig(
-        image_size=8,
-        in_channels=1,
-        patch_size=2,
-        width=64,
-        depth=4,
-        num_heads=4,
-        mlp_dim=256,
-        num_classes=648,
-        gelu="exact",
-    )
+    quickstart = ViTConfig(**QUICKSTART, mlp_dim=256, num_classes=648, gelu="exact")
     return [Shape("Ti/16 at 224", variant("Ti/16"), 8), Shape("quickstart's", quickstart, 128)]
 
 
@@ -179,11 +168,7 @@ def matmul_ceiling(dtype: torch.dtype) -> float:
 
 
 def row(
-    shape: Shape,
-    dtype: str,
-    mode: str,
-    peers: dict[str, Callable[[ViTConfig], Network]],
-    ceiling: float,
+    shape: Shape, dtype: str, mode: str, peers: dict[str, Callable[[ViTConfig], Network]], ceiling: float
 ) -> str:
     """Return a line of the table."""
     images = torch.randn(
@@ -295,8 +280,7 @@ def write(
         "|---|---|---|---:|---:|" + "---:|" * len(peers),
         *lines,
     ]
-    print("\n".join(text))
-    (RESULTS / f"train_step{'_gpu' if DEVICE.type == 'cuda' else ''}.md").write_text("\n".join(text) + "\n")
+    keep(f"train_step{'_gpu' if DEVICE.type == 'cuda' else ''}.md", text)
 
 
 if __name__ == "__main__":

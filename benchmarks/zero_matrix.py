@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-from typing import TYPE_CHECKING
+from importlib.metadata import version
 
-from common import ROOT, keep, setting
+import torch
+from common import keep, setting
 
-if TYPE_CHECKING:
-    from tests.support.zero_matrix import Result
+from tests.support.zero_matrix import BATCH, CASES, LIMITS, MUON_LIMITS, SAVED, STEPS, Result, measure
 
 OTHERS = {
     "AdamW, clipped": ("AdamW", True),
@@ -37,15 +36,8 @@ MUON = {
 
 def main() -> None:
     """Run all cases, print the tables and keep them."""
-    sys.path.append(str(ROOT))  # for the tests' package
-    from tests.support.zero_matrix import BATCH, CASES, LIMITS, MUON_LIMITS, SAVED, STEPS, measure
-
     load = os.getloadavg()[0]
     results = measure(CASES)
-
-    import deepspeed
-    import torch
-
     wrong = [str(result) for result in results if not result.holds]
     keep(
         "zero_matrix.md",
@@ -53,7 +45,7 @@ def main() -> None:
             "# Every way to train, compared with plain torch",
             "",
             f"`python benchmarks/zero_matrix.py`, {setting(load)}, torch {torch.__version__}, "
-            f"DeepSpeed {deepspeed.__version__}.",
+            f"DeepSpeed {version('deepspeed')}.",
             f"Batches of {BATCH} images; {STEPS} steps; saved after {SAVED}. {len(results)} cases, of which "
             f"{len(results) - len(wrong)} are within the bounds.",
             "",

@@ -61,9 +61,8 @@ from ray_jobs.sources.archives.entries import Listing, Unusable
 from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
-NAMED = (
-    10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
-)
+# pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
+NAMED = 10
 
 
 def main(context: Context[Ingest]) -> Result:
@@ -355,8 +354,7 @@ def _card(
     needed = {"dataset.json", "index.parquet", info.shards[shard].file}
     attempt = context.attempt
     folder = context.open_store().local(
-        Layout.files(attempt.job, attempt.key, attempt.number),
-        [file for file in made if file.path in needed],
+        Layout.files(attempt.job, attempt.key, attempt.number), [file for file in made if file.path in needed]
     )
     with context.staging() as staging:
         write_card(staging.path, open_dataset(folder), shard, unusable, copies, trainable)

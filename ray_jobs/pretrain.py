@@ -15,15 +15,7 @@ from typing import Any
 
 from pipelines.errors import StoreError, Superseded
 from pipelines.spec import LATEST, Pretrain
-from pipelines.store import (
-    Checkpoint,
-    FileEntry,
-    Layout,
-    checkpoints,
-    choose_start,
-    furthest,
-    read_attempt,
-)
+from pipelines.store import Checkpoint, FileEntry, Layout, checkpoints, choose_start, furthest, read_attempt
 from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.stage import causes, run_stage

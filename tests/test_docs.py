@@ -76,11 +76,7 @@ PRETRAIN = {
     "learning_rate": 0.1,
 }
 # a stage that has such a field
-FIELDS = {
-    "source": {"job": "ingest"},
-    "model": PRETRAIN,
-    "optimizer": PRETRAIN,
-}
+FIELDS = {"source": {"job": "ingest"}, "model": PRETRAIN, "optimizer": PRETRAIN}
 
 
 class Block(NamedTuple):

@@ -7,12 +7,7 @@ Use: `ViTConfig.variant("B/16", image_size=224, num_classes=1000)`.
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from vit_model.fields import Frozen, later
 from vit_model.variants import (
@@ -278,9 +273,7 @@ class LoRAOptions(Frozen):
 
     rank: PositiveInt = Field(8, description="the rank of the added matrices B A")
     scale: float = Field(
-        1.0,
-        gt=0,
-        description="the factor of B A: alpha / rank of Hu et al. and peft, the scale of FacT",
+        1.0, gt=0, description="the factor of B A: alpha / rank of Hu et al. and peft, the scale of FacT"
     )
     targets: Annotated[tuple[LoRATarget, ...], Field(min_length=1)] = Field(
         ("query", "value"), description="the matrices of attention that are changed, in every block"

@@ -210,10 +210,8 @@ class ViT(ParameterGroups):
             table, class_entries = self.pos_embed[layer : layer + 1], config.num_class_positions
         elif config.position == "learned2d":
             y, x = self.pos_embed_y[layer], self.pos_embed_x[layer]
-            both = [
-                x[None].expand(len(y), -1, -1),
-                y[:, None].expand(-1, len(x), -1),
-            ]  # [rows, columns, d / 2]
+            # [rows, columns, d / 2]
+            both = [x[None].expand(len(y), -1, -1), y[:, None].expand(-1, len(x), -1)]
             table = torch.cat(both, dim=-1).reshape(1, config.num_patches, config.width)
         else:
             fixed = sincos2d_moco if config.position == "sincos2d_moco" else sincos2d

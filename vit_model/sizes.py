@@ -88,14 +88,8 @@ Model = Annotated[Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("
 
 # Fields that do not change the encoder's function of its weights. The image size only changes the positions.
 _NOT_ENCODER = {
-    "image_size",
-    "num_classes",
-    "representation_head",
-    "head_bias",
-    "dropout",
-    "stochastic_depth",
-    "layer_scale",
-    "position_resize",
+    *("image_size", "num_classes", "representation_head", "head_bias"),
+    *("dropout", "stochastic_depth", "layer_scale", "position_resize"),
 }
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import ROOT
+from common import ROOT, keep_ray_below
 
 from pipelines.cluster.local import hold, shut_down
 from training.sizes import SIZES, write_noise
@@ -39,12 +39,8 @@ LIMIT = 300.0
 
 def seconds_to_first_step(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Submit the jobs in turn to one local Ray, in a state of its own below `folder`."""
-    os.environ.update(
-        VITFLOW_RAY_DIR=str(folder / "ray"),
-        XDG_CACHE_HOME=str(folder / "cache"),
-        VITFLOW_RAY_IDLE_SECONDS="120",
-        PYTHONPATH=str(ROOT),
-    )
+    keep_ray_below(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)
     (folder / "start.yaml").write_text(RECIPE)
     write_noise(folder / "noise", SIZES["quickstart"])
     seconds: dict[str, list[float]] = {"plain": [], "ours, plain": [], "ours, ZeRO-1": []}

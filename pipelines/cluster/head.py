@@ -71,9 +71,8 @@ class Head:
     gcs_address: str = ""
     session_name: str = ""
     ray_version: str = ""
-    pids: dict[str, int] = field(
-        default_factory=dict
-    )  # of the vital processes; `ray start` watches the others
+    # of the vital processes; `ray start` watches the others
+    pids: dict[str, int] = field(default_factory=dict)
 
     @property
     def ray_folder(self) -> Path:

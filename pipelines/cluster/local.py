@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import platformdirs
@@ -100,9 +99,7 @@ class LocalConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.held.close()
 
     def cluster(self) -> Cluster:
@@ -258,11 +255,8 @@ def _start_keeper(folder: Path) -> None:
         answer = f"its keeper did not answer within {ENSURE_SECONDS:.0f} s"
     if answer != "ready":
         reason = answer or "its keeper died"
-        names = (
-            f"; Ray takes these variables from the environment: {', '.join(found)}"
-            if (found := suspects())
-            else ""
-        )
+        found = suspects()
+        names = f"; Ray takes these variables from the environment: {', '.join(found)}" if found else ""
         raise LocalRayError(
             f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'}{names})"
         )

@@ -192,7 +192,7 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     """
     cells = [{column: _cell(column, row.get(column)) for column in columns} for row in rows]
     shown = list(columns)
-    if len(cells) > 1 and _width(cells, shown) > console.width:
+    if len(cells) > 1 and sum(width for _, width in _widths(cells, shown)) > console.width:
         common = [column for column in columns if len({row[column] for row in cells}) == 1]
         shown = [column for column in columns if column not in common]
         shared = ", ".join(f"{column} {cells[0][column]}" for column in common if cells[0][column])
@@ -211,11 +211,6 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
 # Columns that are never folded: ids to copy, numbers, states.
 WHOLE = ("key", "run", "last run", "stage", "job", "mean", "draws", "status", "state", "took")
 FOLDED = 12  # minimum width of the other columns, in characters
-
-
-def _width(cells: list[dict[str, str]], columns: list[str]) -> int:
-    """Return the width of the table without folding."""
-    return sum(width for _, width in _widths(cells, columns))
 
 
 def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipelines.commands.common import store_option
-from pipelines.engine.durations import in_hours, longest, seconds_of
+from pipelines.engine.durations import in_hours, longest
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune
@@ -18,7 +18,7 @@ OF_IMAGES = {"embed": "split, feature", "predict": "split, prediction, probabili
 
 def time_line(seconds: float, made: Iterable[Manifest]) -> str:
     """Say how long a run took, and which of the stages that it made took longest."""
-    taken = {manifest.stage: seconds_of(manifest) for manifest in made}
+    taken = {manifest.stage: manifest.seconds for manifest in made}
     return f"took {in_hours(seconds)}" + (f"; longest: {longest(taken)}" if len(taken) > 1 else "")
 
 

@@ -221,7 +221,7 @@ def verify(
         problems = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
         console.print(
             f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
-            f"{problems or 'nothing is damaged'}",
+            f"{problems or 'nothing is damaged'}"
         )
     if verified.damage or verified.unread:
         raise typer.Exit(1)

@@ -126,9 +126,8 @@ def export(
         lines = loaded.write_int8(folder, place, max_drop) if int8 else loaded.write(to, folder, place)
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
-            (folder / name).chmod(
-                folder.stat().st_mode & 0o666
-            )  # safetensors makes files private to their owner
+            # safetensors makes files private to their owner
+            (folder / name).chmod(folder.stat().st_mode & 0o666)
     for line in lines:
         say(line)
     say(f"wrote {output}: {', '.join(names)}")

@@ -212,8 +212,7 @@ def report_compare(
 @app.command("show")
 def report_show(
     report: Annotated[
-        str | None,
-        typer.Argument(help="a report: its key, a unique key prefix, or RUN; default: the newest"),
+        str | None, typer.Argument(help="a report: its key, a unique key prefix, or RUN; default: the newest")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,

@@ -196,10 +196,8 @@ def _wait_for_manifest(flight: InFlight, observed: Observation, now: float) -> D
 def _retry(flight: InFlight, observed: Observation, now: float, status: Status, detail: str) -> Decision:
     """Make the next attempt, unless a stop was requested or this command has used all its attempts."""
     ended = EndAttempt(status, detail)
-    if observed.stop_requested:
-        return flight, (ended, End(Status.STOPPED, "stopped"))
-    if flight.attempts >= ATTEMPTS:
-        return flight, (ended, End(Status.FAILED, detail))
+    if (end := _last(flight, observed, detail)) is not None:
+        return flight, (ended, end)
     if flight.phase is Phase.FOUND:  # it ended before this command began
         return _next_attempt(flight, now), (ended, Do.WRITE)
     # the first attempt of this command follows at once
@@ -210,12 +208,17 @@ def _retry(flight: InFlight, observed: Observation, now: float, status: Status, 
 def _plan_anew(flight: InFlight, observed: Observation, detail: str) -> Decision:
     """Plan the stage anew; this command's attempts at all keys of the stage count together."""
     ended = EndAttempt(Status.FAILED, detail)
-    if observed.stop_requested:
-        return flight, (ended, End(Status.STOPPED, "stopped"))
-    if flight.attempts >= ATTEMPTS:
-        return flight, (ended, End(Status.FAILED, detail))
+    if (end := _last(flight, observed, detail)) is not None:
+        return flight, (ended, end)
     anew = InFlight(look_at=flight.look_at, attempts=flight.attempts, is_waiting=flight.is_waiting)
     return anew, (ended, Show(Status.FAILED, f"{detail}; planned anew"), Do.PLAN)
+
+
+def _last(flight: InFlight, observed: Observation, detail: str) -> End | None:
+    """Return the end of a stage with this failed attempt; None if another may follow."""
+    if observed.stop_requested:
+        return End(Status.STOPPED, "stopped")
+    return End(Status.FAILED, detail) if flight.attempts >= ATTEMPTS else None
 
 
 def _next_attempt(flight: InFlight, look_at: float) -> InFlight:

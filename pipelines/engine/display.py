@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -73,9 +72,7 @@ class RunDisplay:
             self.live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self.live.stop()
 

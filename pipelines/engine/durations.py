@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -12,22 +12,10 @@ from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import base
 from pipelines.store import Manifest, Store
 
-_OF_TRAININGS = (
-    "steps",
-    "batch_size",
-    "resolution",
-    "model",
-    "labels",
-    "refits",
-)  # fields that decide on the time
+# the fields that decide on the time
+_OF_TRAININGS = ("steps", "batch_size", "resolution", "model", "labels", "refits")
 LONGEST = 3  # stages that are named
 Work = tuple[str, ...]
-
-
-def seconds_of(manifest: Manifest) -> float:
-    """Return how long a stage took."""
-    taken = datetime.fromisoformat(manifest.finished) - datetime.fromisoformat(manifest.started)
-    return taken.total_seconds()
 
 
 def in_hours(seconds: float) -> str:
@@ -70,7 +58,7 @@ def last_seconds(
             if recipe(each.run) == pipeline
         )
         if (newest := next(own, trainings.get(work))) is not None:
-            found[stage.name] = seconds_of(newest)
+            found[stage.name] = newest.seconds
     return found
 
 

@@ -13,6 +13,7 @@ known, there are three cases:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache, partial
 
 from pipelines import identity
 from pipelines.recipe.pipeline import Pipeline
@@ -55,14 +56,12 @@ def newest_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> dic
         key=lambda manifest: (manifest.finished, manifest.key),
         reverse=True,
     )
-    recipes = {}  # several stages of a matrix are made by one run
+    recipe = cache(partial(recipe_of, store))  # several stages of a matrix are made by one run
     found: dict[str, InputRef | None] = dict.fromkeys(wanting)
     for manifest in manifests:
         if found[manifest.stage] is not None:
             continue
-        if manifest.run not in recipes:
-            recipes[manifest.run] = recipe_of(store, manifest.run)
-        if recipes[manifest.run] == pipeline.name and _is_complete(store, manifest):
+        if recipe(manifest.run) == pipeline.name and _is_complete(store, manifest):
             found[manifest.stage] = input_ref(store, manifest)
     return found
 

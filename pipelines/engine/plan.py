@@ -185,12 +185,8 @@ def _sources(pipeline: Pipeline, names: Iterable[str]) -> tuple[dict[str, str | 
     }
     for stage, group in members.items():
         if all(name in lost for name in group):
-            others = (
-                f"\n  (the sources of all other members of {stage} are unreadable, too)"
-                if len(group) > 1
-                else ""
-            )
-            raise RecipeError(f"{lost[group[0]]}{others}")
+            others = f"\n  (the sources of all other members of {stage} are unreadable, too)"
+            raise RecipeError(f"{lost[group[0]]}{others * (len(group) > 1)}")
     return fingerprints, lost
 
 
@@ -395,12 +391,8 @@ def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
 
 def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
     if manifest.source != stage.source:
-        either = (
-            " or the list that it excludes"
-            if isinstance(stage.config, Ingest) and stage.config.exclude
-            else ""
-        )
-        yield f"the source{either} has changed"
+        excludes = isinstance(stage.config, Ingest) and bool(stage.config.exclude)
+        yield f"the source{' or the list that it excludes' * excludes} has changed"
     inputs = stage.inputs or {}
     for field in dict.fromkeys([*inputs, *manifest.inputs]):
         digests = [reference.content_digest for reference in inputs.get(field, [])]

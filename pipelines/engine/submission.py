@@ -23,18 +23,8 @@ from vit_model.errors import UserError
 
 # File systems that several machines may share; any other is assumed to be local.
 SHARED = (
-    "nfs",
-    "cifs",
-    "smb",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "gluster",
-    "9p",
-    "fuse",
-    "afs",
-    "orangefs",
+    *("nfs", "cifs", "smb", "ceph", "lustre", "gpfs"),
+    *("beegfs", "gluster", "9p", "fuse", "afs", "orangefs"),
 )
 
 

@@ -221,14 +221,9 @@ def _ask(path: str) -> dict[str, Any]:
 
 def _describe(path: str) -> _Model:
     repository, revision = _parse(path)
-    answer = BytesIO()
+    answer, place = BytesIO(), f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true"
     with _translated(path):
-        _get(
-            path,
-            f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true",
-            answer,
-            SMALL_BYTES,
-        )
+        _get(path, place, answer, SMALL_BYTES)
         return _Model.model_validate_json(answer.getvalue())
 
 

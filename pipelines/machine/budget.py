@@ -19,10 +19,8 @@ from vit_model.variants import FAMILIES, RESNETS, SIZES
 
 MEASURED_FLOPS = 5e10  # of a measured step, of 8 to 64 images
 MOST_THREADS = 8  # of a fit: more help little with such batches
-OTHER_SECONDS = (
-    20,
-    90,
-)  # least and most of everything but the trainings: starts of processes, ingest, pixels, report
+# least and most of everything but the trainings: starts of processes, ingest, pixels, report
+OTHER_SECONDS = (20, 90)
 CLASSES = 2  # of a head whose data set is not known yet; it takes little of the time
 SLOWER = 1.25  # than measured, because images are decoded and augmented
 

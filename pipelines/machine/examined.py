@@ -26,15 +26,8 @@ from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import open_image
 
-LABEL_FILES = (
-    ".csv",
-    ".tsv",
-    ".json",
-    ".jsonl",
-    ".parquet",
-    ".xml",
-    ".txt",
-)  # beside images: likely their labels
+# beside images: likely their labels
+LABEL_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xml", ".txt")
 SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
 
 

@@ -89,12 +89,8 @@ def _memory() -> Finding:
 def _shared_memory() -> Finding:
     path = Path("/dev/shm")  # noqa: S108 (Ray's choice)
     if not path.is_dir():
-        return Finding(
-            "shared memory",
-            "warning",
-            f"there is no {path}",
-            "mount it; without it Ray keeps objects on disk",
-        )
+        remedy = "mount it; without it Ray keeps objects on disk"
+        return Finding("shared memory", "warning", f"there is no {path}", remedy)
     size = shutil.disk_usage(path).total
     wanted = int(RAY_OBJECT_STORE * min(psutil.virtual_memory().total, cgroup_limits()[1] or sys.maxsize))
     text = f"{path} has {size / GIB:.2f} GiB"

@@ -176,10 +176,8 @@ def _chosen(images: Examined, machine: Machine, trials: int, say: Callable[[str]
     choice = _choose(side, len(images.listing.entries), machine.gpus)
     architecture = choice.model.architecture(choice.resolution, 3, len(images.listing.class_names))
     say(f"images are about {side} pixels per side; chose a {described(architecture)}")
-    say(
-        estimate([Fits(architecture, trials, choice.steps, choice.batch_size)], machine, images_per_second)
-        or ""
-    )
+    fits = [Fits(architecture, trials, choice.steps, choice.batch_size)]
+    say(estimate(fits, machine, images_per_second) or "")
     return choice
 
 

@@ -244,14 +244,8 @@ def _one(
 
 {references(images)}"""
     description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
-    return images.recipe(
-        file,
-        description,
-        stages,
-        f"A ViT for {images.name}",
-        [backbone.name, "vit", "pixels"],
-        options(backbones),
-    )
+    title, of = f"A ViT for {images.name}", [backbone.name, "vit", "pixels"]
+    return images.recipe(file, description, stages, title, of, options(backbones))
 
 
 def _resolution(backbone: Backbone, side: int, gpus: int) -> int:
@@ -281,14 +275,8 @@ def _comparison(
     steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(images.listing.entries) // BATCH_SIZE))
     say(f"chose resolution {resolution} for all")
     tuned = [backbone.architecture.for_finetuning(resolution, 2) for backbone in backbones]
-    say(
-        estimate(
-            [Fits(model, len(LEARNING_RATES), steps, BATCH_SIZE) for model in tuned],
-            machine,
-            images_per_second,
-        )
-        or ""
-    )
+    fits = [Fits(model, len(LEARNING_RATES), steps, BATCH_SIZE) for model in tuned]
+    say(estimate(fits, machine, images_per_second) or "")
     names, imports = [backbone.name for backbone in backbones], [backbone.stage() for backbone in backbones]
     stages = f"""\
   # One protocol for all backbones: the same images, splits and resolution, the same number of trials, steps and images

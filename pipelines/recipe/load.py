@@ -187,9 +187,8 @@ def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] =
     try:
         return Pipeline.model_validate(raw)
     except ValidationError as error:
-        stages_of: dict[
-            str, list[str]
-        ] = {}  # error -> the stages, because a matrix may repeat an error many times
+        # error -> the stages, because a matrix may repeat an error many times
+        stages_of: dict[str, list[str]] = {}
         for problem in _merged(error.errors()):
             stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
             line = _explain(raw, problem, overrides)

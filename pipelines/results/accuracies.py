@@ -203,9 +203,8 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     )
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for row in results if not is_apart(row["method"])):
-        highest[setting(row)] = max(
-            row, highest.get(setting(row), row), key=itemgetter("mean")
-        )  # or the newest
+        # or the newest
+        highest[setting(row)] = max(row, highest.get(setting(row), row), key=itemgetter("mean"))
     for found, row in highest.items():
         row["judged"] = max(1, judged[found])  # 1: only references, of which this is the best
         is_count = row["metric"] == ACCURACY  # the formula is for counts of right images

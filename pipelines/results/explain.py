@@ -21,6 +21,7 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.results.lookup import find_manifests
 from pipelines.results.query import query
 from pipelines.spec import AnyStage, RecipeError
+from pipelines.spec.search import placed
 from pipelines.store import Manifest, Store, all_manifests, read_manifest
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, marks
@@ -254,24 +255,15 @@ def _changed(
     for role in dict.fromkeys(each.role for each in group):
         paths = {each.path: each.b for each in group if each.role == role}
         if not role:
-            fields = _placed(fields, paths)
+            fields = placed(fields, paths)
         elif "" in paths:
             names = [role, *(["model"] if role == "backbone" and "model" in fields else [])]
             fields |= {field: stages[f"b_{b.manifest.stage}"].get(field) for field in names}
         else:
             source = own[role]["stage"] if isinstance(own[role], dict) else own[role]
-            inputs[f"{name}_{role}"] = _placed(stages[source], paths)
+            inputs[f"{name}_{role}"] = placed(stages[source], paths)
             fields[role] = f"{name}_{role}"
     return {name: fields, **inputs}
-
-
-def _placed(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested fields with these values in place, {path: value}."""
-    placed = dict(fields)
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        placed[name] = _placed(placed[name], {rest: value}) if rest else value
-    return placed
 
 
 # ------------------------------------------------------------------------------------------------- contributions

@@ -57,9 +57,8 @@ class MlflowRuns:
         points = {(tag, line.step, value): line for line in lines for tag, value in scalars(line).items()}
         run = self._find(training)
         written = Counter[Point]() if run is None else self._points(run)
-        if run is not None and written - Counter(
-            points.keys()
-        ):  # steps were repeated, and MLflow deletes runs only
+        # steps were repeated, and MLflow deletes runs only
+        if run is not None and written - Counter(points.keys()):
             self._client.delete_run(run.info.run_id)
             run, written = None, Counter()
         if run is None:

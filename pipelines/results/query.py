@@ -142,9 +142,8 @@ def translate_errors(duckdb: Any, seconds: float) -> Iterator[None]:
         raise RecipeError(f"the SQL failed: {text}") from None
 
 
-_INTO = (
-    "CREATE TABLE answer AS\n"  # on a line of its own, so that DuckDB's messages quote only the user's lines
-)
+# on a line of its own, so that DuckDB's messages quote only the user's lines
+_INTO = "CREATE TABLE answer AS\n"
 _LINE = re.compile(r"^LINE (\d+):", re.MULTILINE)
 
 

@@ -30,9 +30,7 @@ class ImageNetSource(FileSource):
 
     kind: Literal["imagenet"]
     name: str = Field("ImageNet-1k", description="the name of the data set in reports")
-    root: Root = execution(
-        description="the folder, or s3://bucket/prefix, of the three files",
-    )
+    root: Root = execution(description="the folder, or s3://bucket/prefix, of the three files")
     dev_fraction: float = Field(
         0.01,
         gt=0,
@@ -57,9 +55,7 @@ class ImageNet21kSource(FileSource):
 
     kind: Literal["imagenet21k"]
     name: str = Field("ImageNet-21k", description="the name of the data set in reports")
-    root: Root = execution(
-        description="the tar, or the folder or s3://bucket/prefix of the synsets' tars",
-    )
+    root: Root = execution(description="the tar, or the folder or s3://bucket/prefix of the synsets' tars")
     held_out: float = Field(
         0.004,
         gt=0,
@@ -91,9 +87,7 @@ class WebDatasetSource(FileSource):
 
     kind: Literal["webdataset"]
     name: str = Field("images", description="the name of the data set in reports")
-    root: Root = execution(
-        description="the folder of the tars, one tar, or s3://bucket/prefix",
-    )
+    root: Root = execution(description="the folder of the tars, one tar, or s3://bucket/prefix")
     image: str | None = Field(
         None, description="the field of the image, such as jpg; null: the field with an image extension"
     )

@@ -9,14 +9,7 @@ from pydantic import Field
 from vit_model.fields import Frozen, later
 
 Augmentation = Literal[
-    "none",
-    "flip",
-    "shift",
-    "shift_flip",
-    "crop_flip",
-    "resized_crop_flip",
-    "squash_crop",
-    "squash_crop_flip",
+    "none", "flip", "shift", "shift_flip", "crop_flip", "resized_crop_flip", "squash_crop", "squash_crop_flip"
 ]
 """The first augmentation of each training image. Flips are left to right, with probability 1/2.
 

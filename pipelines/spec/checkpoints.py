@@ -70,17 +70,13 @@ FORMS = ("stage name", "stage and checkpoint")
 """pydantic's names of the two forms of a `Backbone`, in the path of an error."""
 
 
-def _form(value: Any) -> str:
-    return FORMS[isinstance(value, dict | NamedCheckpoint)]
-
-
 def _name_if_last(value: str | NamedCheckpoint) -> str | NamedCheckpoint:
     return value.stage if isinstance(value, NamedCheckpoint) and value.checkpoint == LAST else value
 
 
 Backbone = Annotated[
     Annotated[str, Tag(FORMS[0])] | Annotated[NamedCheckpoint, Tag(FORMS[1])],
-    Discriminator(_form),
+    Discriminator(lambda value: FORMS[isinstance(value, dict | NamedCheckpoint)]),
     AfterValidator(_name_if_last),
 ]
 """A stage's name, which means its last weights, or {stage, checkpoint}. The last checkpoint becomes the name alone."""

@@ -141,13 +141,10 @@ def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> Non
         family: vit or resnet; None: another stage has the model.
     """
     if optimizer.warmup_steps is not None and optimizer.warmup_steps > steps:
+        why = f"; preset {optimizer.preset} sets it, for long trainings: give warmup_fraction or warmup_steps"
         raise ValueError(
             f"optimizer.warmup_steps {optimizer.warmup_steps} is more than steps {steps}"
-            + (
-                f"; preset {optimizer.preset} sets it, for long trainings: give warmup_fraction or warmup_steps"
-                if optimizer.preset
-                else ""
-            )
+            + why * bool(optimizer.preset)
         )
     if family != "resnet":
         return

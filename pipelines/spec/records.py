@@ -17,9 +17,7 @@ class HfParquetSource(FileSource):
 
     kind: Literal["hf_parquet"]
     name: str = Field("images", description="the name of the data set in reports")
-    root: Root = execution(
-        description="the folder, or s3://bucket/prefix, of one configuration's files",
-    )
+    root: Root = execution(description="the folder, or s3://bucket/prefix, of one configuration's files")
     image: str | None = Field(None, description="the image column; null: the only column of image type")
     label: str | None = Field(
         None, description="the label column; null: the only ClassLabel, otherwise the column named label"
@@ -46,7 +44,7 @@ class TfdsSource(FileSource):
     kind: Literal["tfds"]
     name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
-        description="the folder, or s3://bucket/prefix, of one version, with dataset_info.json",
+        description="the folder, or s3://bucket/prefix, of one version, with dataset_info.json"
     )
     image: str | None = Field(None, description="the image feature; null: the only Image")
     label: str | None = Field(
@@ -92,7 +90,7 @@ class CifarSource(FileSource):
     classes: Literal[10, 100] = Field(10, description="CIFAR-10 or CIFAR-100")
     root: Root = execution(
         description="the folder, or s3://bucket/prefix, of cifar-10-python.tar.gz (or -binary, or cifar-100-...)"
-        " or of its content",
+        " or of its content"
     )
     dev_fraction: float = later(
         1 / 12,

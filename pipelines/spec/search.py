@@ -16,16 +16,8 @@ Point = dict[str, Any]
 
 # Fields that define the sweep's task, so all trials must share them.
 FIXED = (
-    "job",
-    "data",
-    "backbone",
-    "model",
-    "labels",
-    "seed",
-    "seen_in_training",
-    "search",
-    "select_by",
-    "early_stopping",
+    *("job", "data", "backbone", "model", "labels", "seed"),
+    *("seen_in_training", "search", "select_by", "early_stopping"),
     "optimizer.preset",  # a trial's optimizer has all settings already
 )
 

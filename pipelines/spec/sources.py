@@ -46,7 +46,7 @@ class FolderSource(FileSource):
     name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
         description="the folder, a tar or zip of it, or s3://bucket/prefix; its content enters the key, "
-        "its location does not",
+        "its location does not"
     )
     salt: str = Field(
         "vitflow", description="the salt of the hash that splits images without a split of their own"
@@ -93,16 +93,8 @@ class FolderSource(FileSource):
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
 FASHION_MNIST = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
 

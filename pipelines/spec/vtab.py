@@ -137,7 +137,7 @@ class VtabSource(FileSource):
     kind: Literal["vtab"]
     task: Task
     root: Annotated[str, AfterValidator(located)] = execution(
-        description="the folder of the archives, or of folders of archives named after the tasks or their data sets",
+        description="the folder of the archives, or of folders of archives named after the tasks or their data sets"
     )
     membership: Annotated[str, AfterValidator(located)] | None = execution(
         None,
@@ -150,8 +150,7 @@ class VtabSource(FileSource):
     )
     dev_fraction: float = later(0.1, gt=0, lt=1, description="fraction of train, with subset whole")
     pixels: Literal["published", "raw"] = Field(
-        "published",
-        description="raw: the authors' files, for tasks whose images VTAB shrank or re-encoded",
+        "published", description="raw: the authors' files, for tasks whose images VTAB shrank or re-encoded"
     )
     masks: bool = later(
         False,

@@ -25,9 +25,8 @@ def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) ->
     """
     check_newest(store, attempt)
     name, data = _name(checkpoint), encode(checkpoint)
-    if not store.create(
-        name, data
-    ):  # an earlier group of this attempt wrote it, and it was skipped because it is damaged
+    # an earlier group of this attempt wrote it, and it was skipped because it is damaged
+    if not store.create(name, data):
         store.remove([name])
         store.create(name, data)
 

@@ -194,6 +194,11 @@ class Manifest(Frozen):
         """The prefix of the files' paths."""
         return Layout.files(self.job, self.key, self.attempt)
 
+    @property
+    def seconds(self) -> float:
+        """How long the stage took."""
+        return (datetime.fromisoformat(self.finished) - datetime.fromisoformat(self.started)).total_seconds()
+
 
 class Checkpoint(Frozen):
     """The commit of a training's state after `step` steps: one file per worker, below `folder`."""

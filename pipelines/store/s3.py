@@ -128,10 +128,7 @@ class S3Store:
 
     def _fetch(self, folder: str, files: list[FileEntry], root: Path) -> None:
         """Fetch files into the cache; each appears there when it is complete and its sha256 is checked."""
-        with (
-            scratch_folder(root.parent) as temporary,
-            ThreadPoolExecutor(s3_client.THREADS) as threads,
-        ):
+        with scratch_folder(root.parent) as temporary, ThreadPoolExecutor(s3_client.THREADS) as threads:
             parts = [
                 (entry, temporary / str(number), start)
                 for number, entry in enumerate(files)
@@ -140,9 +137,8 @@ class S3Store:
             done = threads.map(lambda part: self._fetch_part(folder, *part), parts)
             try:
                 for (entry, path, start), _ in zip(parts, done, strict=True):
-                    if (
-                        start + s3_client.PART_BYTES >= entry.size
-                    ):  # the last part, because results come in order
+                    # the last part, because results come in order
+                    if start + s3_client.PART_BYTES >= entry.size:
                         self._check(f"{folder}/{entry.path}", path, entry)
                         protocol.inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
                         path.replace(protocol.inside(root, entry.path))
@@ -152,11 +148,9 @@ class S3Store:
 
     def _fetch_part(self, folder: str, entry: FileEntry, path: Path, start: int) -> None:
         name = f"{folder}/{entry.path}"
-        part: dict[str, Any] = (
-            {"Range": f"bytes={start}-{start + s3_client.PART_BYTES - 1}"}
-            if entry.size > s3_client.PART_BYTES
-            else {}
-        )
+        part: dict[str, Any] = {}
+        if entry.size > s3_client.PART_BYTES:
+            part["Range"] = f"bytes={start}-{start + s3_client.PART_BYTES - 1}"
         with self._translate_errors(f"read {name}"):
             data = self._get(name, **part)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:  # noqa: PTH123 (not emptied)

@@ -200,10 +200,7 @@ def running_log(
 
 
 def write_log(
-    store: Store,
-    attempt: Attempt,
-    folder: Path,
-    has_fit: Callable[[str | None], bool] = lambda fit: True,
+    store: Store, attempt: Attempt, folder: Path, has_fit: Callable[[str | None], bool] = lambda fit: True
 ) -> None:
     """Write log.jsonl with the lines of the result's fits (`has_fit`), once the store answers."""
     lines = wait_for_store(lambda: running_log(store, attempt.job, attempt.key), warn)

@@ -30,11 +30,7 @@ def uniform(
 
 
 def drop_path_draws(
-    architecture: Architecture,
-    seed: int,
-    positions: NDArray[np.int64],
-    device: torch.device,
-    views: int = 1,
+    architecture: Architecture, seed: int, positions: NDArray[np.int64], device: torch.device, views: int = 1
 ) -> tuple[torch.Tensor, ...]:
     """Return the draws of stochastic depth (`ViT.drop_path_factors`), for each view of the samples.
 

@@ -235,14 +235,9 @@ def _embedded(
         (split, rows[~pc.is_in(part_ids, in_all).to_numpy(zero_copy_only=False)])
         for (split, rows), part_ids in zip(parts, ids, strict=True)
     ]
+    seeds = tuple(weights.seed for weights in every)
     tasks = [
-        (
-            context,
-            tuple(weights.seed for weights in every),
-            preprocessing,
-            split,
-            rows[start : start + DECODED],
-        )
+        (context, seeds, preprocessing, split, rows[start : start + DECODED])
         for split, rows in missing
         for start in range(0, len(rows), DECODED)
     ]

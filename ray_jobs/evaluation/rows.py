@@ -42,9 +42,8 @@ ROWS = pa.schema(
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
         _column("split", pa.string()),
-        _column(
-            "metric", pa.string()
-        ),  # ACCURACY, MEAN_AP, MEAN_IOU, or see `ray_jobs.evaluation.multi_label`
+        # ACCURACY, MEAN_AP, MEAN_IOU, or see `ray_jobs.evaluation.multi_label`
+        _column("metric", pa.string()),
         _column("value", pa.float64()),  # a fraction
         _column("num_images", pa.int32()),
         _column("selected_on", pa.string()),  # what the settings were selected on
@@ -107,13 +106,8 @@ class Truth:
 def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
     """Return the truth of a dataset's test split, in its order."""
     real = dataset.index("test")["labels"].combine_chunks()
-    return Truth(
-        dataset.info.name,
-        dataset.sample_ids("test"),
-        dataset.labels("test"),
-        real if len(real.flatten()) else None,
-        seen,
-    )
+    known = real if len(real.flatten()) else None
+    return Truth(dataset.info.name, dataset.sample_ids("test"), dataset.labels("test"), known, seen)
 
 
 def is_reference(method: str) -> bool:
@@ -189,18 +183,12 @@ def mean_of_images(
     """
     places = np.flatnonzero(~np.isnan(values))
     parts = split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
-    return [
-        measurement(
-            {"task": task} | common | {"method": method},
-            metric,
-            float(part.mean()),
-            len(part),
-            "nothing",
-            settings,
-        )
-        for task, method, _, part in parts
-        if len(part)
-    ]
+    rows = []
+    for task, method, _, part in parts:
+        if len(part):
+            about, mean = {"task": task} | common | {"method": method}, float(part.mean())
+            rows.append(measurement(about, metric, mean, len(part), "nothing", settings))
+    return rows
 
 
 def mean_ap_of_real(

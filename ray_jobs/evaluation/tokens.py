@@ -102,7 +102,8 @@ def _batches(
     squashed = contract.preprocessing.model_copy(update={"crop": "squash", "crop_fraction": 1.0})
     grid, num_classes = contract.architecture.grid, len(dataset.info.mask_classes)
     set_threads(config.threads)
-    networks = [Weights(folder, seed).load()[0] for seed in (None, *_seeds(config))]
+    seeds = range(config.seed, config.seed + INITIALISATIONS)
+    networks = [Weights(folder, seed).load()[0] for seed in (None, *seeds)]
     functions: list[Callable[[NDArray[Any]], NDArray[np.float32]]] = [
         _embedding(network, contract) for network in networks
     ]
@@ -114,10 +115,6 @@ def _batches(
             [_Tokens(values.reshape(-1, values.shape[-1]), grid, num_classes) for values in tokens],
             [next(masks) for _ in range(len(images))],
         )
-
-
-def _seeds(config: Segment) -> range:
-    return range(config.seed, config.seed + INITIALISATIONS)
 
 
 def _embedding(model: Network, contract: ModelContract) -> Callable[[NDArray[Any]], NDArray[np.float32]]:

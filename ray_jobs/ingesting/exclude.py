@@ -114,8 +114,5 @@ def excluded_note(excluded: pa.Table) -> tuple[str, ...]:
     out = pc.sum(pc.equal(excluded["done"], "left out")).as_py() or 0
     kept = len(excluded) - out
     stay = f"; {kept:,} more that it lists are of test and stay there" if kept else ""
-    return (
-        (f"{quantity(out, 'image')} left out of train and dev, because exclude lists them{stay}",)
-        if len(excluded)
-        else ()
-    )
+    note = f"{quantity(out, 'image')} left out of train and dev, because exclude lists them{stay}"
+    return (note,) if len(excluded) else ()

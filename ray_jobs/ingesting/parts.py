@@ -203,9 +203,8 @@ def _samples(
             )
             try:
                 data, examined = _examined(image)
-                digest = hashlib.sha256(
-                    data
-                ).digest()  # of the original bytes, even if the image is downsized
+                # of the original bytes, even if the image is downsized
+                digest = hashlib.sha256(data).digest()
                 if config.short_side is not None:
                     data, examined = shrunk(data, examined, config.short_side)
             except UserError as error:

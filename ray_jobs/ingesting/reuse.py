@@ -113,9 +113,7 @@ def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manif
         return max(in_place, key=lambda manifest: manifest.finished)
     wanted = pc.unique(digests)
     return max(
-        alike,
-        key=lambda manifest: (_in_common(store, manifest, wanted), manifest.finished),
-        default=None,
+        alike, key=lambda manifest: (_in_common(store, manifest, wanted), manifest.finished), default=None
     )
 
 

@@ -104,9 +104,8 @@ def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iter
                 beat(store)
             except Superseded as error:
                 _exit(str(error))
-            except (
-                StoreError
-            ) as error:  # it may answer again; if it does not, the driver does not see this process either
+            except StoreError as error:
+                # it may answer again; if it does not, the driver does not see this process either
                 warn(f"cannot write a heartbeat: {error}")
             if over.wait(HEARTBEAT_SECONDS):
                 return

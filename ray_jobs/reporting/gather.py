@@ -187,11 +187,8 @@ def _other_metrics(
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
     others = multi_label.with_intervals(measures.other_metrics(rows), scored)
-    return (
-        {"other_metrics": [line | {"seen": lines.seen_by(line, metrics)} for line in others]}
-        if others
-        else {}
-    )
+    shown = [line | {"seen": lines.seen_by(line, metrics)} for line in others]
+    return {"other_metrics": shown} if shown else {}
 
 
 def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
@@ -307,10 +304,7 @@ def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[s
 
 
 def _looked(
-    store: Store,
-    manifests: Iterable[Manifest],
-    main: Mapping[str, Any] | None,
-    tested: Mapping[str, Dataset],
+    store: Store, manifests: Iterable[Manifest], main: Mapping[str, Any] | None, tested: Mapping[str, Dataset]
 ) -> dict[str, str]:
     """Return the main model's mistakes, tinted by its attention, by sample id; empty if it is not a fine-tuned ViT."""
     model = next((each for each in manifests if main and each.key == main["artifact"]), None)

@@ -185,17 +185,12 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
         }
         for setting, draws in measured.items()
     ]
-    return sorted(
-        lines,
-        key=lambda line: (
-            line["task"],
-            line["protocol"],
-            line["labels_per_class"] or 0,
-            line["metric"],
-            line["apart"],
-            -line["value"],
-        ),
-    )
+
+    def place(line: dict[str, Any]) -> tuple[Any, ...]:
+        setting = line["task"], line["protocol"], line["labels_per_class"] or 0, line["metric"]
+        return *setting, line["apart"], -line["value"]
+
+    return sorted(lines, key=place)
 
 
 def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
@@ -287,14 +282,6 @@ def _distinct(measured: dict[int, dict[str, Any]], column: str) -> tuple[str, ..
 
 def _sort_key(entry: Entry) -> tuple[Any, ...]:
     labels = entry.labels_per_class
-    few_shot = entry.protocol.startswith("few-shot")
-    return (
-        entry.task,
-        not few_shot,
-        labels is None,
-        labels or 0,
-        _ORDER.get(entry.protocol, 9),
-        entry.protocol,
-        entry.method,
-        entry.artifact,
-    )
+    protocol = (_ORDER.get(entry.protocol, 9), entry.protocol)
+    is_last = not entry.protocol.startswith("few-shot"), labels is None
+    return entry.task, *is_last, labels or 0, *protocol, entry.method, entry.artifact

@@ -115,7 +115,8 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
     bottom = 160.0
     if measured:
         bottom = 270.0
-        parts += _held_out(above, Panel(x, spread(_flat(measured), bottom, 190)), measured)
+        accuracies = [accuracy for curve in measured for accuracy in curve.accuracies]
+        parts += _held_out(above, Panel(x, spread(accuracies, bottom, 190)), measured)
     rates = [point["learning_rate"] for point in draws[0]]
     below = Panel(x, Scale(0, max([*rates, 1e-12]) * 1.1, bottom + 84, bottom + 30))
     shown = svg.numbers(svg.ticks(x.low, x.high))
@@ -124,10 +125,6 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
     parts.append(below.line(steps[0], rates, 1, title))
     legend = [(curve.name, number + 2, number) for number, curve in enumerate(measured)]
     return svg.figure(f"{name} and learning rate by step", bottom + 122, *parts, legend=legend)
-
-
-def _flat(measured: Sequence[Measured]) -> list[float]:
-    return [accuracy for curve in measured for accuracy in curve.accuracies]
 
 
 def _held_out(above: Panel, between: Panel, measured: Sequence[Measured]) -> list[Markup]:
@@ -270,9 +267,8 @@ def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
     for name in TopologicalSorter(before).static_order():
         depth[name] = max((depth[other] + 1 for other in before[name]), default=0)
     deepest, used = max(depth.values()), set().union(*before.values())
-    depth |= {
-        name: deepest for name in members if name not in used and before[name]
-    }  # results stand at the right
+    # results stand at the right
+    depth |= {name: deepest for name in members if name not in used and before[name]}
     columns = [[name for name in members if depth[name] == level] for level in range(deepest + 1)]
     width, height = BOX + 28, 46 * max(map(len, columns))
     places = {

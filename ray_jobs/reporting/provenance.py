@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ DEFAULTS = "defaults"  # shown for a group of fields that is set, with all field
 def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """Return a record per stage: key, inputs, duration, metrics, seeds, configuration, settings, code."""
     names = {manifest.key: stage for stage, manifest, _ in parts}
-    moment = datetime.fromisoformat
     return [
         {
             "stage": stage,
@@ -48,7 +46,7 @@ def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
                 field: [reference.key for reference in references]
                 for field, references in manifest.inputs.items()
             },
-            "seconds": (moment(manifest.finished) - moment(manifest.started)).total_seconds(),
+            "seconds": manifest.seconds,
             "finished": manifest.finished,
             "metrics": manifest.metrics,
             "seeds": dict(_seeds(manifest.config)),

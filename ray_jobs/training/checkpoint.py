@@ -333,11 +333,7 @@ class CheckpointManager:
         return part
 
     def _commit(
-        self,
-        checkpoint: Checkpoint,
-        best: int | None,
-        part: Future[Checkpoint],
-        is_given_up: threading.Event,
+        self, checkpoint: Checkpoint, best: int | None, part: Future[Checkpoint], is_given_up: threading.Event
     ) -> None:
         """On rank 0, commit a checkpoint when all its parts are written, unless it is given up."""
         if self._rank:
@@ -364,9 +360,8 @@ class CheckpointManager:
         """Remove the parts of a checkpoint that not all workers could write, or that could not be committed."""
         with suppress(StoreError):
             names = self._store.names(checkpoint.folder)
-            if (
-                "manifest.json" not in names
-            ):  # otherwise it is committed, and the removal of older ones failed
+            # otherwise it is committed, and the removal of older ones failed
+            if "manifest.json" not in names:
                 self._store.remove([f"{checkpoint.folder}/{name}" for name in names])
 
     def _name(self, rank: int) -> str:

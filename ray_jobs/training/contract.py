@@ -44,10 +44,7 @@ def model_contract(
 
 
 def continued_contract(
-    source: ModelContract,
-    architecture: Architecture,
-    info: DatasetInfo,
-    eval_crop: EvalCrop | None = None,
+    source: ModelContract, architecture: Architecture, info: DatasetInfo, eval_crop: EvalCrop | None = None
 ) -> ModelContract:
     """Return the contract of a model that starts from the weights of `source` and is trained on a dataset.
 

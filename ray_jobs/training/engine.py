@@ -335,7 +335,6 @@ def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) 
         averages[EMA].copy_(weight.detach())
     optimizer.state[weight] = dict(averages)
     if "exp_avg" in averages:
-        optimizer.state[weight]["step"] = torch.tensor(
-            float(steps), device=weight.device
-        )  # as fused AdamW keeps it
+        # as fused AdamW keeps it
+        optimizer.state[weight]["step"] = torch.tensor(float(steps), device=weight.device)
     return averages

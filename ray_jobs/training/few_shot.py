@@ -23,9 +23,8 @@ from vit_model.contract import Preprocessing
 from vit_model.errors import UserError
 
 _BATCH = 256  # images per forward pass
-_LARGEST = (
-    10**8
-)  # of shots * classes^2, which the solver's time is proportional to; a quarter is ImageNet with 25 shots
+# of shots * classes^2, which the solver's time is proportional to; a quarter is ImageNet with 25 shots
+_LARGEST = 10**8
 
 
 class FewShotProbe:
@@ -81,14 +80,10 @@ class FewShotProbe:
         accuracies: dict[str, float] = {}
         with threadpool_limits(1):
             for shots, of_shots in zip(self._config.shots, self._draws, strict=True):
-                accuracies_of_draws = [
-                    np.mean(
-                        leave_one_out(
-                            support[np.searchsorted(self._needed, rows)], self._train[rows], scored, True
-                        ).predictions
-                        == self._dev
-                    )
-                    for rows in of_shots
-                ]
-                accuracies[f"{shots}-shot dev"] = float(np.mean(accuracies_of_draws))
+                of_draws = []
+                for rows in of_shots:
+                    own = support[np.searchsorted(self._needed, rows)]
+                    found = leave_one_out(own, self._train[rows], scored, True).predictions
+                    of_draws.append(np.mean(found == self._dev))
+                accuracies[f"{shots}-shot dev"] = float(np.mean(of_draws))
         return accuracies

@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -70,9 +69,7 @@ class LogWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
         self._thread.join(timeout=None if kind is None else 1.0)
         if not self._thread.is_alive():

@@ -254,9 +254,8 @@ def start(
             saved.load(module, kind)
         module.to(method.device)
     os.environ["LOCAL_RANK"] = str(worker.local_rank)  # DeepSpeed reads it
-    os.environ.pop(
-        "OMPI_COMM_WORLD_LOCAL_RANK", None
-    )  # set by an mpirun that started Ray; DeepSpeed compares the two
+    # set by an mpirun that started Ray; DeepSpeed compares the two
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     engine = make_engine(task, optimizer, config, worker.world)
     if saved is not None:
         engine.load_state(saved.read, saved.step)

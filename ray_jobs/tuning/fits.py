@@ -133,11 +133,7 @@ def _record(context: Context[Finetune], name: FitName, result: Trial, manager: C
 
 
 def refit(
-    context: Context[Finetune],
-    task: Task,
-    pool: Images,
-    draw: int,
-    worker: Worker = ALONE,
+    context: Context[Finetune], task: Task, pool: Images, draw: int, worker: Worker = ALONE
 ) -> Refitted | None:
     """Fit on all of a draw's labels, score on test, and record it in the ledger.
 
@@ -149,15 +145,9 @@ def refit(
     name = task.refit(draw)
     manager = make_manager(context, str(name), worker)
     with nullcontext() if worker.rank else make_log(context, name) as writer:
-        fitted = fit(
-            fetched(context, task),
-            pool,
-            task.learning_rate,
-            task.config.seed + draw,
-            manager,
-            Reporting(writer, f"draw {draw}, step"),
-            worker=worker,
-        )
+        started, reporting = fetched(context, task), Reporting(writer, f"draw {draw}, step")
+        seed = task.config.seed + draw
+        fitted = fit(started, pool, task.learning_rate, seed, manager, reporting, worker=worker)
     if worker.rank:
         return None
     test = read_split(context.dataset(context.config.cache_gib), "test")

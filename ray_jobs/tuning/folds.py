@@ -51,11 +51,7 @@ def assign_folds(images: pa.Table, num_folds: int, seed: int) -> NDArray[np.int6
 
 
 def fit_fold(
-    context: Context[Finetune],
-    task: Task,
-    pool: Images,
-    folds: NDArray[np.int64],
-    number: int,
+    context: Context[Finetune], task: Task, pool: Images, folds: NDArray[np.int64], number: int
 ) -> tuple[FileEntry, ...]:
     """Fit on the images of all other folds, and write the probabilities of this one's (in a Ray task).
 

@@ -115,10 +115,7 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     said = vitflow("export", "mine/vit", "--format", "hf", "--output", output, "--store", store)
     assert f"wrote {output}: " in said.stdout
     assert snapshot(store) == before
-    tuned, expected = (
-        by_vitflow(vitflow, "mine/vit", images, store),
-        by_transformers(output, images),
-    )
+    tuned, expected = (by_vitflow(vitflow, "mine/vit", images, store), by_transformers(output, images))
     assert set(tuned[0]) == set(CLASSES)
     assert_alike(tuned, expected)
     spread = np.std([[row[name] for name in CLASSES] for row in tuned], axis=0)

@@ -88,17 +88,8 @@ def test_it_runs_a_pipeline_from_another_folder(wheel: Wheel, site: Path, home: 
     recipe = shutil.copy(ROOT / "tests" / "tiny.yaml", tmp_path)
     own = {"PYTHONPATH": str(site), "VITFLOW_RAY_DIR": str(home / "wheel")}  # a Ray of this installation
     try:
-        run(
-            site / "bin" / "vitflow",
-            "run",
-            recipe,
-            "--only",
-            "pixels",
-            "--store",
-            "results",
-            cwd=tmp_path,
-            **own,
-        )
+        command = ("run", recipe, "--only", "pixels", "--store", "results")
+        run(site / "bin" / "vitflow", *command, cwd=tmp_path, **own)
     finally:
         run(sys.executable, "-m", "pipelines.cluster.local", "stop", cwd=tmp_path, **own)
     manifests = tmp_path.glob("results/artifacts/*/*/manifest.json")

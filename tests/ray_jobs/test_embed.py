@@ -20,6 +20,7 @@ from tests.conftest import Vitflow
 from tests.support import datasets
 from tests.support.archives import image
 from tests.support.checkpoints import put_untrained
+from tests.support.ingesting import in_tasks_here
 from tests.support.killed import killed_after
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import Server, used
@@ -221,7 +222,7 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
 def test_a_prefix_on_s3_becomes_features_on_s3(
     moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     bucket = moto.bucket()
     for number in range(5):

@@ -11,6 +11,7 @@ from pipelines.store import open_store
 from ray_jobs.import_model import contract_of, describe, import_model
 from tests.support.records import make_context
 from tests.support.s3 import Server, used
+from tests.support.vits import TINY
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
@@ -32,16 +33,8 @@ SAID = Preprocessing(
 
 
 def imported(said: Preprocessing | None = None, **fields: Any) -> Imported:
-    sizes = {
-        "image_size": 8,
-        "patch_size": 4,
-        "width": 8,
-        "depth": 1,
-        "num_heads": 1,
-        "mlp_dim": 8,
-        "num_classes": 2,
-    }
-    config = ViTConfig.model_validate(sizes | fields)
+    sizes = {"width": 8, "depth": 1, "num_heads": 1, "mlp_dim": 8, "num_classes": 2}
+    config = ViTConfig.model_validate(TINY | sizes | fields)
     return Imported(config, {}, said, ("0", "1"), "apache-2.0", ())
 
 
@@ -131,14 +124,7 @@ DIGESTS = {
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_an_import_that_nothing_new_concerns_keeps_its_digest(name: str, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {
-        "image_size": 8,
-        "patch_size": 4,
-        "width": 64,
-        "depth": 1,
-        "num_heads": 1,
-        "mlp_dim": 8,
-    }
+    fields = TINY | {"width": 64, "depth": 1, "num_heads": 1, "mlp_dim": 8}
     fields |= {"norm_first": True, "patch_bias": False} if "clip" in name else {"num_classes": 2}
     model = ViT(ViTConfig(**fields, gelu="exact" if name.startswith("timm") else "tanh"))
     with torch.no_grad():

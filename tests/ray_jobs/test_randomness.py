@@ -8,9 +8,10 @@ from ray_jobs.randomness import GOLDEN, Purpose, splitmix64
 from ray_jobs.sources.readers import glyphs, shapes
 from tests.support.paths import ROOT
 
+# from before there was one list; their numbers are part of results
 SHARED = {"DRAW_POINTS": "DRAW_LABELS", "PROPOSE_POINT": "SELECT_L2", "CONTACT_SHEET": "SELECT_L2"} | {
     "AUDIT_FOLDS": "DIVIDE_TIES"
-}  # from before there was one list; their numbers are part of results
+}
 
 
 def test_no_new_purpose_has_the_number_of_another() -> None:

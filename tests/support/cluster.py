@@ -129,9 +129,8 @@ class FakeCluster:
     is_down: bool = False
     jobs: dict[str, Job] = field(default_factory=dict)  # of this session
     started: list[Job] = field(default_factory=list)  # in all sessions
-    arrived: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (session, submission id) of each submission
+    # (session, submission id) of each submission
+    arrived: list[tuple[str, str]] = field(default_factory=list)
     commits: list[str] = field(default_factory=list)  # submission ids of the jobs whose commit was the first
     superseded: list[str] = field(default_factory=list)  # those whose process saw a later attempt, and ended
     stopped: set[str] = field(default_factory=set)  # those that were to be stopped

@@ -45,18 +45,15 @@ from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
 from tests.support.scores import Scores, put_scores
-from tests.support.vits import contract_for
+from tests.support.vits import TINY, contract_for
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
 SIZE = ImageSize(height=8, width=8, channels=1)
 DRAWS = 3
-SHARE_RIGHT = {
-    "ViT, pretrained": 0.9,
-    "ViT, from scratch": 0.5,
-    "ViT, untrained": 0.4,
-}  # all other methods: 0.7
+# all other methods: 0.7
+SHARE_RIGHT = {"ViT, pretrained": 0.9, "ViT, from scratch": 0.5, "ViT, untrained": 0.4}
 ENVIRONMENT = {
     "python": "3",
     "machine": "x86_64",
@@ -157,9 +154,7 @@ def _sample(key: str, pixels: np.ndarray, label: int) -> Sample:
 
 def _put_model(folder: Path) -> None:
     torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32, num_classes=10
-    )
+    config = ViTConfig(**TINY | {"patch_size": 2}, in_channels=1, num_classes=10)
     save_model(folder, ViT(config), contract_for(config, digits.CLASS_NAMES))
 
 

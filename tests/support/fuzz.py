@@ -91,9 +91,8 @@ def of_source(example: Example, mutated: str) -> Target:
     """A source with these files in its root, of which one is mutated (in its gz): listed, and its images read."""
     files = dict(example.files())
     if example.kind == "vtab":
-        example = example._replace(
-            fields={**example.fields, "pixels": "raw"}
-        )  # the recipes are targets of their own
+        # the recipes are targets of their own
+        example = example._replace(fields={**example.fields, "pixels": "raw"})
 
     def run(folder: Path, data: bytes) -> None:
         for image in read(example._replace(files=lambda: files | {mutated: data}).put(folder))[1]:

@@ -137,20 +137,7 @@ def _make(hosts: Hosts, host: int) -> None:
     home.mkdir()
     (home / "hosts").write_text("127.0.0.1 localhost\n")
     (home / "nsswitch.conf").write_text("passwd: files\nhosts: files\n")
-    keep = [
-        "ip",
-        "netns",
-        "exec",
-        name,
-        "unshare",
-        "--mount",
-        "--uts",
-        "bash",
-        "-ec",
-        KEEP,
-        "bash",
-        f"host{host}",
-    ]
+    keep = [*f"ip netns exec {name} unshare --mount --uts bash -ec".split(), KEEP, "bash", f"host{host}"]
     environment = os.environ | {"HOME": str(home)}
     hosts.keepers[host] = subprocess.Popen(keep, env=environment, stdout=subprocess.PIPE, text=True)
     assert (said := hosts.keepers[host].stdout) is not None and said.readline() == "ready\n"

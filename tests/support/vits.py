@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +54,29 @@ def contract_for(
         training_data="sha256:" + "0" * 64,
         license=license_name,
     )
+
+
+def hugging_face_twin(ours: Any, activation: str, **fields: Any) -> Any:
+    """transformers' model with our weights; strict: every tensor of theirs gets one of ours, and none is left over."""
+    transformers = pytest.importorskip("transformers")
+    config = ours.config
+    sizes = transformers.ViTConfig(
+        hidden_size=config.width,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_dim,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_labels=config.num_classes,
+        hidden_act=activation,
+        layer_norm_eps=config.layer_norm_eps,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **fields,
+    )
+    theirs = transformers.ViTForImageClassification(sizes)
+    theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), config), strict=True)
+    return theirs
 
 
 def hugging_face_names(weights: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:

@@ -52,20 +52,23 @@ def patch_camelyon(root: Path, train: int = 30) -> Truth:
     return truth
 
 
+# Class sizes of 2.9, which nobody has confirmed; the check values of 1.4 hold if they are right.
+EUROSAT = {
+    "AnnualCrop": 3000,
+    "Forest": 3000,
+    "HerbaceousVegetation": 3000,
+    "Highway": 2500,
+    "Industrial": 2500,
+    "Pasture": 2000,
+    "PermanentCrop": 2500,
+    "Residential": 3000,
+    "River": 2500,
+    "SeaLake": 3000,
+}
+
+
 def eurosat(root: Path) -> Truth:
-    names = (
-        "AnnualCrop",
-        "Forest",
-        "HerbaceousVegetation",
-        "Highway",
-        "Industrial",
-        "Pasture",
-        "PermanentCrop",
-        "Residential",
-        "River",
-        "SeaLake",
-    )
-    return _classes(root / "EuroSAT.zip", "eurosat", "2750", names, 64, "{}")
+    return _classes(root / "EuroSAT.zip", "eurosat", "2750", tuple(EUROSAT), 64, "{}")
 
 
 def resisc45(root: Path) -> Truth:

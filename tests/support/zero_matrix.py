@@ -34,7 +34,7 @@ from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef
 from tests.support.objectives import CASES as OBJECTIVES
-from tests.support.vits import contract_for
+from tests.support.vits import TINY, contract_for
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -164,9 +164,8 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # DeepSpeed calls deprecated functions of torch
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    optim.BUCKET = (
-        1 << 17
-    )  # needed several times for the model's 900,000 weights, as ours is for large models
+    # needed several times for the model's 900,000 weights, as ours is for large models
+    optim.BUCKET = 1 << 17
     # ZeRO-3 replaces functions of torch in the process, so the references come first.
     kinds = {(case.dtype, case.clips, case.optimizer, case.objective) for case in cases}
     expected = {kind: expected_weights(*kind) for kind in sorted(kinds)}
@@ -228,16 +227,8 @@ def make_task(objective: str, dtype: str, seed: int = 0) -> tuple[Method, Parame
     case = Case(0, dtype, 1, True, "AdamW", 1, objective)
     config = configuration(case)
     labelled = objective_properties(config.objective).classifier is not None
-    architecture = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        in_channels=1,
-        width=192,
-        depth=2,
-        num_heads=3,
-        mlp_dim=768,
-        num_classes=3 * labelled,
-    )
+    sizes = TINY | {"in_channels": 1, "width": 192, "num_heads": 3, "mlp_dim": 768}
+    architecture = ViTConfig(**sizes, num_classes=3 * labelled)
     teacher = ModelRef(_teacher(), "teacher") if config.teacher else None
     method = make_method(config, contract_for(architecture), torch.device("cpu"), teacher)
     model, generator = ViT(architecture), torch.Generator().manual_seed(seed)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support import vits
 from vit_model import compute, lora
 from vit_model.build import Network, build
 from vit_model.config import Architecture, LoRAOptions, ResNetConfig, ViTConfig
@@ -59,15 +60,7 @@ TABLE_6 = [
 ]
 
 Trained = Literal["all", "head", "biases"] | LoRAOptions
-SMALL: dict[str, Any] = {
-    "image_size": 32,
-    "patch_size": 4,
-    "width": 64,
-    "depth": 3,
-    "num_heads": 4,
-    "mlp_dim": 192,
-    "num_classes": 10,
-}
+SMALL = vits.SMALL | {"image_size": 32, "width": 64, "mlp_dim": 192, "num_classes": 10}
 VITS: list[dict[str, Any]] = [
     {},
     {"pooling": "gap", "image_size": (32, 48)},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.vits import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_twin, randomised
 from vit_model import inspection
 from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT
@@ -126,16 +126,9 @@ def test_distance_in_axial_models_is_along_the_line(options: dict[str, Any]) -> 
 @pytest.mark.parametrize(("side", "patch", "pixels"), [(14, 16, 116.5), (7, 32, 115.5), (16, 14, 116.6)])
 def test_distance_of_uniform_attention_is_the_published_one(side: int, patch: int, pixels: float) -> None:
     """vit.md, section 7. What goes to a class token is lost, and not given to the patches."""
-    sizes = {
-        "image_size": side * patch,
-        "patch_size": patch,
-        "width": 8,
-        "depth": 1,
-        "num_heads": 2,
-        "mlp_dim": 8,
-    }
+    sizes = {"image_size": side * patch, "patch_size": patch, "width": 8, "depth": 1, "mlp_dim": 8}
     for pooling, lost in (("gap", 0), ("cls", 1)):
-        model = ViT(ViTConfig.model_validate({**sizes, "pooling": pooling}))
+        model = ViT(ViTConfig(**sizes, num_heads=2, pooling=pooling))
         with torch.no_grad():
             model.blocks[0].attn.qkv.weight.zero_()  # type: ignore[union-attr, operator]
         distance = inspection.attention_distance(model, torch.zeros(1, 3, side * patch, side * patch))
@@ -184,28 +177,12 @@ def test_rollout_multiplies_from_the_first_layer_upward(options: dict[str, Any])
 
 @pytest.mark.slow
 def test_weights_are_hugging_faces() -> None:
-    transformers = pytest.importorskip("transformers")
     model, images = model_and_images({"gelu": "exact"})
-    config = model.config
-    theirs = transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=config.width,
-            num_hidden_layers=config.depth,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.mlp_dim,
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            num_labels=config.num_classes,
-            hidden_act="gelu",
-            layer_norm_eps=config.layer_norm_eps,
-            attn_implementation="eager",
-        )
-    ).eval()
-    theirs.load_state_dict(hugging_face_names(dict(model.state_dict()), config), strict=True)
+    theirs = hugging_face_twin(model, "gelu", attn_implementation="eager").eval()
     with torch.no_grad():
         expected = theirs(images, output_attentions=True).attentions
     found = inspection.attention_weights(model, images)
-    assert len(found) == len(expected) == config.depth
+    assert len(found) == len(expected) == model.config.depth
     for ours, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, other.numpy(), atol=1e-6)
 
@@ -281,10 +258,7 @@ def test_what_a_model_has_not_is_said() -> None:
     with pytest.raises(ValueError, match=r"attention rollout .* this model is axial"):
         inspection.attention_rollout(model, images)
     model, _ = model_and_images({})
-    with pytest.raises(
-        ValueError,
-        match=r"count is 33; .* from 1 to 32",
-    ):
+    with pytest.raises(ValueError, match=r"count is 33; .* from 1 to 32"):
         inspection.patch_embedding_components(model, 33)
     with pytest.raises(ValueError, match=r"layer is 1; with position_at 'stem' it must be from 0 to 0"):
         inspection.position_similarity(model, layer=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.vits import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_names, hugging_face_twin, randomised
 from vit_model import lora
 from vit_model.config import LoRAOptions, ViTConfig
 from vit_model.model import ViT
@@ -91,24 +91,9 @@ def test_dropout_acts_in_training_alone() -> None:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_training_steps_change_the_same_weights_as_pefts() -> None:
     """Five steps of AdamW from the same matrices; then both merge."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     ours = randomised(CONFIG)
-    theirs = transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            image_size=12,
-            patch_size=4,
-            hidden_size=CONFIG.width,
-            num_hidden_layers=CONFIG.depth,
-            num_attention_heads=CONFIG.num_heads,
-            intermediate_size=CONFIG.mlp_dim,
-            num_labels=CONFIG.num_classes,
-            hidden_act="gelu_pytorch_tanh",
-            layer_norm_eps=CONFIG.layer_norm_eps,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-    theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), CONFIG), strict=True)
+    theirs = hugging_face_twin(ours, "gelu_pytorch_tanh")
     settings = LoRAOptions(rank=4, scale=2.0)
     lora.add(ours, settings, seed=0)
     theirs = peft.get_peft_model(

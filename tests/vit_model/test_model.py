@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from tests.support.vits import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_names, hugging_face_twin, randomised
 from vit_model.blocks import attention
 from vit_model.config import ViTConfig
 from vit_model.model import ViT, along_axis
@@ -28,26 +28,9 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("gelu", "activation"), [("tanh", "gelu_pytorch_tanh"), ("exact", "gelu")])
 def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> None:
-    transformers = pytest.importorskip("transformers")
     config = ViTConfig.model_validate({**SMALL, "gelu": gelu})
     ours = randomised(config)
-    theirs = transformers.ViTForImageClassification(
-        transformers.ViTConfig(
-            hidden_size=config.width,
-            num_hidden_layers=config.depth,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.mlp_dim,
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            num_labels=config.num_classes,
-            hidden_act=activation,
-            layer_norm_eps=config.layer_norm_eps,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-    # strict: every tensor of theirs gets one of ours, and none is left over.
-    theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), config), strict=True)
+    theirs = hugging_face_twin(ours, activation)
     images, labels = random_images(config, 5), torch.tensor([0, 3, 6, 2, 2])
 
     logits, expected = ours(images), theirs(images).logits
@@ -116,17 +99,8 @@ def test_images_of_another_size_are_refused() -> None:
 
 
 def test_initialisation_follows_the_table() -> None:
-    config = ViTConfig(
-        image_size=64,
-        patch_size=8,
-        width=192,
-        depth=2,
-        num_heads=3,
-        mlp_dim=768,
-        num_classes=50,
-        representation_head=True,
-        head_bias=-10.0,
-    )
+    sizes = {"image_size": 64, "patch_size": 8, "width": 192, "depth": 2, "num_heads": 3, "mlp_dim": 768}
+    config = ViTConfig(**sizes, num_classes=50, representation_head=True, head_bias=-10.0)
     weights = ViT(config).state_dict()
 
     def is_uniform(tensor: Tensor, bound: float) -> None:
@@ -137,9 +111,8 @@ def test_initialisation_follows_the_table() -> None:
     for layer in range(2):
         block = f"blocks.{layer}"
         for part in weights[f"{block}.attn.qkv.weight"].chunk(3):
-            is_uniform(
-                part, 0.125
-            )  # sqrt(6 / (192 + 192)), a matrix of width 192; a fused Xavier's would be 0.088
+            # sqrt(6 / (192 + 192)), a matrix of width 192; a fused Xavier's would be 0.088
+            is_uniform(part, 0.125)
         is_uniform(weights[f"{block}.attn.proj.weight"], 0.125)
         for name in ("fc1", "fc2"):
             is_uniform(weights[f"{block}.mlp.{name}.weight"], math.sqrt(6 / (192 + 768)))
@@ -479,10 +452,7 @@ def test_positions_where_they_belong() -> None:
         ({"pooling": "gap", "class_position": True}, "class_position true needs class_token"),
         ({"distillation": True, "pooling": "map"}, "distillation needs pooling 'cls'"),
         ({"norm_after_pooling": True}, "norm_after_pooling needs pooling 'gap'"),
-        (
-            {"position": "sincos2d", "position_at": "shared"},
-            "needs learned tables; position is 'sincos2d'",
-        ),
+        ({"position": "sincos2d", "position_at": "shared"}, "needs learned tables; position is 'sincos2d'"),
         ({"axial": True}, "cannot be combined with class_token"),
         (
             {"axial": True, "pooling": "gap", "stochastic_depth": 0.1},

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from tests.support import timm_models
-from vit_model.blocks import (
-    relative_scores,
-    resize_axis,
-    resize_position_embedding,
-    sincos2d,
-    sincos2d_moco,
-)
+from vit_model.blocks import relative_scores, resize_axis, resize_position_embedding, sincos2d, sincos2d_moco
 
 
 def table(entries: int, width: int = 5) -> torch.Tensor:
@@ -72,12 +66,7 @@ def test_sincos_tells_every_place_by_rows_and_columns() -> None:
         for x in range(columns):
             for k in range(width // 4):
                 omega = 10_000 ** (-k / (width // 4 - 1))
-                expected = [
-                    math.sin(x * omega),
-                    math.cos(x * omega),
-                    math.sin(y * omega),
-                    math.cos(y * omega),
-                ]
+                expected = [wave(place * omega) for place in (x, y) for wave in (math.sin, math.cos)]
                 np.testing.assert_allclose(found[y, x, k :: width // 4].numpy(), expected, atol=1e-6)
 
 

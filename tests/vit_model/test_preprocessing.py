@@ -64,9 +64,8 @@ def test_squash_keeps_the_whole_image_and_center_its_middle() -> None:
 def test_center_crop_with_a_fraction_is_resize_then_crop() -> None:
     pixels = random_pixels(60, 90)
     loaded = load_image(pixels, preprocessing(crop="center", crop_fraction=0.8, interpolation="bicubic"))
-    resized = Image.fromarray(pixels).resize(
-        (15, 10), Image.Resampling.BICUBIC
-    )  # 8 / 0.8 = 10 on the shorter side
+    # 8 / 0.8 = 10 on the shorter side
+    resized = Image.fromarray(pixels).resize((15, 10), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(loaded, np.asarray(resized)[1:9, 4:12])  # (15 - 8) / 2 rounds to 4
 
 

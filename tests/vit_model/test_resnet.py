@@ -273,9 +273,8 @@ def test_initialisation_follows_the_table() -> None:
     for name, tensor in model.state_dict().items():
         if tensor.ndim == 4:
             assert tensor.std().item() == pytest.approx(tensor[0].numel() ** -0.5, rel=0.03), name
-            assert (
-                tensor.abs().max() < 2.3 * tensor[0].numel() ** -0.5
-            )  # cut at 2 / 0.8796 standard deviations
+            # cut at 2 / 0.8796 standard deviations
+            assert tensor.abs().max() < 2.3 * tensor[0].numel() ** -0.5
         elif "norm" in name:
             assert torch.equal(tensor, torch.full_like(tensor, float(name.endswith("weight"))))
         else:

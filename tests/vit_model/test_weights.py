@@ -21,9 +21,7 @@ from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model, transfer_backbone
 
-CONFIG = ViTConfig(
-    image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=24, num_classes=3
-)
+CONFIG = ViTConfig(**vits.TINY | {"patch_size": 2, "mlp_dim": 24}, in_channels=1, num_classes=3)
 
 
 def changed(**fields: Any) -> ViTConfig:

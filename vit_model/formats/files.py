@@ -31,18 +31,8 @@ WRAPPERS = re.compile(r"^((module|model)\.)+")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Exceptions of pickletools, zipfile and torch for a damaged or hostile pickle or archive.
 PICKLE_ERRORS = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(pickle.UnpicklingError, zipfile.BadZipFile, ArithmeticError, AssertionError, AttributeError, EOFError),
+    *(LookupError, MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError),
 )
 README = "README.md"
 MAX_README_BYTES = 2**20

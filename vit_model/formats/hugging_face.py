@@ -27,14 +27,7 @@ from vit_model.formats.files import (
     to_theirs,
     write_json,
 )
-from vit_model.formats.hugging_face_names import (
-    FAMILIES,
-    REFUSED,
-    adapt,
-    for_class,
-    old_name,
-    sources_of,
-)
+from vit_model.formats.hugging_face_names import FAMILIES, REFUSED, adapt, for_class, old_name, sources_of
 from vit_model.formats.hugging_face_pixels import (
     Processor,
     preprocessing_of,

@@ -65,9 +65,8 @@ class Student(AroundModel):
         with torch.device("meta"):  # torch's own initialisation would advance the global generator
             projection = nn.Linear(model.config.width, teacher_width)
         self.projection = projection.to_empty(device=next(model.parameters()).device)
-        digest = hashlib.sha256(
-            f"projection/{seed}".encode()
-        ).digest()  # the model is drawn from the seed itself
+        # the model is drawn from the seed itself
+        digest = hashlib.sha256(f"projection/{seed}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         with torch.no_grad():
             drawn = torch.empty(projection.weight.shape, device="cpu")

@@ -76,9 +76,8 @@ class Decoder(nn.Module):
         Linear layers are drawn from a uniform distribution (Xavier; query, key and value as one matrix), the mask token
         from a normal one with std 0.02. Norms start from weight 1; biases are 0.
         """
-        digest = hashlib.sha256(
-            f"decoder/{seed}".encode()
-        ).digest()  # the encoder is drawn from the seed itself
+        # the encoder is drawn from the seed itself
+        digest = hashlib.sha256(f"decoder/{seed}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         for name, parameter in self.named_parameters():
             drawn = torch.zeros(parameter.shape, device="cpu")

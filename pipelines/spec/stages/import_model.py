@@ -65,11 +65,10 @@ class Import(BaseStage):
     job: Literal["import"]
     path: Annotated[str, AfterValidator(checkpoint)] = execution(
         description="a file or a folder, local or on S3, or hf:ORG/NAME[@REVISION]; the key depends on its content,"
-        " not on its location",
+        " not on its location"
     )
     preprocessing: GivenPreprocessing | None = Field(
-        None,
-        description="half, imagenet, or mean and std; null: as the file states; fails if it does not",
+        None, description="half, imagenet, or mean and std; null: as the file states; fails if it does not"
     )
     averages: bool = later(
         True,

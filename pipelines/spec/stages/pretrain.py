@@ -11,13 +11,7 @@ from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
 from pipelines.spec.optimizer import check_optimizer
-from pipelines.spec.stages.base import (
-    Rate,
-    Shots,
-    Steps,
-    TrainingStage,
-    has_stochastic_depth,
-)
+from pipelines.spec.stages.base import Rate, Shots, Steps, TrainingStage, has_stochastic_depth
 from vit_model.config import Architecture, MaeOptions
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, execution, later, takes
@@ -289,11 +283,7 @@ class Pretrain(TrainingStage):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
         if self.batch_size % (workers * micro_batches):
-            share = (
-                f", which is {self.batch_size // workers} for each of {workers} workers,"
-                if workers > 1
-                else ""
-            )
+            share = f", which is {self.batch_size // workers} for each of {workers} workers," * (workers > 1)
             raise ValueError(
                 f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
             )

@@ -276,12 +276,7 @@ def _linked(volumes: list[Blob], folder: Path) -> Path:
 
 _RAR = b"Rar!\x1a\x07"
 _MAX_NAME = 60  # characters, of at most four bytes each
-_PACKED = {
-    b"\x1f\x8b\x08": _unpack_gzip,
-    b"BZh": _unpack_bz2,
-    b"\xfd7zXZ\0": _unpack_xz,
-    _RAR: _unpack_rar,
-}
+_PACKED = {b"\x1f\x8b\x08": _unpack_gzip, b"BZh": _unpack_bz2, b"\xfd7zXZ\0": _unpack_xz, _RAR: _unpack_rar}
 MAGIC_BYTES = max(map(len, _PACKED))
 
 

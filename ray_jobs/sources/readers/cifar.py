@@ -36,17 +36,14 @@ class Images(NamedTuple):
     num_train: int
 
 
-def _content(planes: NDArray[np.uint8]) -> str:
-    return content_id(sha256(as_image(planes).tobytes()).digest())
-
-
 def listing(source: CifarSource, files: Files) -> Listing:
     """List all images. dev is drawn from train by a hash of the pixels, so that copies of one image stay together."""
     images = _read(source, tuple(sorted(files.items())))
     entries = []
     for row, (planes, label) in enumerate(zip(images.planes, images.labels.tolist(), strict=True)):
         part, number = ("train", row) if row < images.num_train else ("test", row - images.num_train)
-        dev = part == "train" and hash_fraction("vitflow cifar", _content(planes))
+        content = content_id(sha256(as_image(planes).tobytes()).digest())
+        dev = part == "train" and hash_fraction("vitflow cifar", content)
         split = "dev" if part == "train" and dev < source.dev_fraction else part
         entries.append(
             {"key": f"{part}-{number:05d}", "label": label, "split": split}

@@ -44,9 +44,8 @@ FONT_NAMES = (
 LETTERS = ("Lu", "Ll", "Lo")  # upper case, lower case, no case; Lm are small copies of other letters
 MIN_FONTS = 8  # fewer fonts show a class in too few shapes
 MAX_DIGIT_OVERLAP = 0.7  # intersection over union with a digit; letters above it look like the digit
-MAX_FILL = (
-    0.85  # fraction of its box that ink may fill; above it, a letter is a bare stroke, like a handwritten 1
-)
+# fraction of its box that ink may fill; above it, a letter is a bare stroke, like a handwritten 1
+MAX_FILL = 0.85
 
 FONT_PIXELS = 40
 FIT_PIXELS = 56  # longer side of the distorted glyph, before it is scaled to its final 32 rows

@@ -79,13 +79,10 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     trained = set(pc.unique(entries.filter(pc.not_equal(entries["split"], "test"))["label"]).to_pylist())
     untrained = [wnid for wnid in devkit.wnids if rank[wnid] not in trained]
     names = tuple(f"{wnid} {words}" for wnid, words in zip(devkit.wnids, devkit.words, strict=True))
+    without = f"{len(untrained):,} classes have no image to train on: {listed(untrained, 5)}"
     notes = (
         f"test is the authors' validation set, dev {source.dev_fraction:.2%} of train by a hash of names",
-        *(
-            [f"{len(untrained):,} classes have no image to train on: {listed(untrained, 5)}"]
-            if untrained
-            else ()
-        ),
+        *([without] if untrained else ()),
         *_real_note(entries.filter(pc.equal(entries["split"], "test")), files),
     )
     return Listing(names, entries, unusable=tuple(unusable), notes=notes)

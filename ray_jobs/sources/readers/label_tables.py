@@ -42,6 +42,7 @@ class Columns(NamedTuple):
 
 
 IMAGEFOLDER = Columns()
+_BITS = (0, 1, "0", "1", "0.0", "1.0")
 OPTIONS = ("image_column", "label_column", "group")
 """The fields of a source that name the columns."""
 
@@ -168,7 +169,7 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
             raise UserError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{hint}")
     for column, option in options.items():
         if header.count(column) != 1:
-            one_hot = [name for name in header if rows and all(_is_0_or_1(row.get(name)) for _, row in rows)]
+            one_hot = [name for name in header if rows and all(row.get(name) in _BITS for _, row in rows)]
             hint = (
                 f". {', '.join(one_hot)} contain only 0 and 1: if these are the classes, write the names of each"
                 f" image's classes into one column, as a list, and set source.multi_label: true"
@@ -179,10 +180,6 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
                 + hint
                 * (option == "label_column" and len(one_hot) > 1)
             )
-
-
-def _is_0_or_1(cell: Any) -> bool:
-    return cell in (0, 1, "0", "1", "0.0", "1.0")
 
 
 def _labels(where: str, columns: Columns, row: Mapping[str, Any]) -> tuple[str, ...]:

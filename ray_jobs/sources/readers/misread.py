@@ -14,15 +14,8 @@ from vit_model.errors import UserError
 SEPARATORS = (";", "|", ",")
 _IMAGES = {"image", "images", "img", "imgs"}
 _MASKS = {
-    "mask",
-    "masks",
-    "label",
-    "labels",
-    "annotation",
-    "annotations",
-    "segmentation",
-    "segmentations",
-    "gt",
+    *("mask", "masks", "label", "labels", "gt"),
+    *("annotation", "annotations", "segmentation", "segmentations"),
 }
 # COCO's own names, and those of Roboflow's exports
 COCO_FILE = re.compile(

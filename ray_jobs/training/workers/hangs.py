@@ -20,10 +20,8 @@ from torch.distributed import distributed_c10d
 
 from ray_jobs.process.heartbeat import Steps
 
-_SUSPICIOUS, _HEARD = (
-    0.8,
-    0.9,
-)  # shares of the limit after which a worker reports, and reads the others' reports
+# shares of the limit after which a worker reports, and reads the others' reports
+_SUSPICIOUS, _HEARD = 0.8, 0.9
 
 
 def limit_collectives(seconds: float) -> None:

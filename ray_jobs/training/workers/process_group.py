@@ -78,9 +78,8 @@ class _LocalBackend(Backend):
             if (reason := ray.get(joined)) is not None:
                 # The others may wait for that worker until the time limit. If a worker died, report that instead.
                 ray.get(ray.wait(joining, num_returns=len(joining), timeout=_DEATH_SECONDS)[0])
-                logging.getLogger(
-                    _CONTROLLER
-                ).disabled = True  # it logs what is raised here with a long stack
+                # it logs what is raised here with a long stack
+                logging.getLogger(_CONTROLLER).disabled = True
                 raise UserError(reason)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:

@@ -209,13 +209,8 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
             if at.status == psutil.CONN_LISTEN
         ]
         assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-        assert not {address.port for address in listening} & {
-            6379,
-            8265,
-            8266,
-            10001,
-            52365,
-        }  # Ray's usual ones
+        # Ray's usual ones
+        assert not {address.port for address in listening} & {6379, 8265, 8266, 10001, 52365}
     released = time.monotonic()
     until(lambda: not psutil.pid_exists(its_keeper), IDLE_SECONDS + 20.0)
     assert time.monotonic() - released > IDLE_SECONDS

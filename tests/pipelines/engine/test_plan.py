@@ -11,15 +11,9 @@ import pytest
 from pipelines import store as st
 from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
-from pipelines.engine.durations import last_seconds, seconds_of
+from pipelines.engine.durations import last_seconds
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import (
-    code_digest,
-    recorded_key,
-    sha256,
-    source_fingerprint,
-    stage_key,
-)
+from pipelines.identity import code_digest, recorded_key, sha256, source_fingerprint, stage_key
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune, Ingest, RecipeError
@@ -398,7 +392,7 @@ def test_the_last_similar_result_says_how_long_a_stage_takes(store: Store, pipel
     found = last_seconds(store, manifests, "tiny", planned)
     assert set(found) == {*again.stages} - {"finetune"}, "more steps take another time"
     pretrain = next(each for each in manifests if each.stage == "pretrain")
-    assert found["pretrain"] == seconds_of(pretrain)
+    assert found["pretrain"] == pretrain.seconds
     other = [replace(stage, name=f"other_{stage.name}") for stage in planned]
     found = last_seconds(store, manifests, "tiny", other)
     assert set(found) == {"other_pretrain"}, "of other stages only trainings with the same work are similar"

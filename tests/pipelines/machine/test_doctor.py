@@ -156,10 +156,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
 
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with hold() as ray:
-        assert statuses(doctor._local_ray()) == {
-            "local Ray": "ok",
-            "local Ray, access": "ok",
-        }
+        assert statuses(doctor._local_ray()) == {"local Ray": "ok", "local Ray, access": "ok"}
         assert (
             "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].text
         )
@@ -184,9 +181,8 @@ def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert findings._gpus() == ["NVIDIA H100", "NVIDIA H100"]
-    monkeypatch.setattr(
-        findings.sys, "executable", "/bin/false"
-    )  # for a torch that sees nothing, without its import
+    # for a torch that sees nothing, without its import
+    monkeypatch.setattr(findings.sys, "executable", "/bin/false")
     found = findings._accelerator(findings._gpus())
     assert found.status == "problem"
     assert "2: NVIDIA H100" in found.text

@@ -26,7 +26,7 @@ from tests.support import timm_models
 from tests.support.datasets import put_noise
 from tests.support.records import committed, make_manifest
 from tests.support.scores import Scores, put_scores
-from tests.support.vits import contract_for, randomised
+from tests.support.vits import TINY, contract_for, randomised
 from vit_model.config import ViTConfig
 from vit_model.formats import hugging_face
 from vit_model.formats.files import read_license
@@ -35,17 +35,7 @@ from vit_model.preprocessing import load_image, normalise
 from vit_model.weights import load_model, save_model
 
 NAMES = ("ape|x", "bee", "c`a`t\n")
-CONFIG = ViTConfig(
-    image_size=8,
-    patch_size=4,
-    in_channels=3,
-    width=16,
-    depth=2,
-    num_heads=2,
-    mlp_dim=32,
-    num_classes=3,
-    gelu="exact",
-)
+CONFIG = ViTConfig(**TINY, num_classes=3, gelu="exact")
 SIZES = ((8, 8), (9, 23), (61, 40), (40, 13))
 
 
@@ -191,9 +181,8 @@ def test_a_pipeline_of_transformers_runs_the_folder_as_it_is(
     for photo, row in zip(photos, ours, strict=True):
         found = {line["label"]: line["score"] for line in theirs(str(photo), top_k=3)}
         expected = {line["class"]: line["probability"] for line in row["top"]}
-        assert found == pytest.approx(
-            expected, abs=1e-5 if channels == 3 else 5e-3
-        )  # grey is rounded to 8 bits
+        # grey is rounded to 8 bits
+        assert found == pytest.approx(expected, abs=1e-5 if channels == 3 else 5e-3)
 
 
 @torch.no_grad()

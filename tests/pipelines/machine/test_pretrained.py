@@ -51,10 +51,9 @@ def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, fold
     said = vitflow_here("init", "b.yaml", "--images", "photos", "--from", "images.npz", "b/images").stdout
     pipeline = load_pipeline("b.yaml")
     imports = {name: stage.path for name, stage in pipeline.stages.items() if isinstance(stage, Import)}
-    assert imports == {
-        "images_2": str(folder / "images.npz"),
-        "images_3": str(folder / "b" / "images"),
-    }, "a stage of the recipe is already called images"
+    assert imports == {"images_2": str(folder / "images.npz"), "images_3": str(folder / "b" / "images")}, (
+        "a stage of the recipe is already called images"
+    )
     for kind in (Finetune, Evaluate):
         stages = [stage for stage in pipeline.stages.values() if isinstance(stage, kind)]
         assert {str(stage.backbone) for stage in stages} == set(imports)

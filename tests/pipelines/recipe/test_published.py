@@ -36,9 +36,8 @@ class Published(NamedTuple):
 
 PAPER = Published(300, IMAGENET, 4096, None, 3e-3, 3e-3 * 0.3, (16, 768, 12, 1000))  # Table 3, ImageNet
 PAPER_21K = Published(90, IMAGENET_21K, 4096, None, 1e-3, 1e-3 * 0.03, (16, 768, 12, 21841))  # the row above
-AUGREG = Published(
-    300, IMAGENET_21K, 4096, None, 1e-3, 1e-3 * 0.1, (16, 768, 12, 21841)
-)  # section 3 and appendix
+# section 3 and appendix
+AUGREG = Published(300, IMAGENET_21K, 4096, None, 1e-3, 1e-3 * 0.1, (16, 768, 12, 21841))
 PUBLISHED = {
     ("imagenet_paper", "base@patch_size=16"): PAPER,
     ("imagenet_paper", "base@patch_size=32"): PAPER._replace(model=(32, 768, 12, 1000)),
@@ -117,9 +116,8 @@ def test_operations_are_those_of_the_published_model(recipe: str, stage: str) ->
     )
     contract = contract_for(config.model.architecture(224, 3, classes))
     if config.objective == "distillation":
-        config = config.model_copy(
-            update={"objective": "softmax"}
-        )  # the teacher's operations are not the model's
+        # the teacher's operations are not the model's
+        config = config.model_copy(update={"objective": "softmax"})
     ours = make_method(config, contract, torch.device("cpu")).train_flops
     assert ours == pytest.approx(6 * products * published.passes, rel=0.01)
 

@@ -12,14 +12,7 @@ from pipelines.results.compare import compare, comparison_table
 from pipelines.spec import RecipeError
 from pipelines.store import Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
-from ray_jobs.evaluation.rows import (
-    MEAN_IOU,
-    ROWS,
-    Truth,
-    measurement,
-    write_predictions,
-    write_table,
-)
+from ray_jobs.evaluation.rows import MEAN_IOU, ROWS, Truth, measurement, write_predictions, write_table
 from tests.conftest import Vitflow
 from tests.support.records import committed, make_manifest
 from tests.support.scores import Scores, put_scores

@@ -59,14 +59,7 @@ def run(store: Store) -> list[Manifest]:
     names = [manifest.stage for manifest in everything]
     create_run(store, RUN, make_plan(RUN, *names, "later"))
     for manifest in everything:
-        add_event(
-            store,
-            "p-20260101-000000-0000",
-            "stage",
-            stage=manifest.stage,
-            status="SUCCEEDED",
-            key=manifest.key,
-        )
+        add_event(store, RUN, "stage", stage=manifest.stage, status="SUCCEEDED", key=manifest.key)
     return everything
 
 

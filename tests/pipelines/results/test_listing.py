@@ -6,15 +6,7 @@ import pytest
 
 from pipelines.results.listing import COLUMNS, KINDS, list_kind
 from pipelines.spec import RecipeError
-from pipelines.store import (
-    FileEntry,
-    add_event,
-    commit,
-    create_attempt,
-    create_run,
-    input_ref,
-    open_store,
-)
+from pipelines.store import FileEntry, add_event, commit, create_attempt, create_run, input_ref, open_store
 from tests.support.checkpoints import put_pretraining, put_state
 from tests.support.records import flip, make_attempt, make_manifest, make_plan
 

@@ -209,20 +209,12 @@ def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None
             (folder / "cost.json").write_text(json.dumps(cost | {"training": None}))
     assert ask(
         store, "SELECT fit, step, loss, few_shot->>'5-shot dev' FROM training_log WHERE artifact = 'aa'"
-    ) == [
-        ("trial-0-0", 1, 2.5, None),
-        (None, 2, None, "0.25"),
-    ]
+    ) == [("trial-0-0", 1, 2.5, None), (None, 2, None, "0.25")]
     assert ask(store, "SELECT count(*) FROM training_log WHERE few_shot IS NULL AND stage = 'tune'") == [(2,)]
     assert ask(
         store,
         "SELECT trial, fold, accuracy, best_step, chosen FROM trials WHERE artifact = 'aa' ORDER BY ALL",
-    ) == [
-        (0, 0, 0.5, None, False),
-        (0, 1, 0.75, None, False),
-        (1, 0, 0.5, 3, True),
-        (1, 1, 0.75, 4, True),
-    ]
+    ) == [(0, 0, 0.5, None, False), (0, 1, 0.75, None, False), (1, 0, 0.5, 3, True), (1, 1, 0.75, 4, True)]
     sql = "SELECT trial, fold, loss, point->>'mixup', pruned_at, chosen FROM trials WHERE point IS NOT NULL ORDER BY 2"
     assert ask(store, sql) == [(3, 0, 1.0, "0.2", 4, True), (3, 1, 2.0, "0.2", 4, True)]
     assert ask(

@@ -86,11 +86,7 @@ RESNET = {"family": "resnet", "units": [1]}
         ("stages.probe.backbone", {"checkpoint": "best"}, "stages.probe.backbone.stage: is missing"),
         ("stages.probe.backbone", 7, "stages.probe.backbone: Input should be a valid string, not 7"),
         ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
-        (
-            "stages.probe.backbone",
-            "digits",
-            "digits is a dataset; expected a model (pretrain, finetune)",
-        ),
+        ("stages.probe.backbone", "digits", "digits is a dataset; expected a model (pretrain, finetune)"),
         ("stages.finetune.model", "Ti/8", "give either backbone"),
         ("stages.finetune.labels.folds", 9, "folds 9 is more than per_class 4"),
         ("stages.probe.job", "evalute", "stages.probe.job: unknown job 'evalute'; did you mean 'evaluate'?"),

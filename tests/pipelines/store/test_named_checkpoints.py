@@ -7,14 +7,7 @@ import pytest
 
 from pipelines.files.hashing import cache_folder
 from pipelines.spec import Evaluate, NamedCheckpoint, RecipeError
-from pipelines.store import (
-    FileEntry,
-    Store,
-    StoreDamaged,
-    local_files,
-    model_folder,
-    open_store,
-)
+from pipelines.store import FileEntry, Store, StoreDamaged, local_files, model_folder, open_store
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Server, used

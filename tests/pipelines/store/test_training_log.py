@@ -187,10 +187,7 @@ def test_what_was_not_measured_is_left_out() -> None:
 def test_a_fits_name_is_read_as_it_was_written(
     number: int, part: int, digest: str | None, last_step: int | None
 ) -> None:
-    for fit in (
-        FitName("trial", number, part, digest),
-        FitName("refit", number, part, digest, last_step),
-    ):
+    for fit in (FitName("trial", number, part, digest), FitName("refit", number, part, digest, last_step)):
         assert FitName.parse(str(fit)) == fit
 
 

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from ray_jobs.evaluation.calibration import (
-    calibration_error,
-    fit_temperature,
-    is_identified,
-)
+from ray_jobs.evaluation.calibration import calibration_error, fit_temperature, is_identified
 
 RNG = np.random.default_rng(0)
 

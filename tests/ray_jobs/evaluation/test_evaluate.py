@@ -13,14 +13,7 @@ import pytest
 
 from pipelines import store as st
 from pipelines.files.sources import source_files
-from pipelines.spec import (
-    Baselines,
-    DigitsSource,
-    Evaluate,
-    Labels,
-    NamedCheckpoint,
-    ResNetSize,
-)
+from pipelines.spec import Baselines, DigitsSource, Evaluate, Labels, NamedCheckpoint, ResNetSize
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate
 from ray_jobs.data import shards

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipelines.spec import Baselines, Finetune, Labels, ModelSize
+from pipelines.spec import Baselines, Labels
 from pipelines.store import open_store
 from ray_jobs import baselines, finetune
 from ray_jobs.evaluation.supports import Supports
@@ -20,7 +20,7 @@ from ray_jobs.tuning import runner as sweep_module
 from ray_jobs.tuning.ledger import add_trial
 from ray_jobs.tuning.trial import Refitted
 from tests.support import datasets
-from tests.support.finetuning import COST, refitted, trial
+from tests.support.finetuning import COST, configuration, refitted, trial
 from tests.support.records import make_context, make_manifest
 
 TEST = 12
@@ -67,17 +67,7 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
     monkeypatch.setattr(sweep_module, "run_trials", run_trials)
     monkeypatch.setattr(finetune, "run_refits", run_refits)
     monkeypatch.setattr(finetune, "measure_cost", lambda *_: COST)
-    size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
-    config = Finetune(
-        job="finetune",
-        data="d",
-        model=size,
-        resolution=8,
-        labels=labels,
-        learning_rates=(0.1, 0.2),
-        steps=1,
-        batch_size=1,
-    )
+    config = configuration(labels=labels, learning_rates=(0.1, 0.2), steps=1, batch_size=1)
     made = context(folder, config, dev)
     finetune.main(made)
     written = folder / "store" / "artifacts/finetune/k/attempts/1/files"

@@ -17,7 +17,7 @@ import torch
 from pipelines import store as st
 from pipelines.machine.export import write_files
 from pipelines.results.accuracies import list_results
-from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels
+from pipelines.spec import Baselines, Evaluate, Import, Labels
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
 from ray_jobs import evaluate, finetune
 from ray_jobs.data import shards
@@ -28,8 +28,8 @@ from ray_jobs.reporting import provenance
 from ray_jobs.training.evaluators import score
 from ray_jobs.training.task import make_task
 from tests.support import datasets
-from tests.support.checkpoints import SIZE, put_untrained
-from tests.support.finetuning import refitted
+from tests.support.checkpoints import put_untrained
+from tests.support.finetuning import configuration, refitted
 from tests.support.records import flip, make_attempt, make_context, make_manifest
 from tests.support.reports import make_report
 from tests.support.s3 import Server, used
@@ -131,13 +131,8 @@ def _put_copies(folder: Path, name: str, pushed: Mapping[int, int]) -> None:
     pq.write_table(
         pa.Table.from_pylist([copy | {"done": "left out"} for copy in copies]), folder / "duplicates.parquet"
     )
-    datasets.put(
-        folder / "x",
-        "x",
-        ("even", "odd"),
-        SHAPE,
-        {"train": [datasets.raw(str(one), PIXELS[one], 0) for one in pushed]},
-    )
+    train = [datasets.raw(str(one), PIXELS[one], 0) for one in pushed]
+    datasets.put(folder / "x", "x", ("even", "odd"), SHAPE, {"train": train})
     (folder / "facts").mkdir()
     shutil.move(folder / "x" / "index.parquet", folder / "facts" / "00-00000.parquet")
     shutil.rmtree(folder / "x")
@@ -193,16 +188,7 @@ def test_overlap_is_that_of_sets() -> None:
 @pytest.mark.parametrize("labels", [FEW, Labels(), Labels(use_dev=False)])
 def test_a_fine_tuning_was_trained_on_what_it_was_given(made: Made, labels: Labels) -> None:
     """The first draw's pool of the stage itself, which the stored model is fitted on."""
-    config = Finetune(
-        job="finetune",
-        data="a",
-        model=SIZE,
-        resolution=8,
-        labels=labels,
-        learning_rates=(1e-3,),
-        steps=1,
-        batch_size=1,
-    )
+    config = configuration(data="a", labels=labels, learning_rates=(1e-3,), steps=1, batch_size=1)
     pools, *_ = finetune.labelled(config, shards.open_dataset(made.folder("a")))
     tuned = made.model("few", "finetune", data="a", labels=labels.model_dump())
     (training,), unknown, _ = leakage.read_trainings(made.store, [tuned])
@@ -456,15 +442,8 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
     assert "ViT, trained on these images @ 2" in result.metrics
     assert "ViT, pretrained @ 2" not in result.metrics
     for labels, name in ((FEW, "ViT, trained on these images"), (Labels(), "ViT, pretrained")):
-        config = Finetune(
-            job="finetune",
-            data="twin",
-            backbone="tuned",
-            labels=labels,
-            learning_rates=(1e-3,),
-            steps=1,
-            batch_size=1,
-        )
+        fields = {"data": "twin", "backbone": "tuned", "model": None, "resolution": None, "labels": labels}
+        config = configuration(**fields, learning_rates=(1e-3,), steps=1, batch_size=1)
         context = made.context(config)
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)

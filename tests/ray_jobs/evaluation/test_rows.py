@@ -156,9 +156,8 @@ def test_with_reals_labels_any_of_them_is_right_and_images_without_are_left_out(
     real = [None if i == 7 else rng.permutation(4)[: i % 4].tolist() for i in range(40)]
     ids = [f"image {number}" for number in range(40)]
     common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
-    lists = pa.array([[9], *real], pa.list_(pa.int32()))[
-        1:
-    ]  # as a filter may leave it: it does not begin at 0
+    # as a filter may leave it: it does not begin at 0
+    lists = pa.array([[9], *real], pa.list_(pa.int32()))[1:]
     (plain, images), (found, judged) = scored(
         common, Truth("ImageNet-1k", ids, labels, lists), guesses, "dev", {}
     )

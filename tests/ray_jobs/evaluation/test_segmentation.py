@@ -13,15 +13,16 @@ from sklearn.metrics import confusion_matrix, jaccard_score
 from sklearn.preprocessing import StandardScaler
 
 from pipelines import store as st
-from pipelines.spec import Ingest, ModelSize, ResNetSize, Segment
+from pipelines.spec import ModelSize, ResNetSize, Segment
 from pipelines.store import Manifest, Store, open_store
-from ray_jobs import ingest, segment
+from ray_jobs import segment
 from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
 from tests.support.checkpoints import put_untrained
-from tests.support.records import make_context, make_manifest
+from tests.support.ingesting import ingest_here
+from tests.support.records import make_context
 from tests.support.vtab_natural import pets
 from vit_model.errors import UserError
 
@@ -91,15 +92,7 @@ def shapes(store: Store) -> Manifest:
     """Drawn shapes with masks, ingested without Ray."""
     source = {"kind": "shapes", "images": 150, "dev_images": 20, "test_images": 20, "resolution": 32}
     source |= {"max_count": 9, "masks": True}
-    config = Ingest.model_validate({"job": "ingest", "source": source, "max_distance": None})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ingest,
-            "in_tasks",
-            lambda function, shared, items, unit: [function(*shared, item) for item in items],
-        )
-        result = ingest.main(make_context(store, config))
-    return make_manifest("ingest", files=result.files, content_digest=result.content_digest)
+    return ingest_here(store, source, max_distance=None)
 
 
 def put_model(store: Store, data: Manifest, size: Any, key: str) -> Manifest:
@@ -188,16 +181,8 @@ def test_pets_from_their_archives_are_scored_at_the_size_of_their_trimaps(tmp_pa
         "root": str(tmp_path),
         "masks": True,
     }
-    config = Ingest.model_validate({"job": "ingest", "source": source, "max_distance": None})
     store = open_store(str(tmp_path / "store"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ingest,
-            "in_tasks",
-            lambda function, shared, items, unit: [function(*shared, item) for item in items],
-        )
-        result = ingest.main(make_context(store, config))
-    data = make_manifest("ingest", files=result.files, content_digest=result.content_digest)
+    data = ingest_here(store, source, max_distance=None)
     size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
     found, pixels, _ = segmented(store, data, put_model(store, data, size, "pets"))
     assert {row["task"] for row in found} == {"Pets, whole"} and len(found) == 6
@@ -230,16 +215,8 @@ def test_l2_is_never_chosen_on_test(store: Store, shapes: Manifest, monkeypatch:
 
 def test_data_without_masks_is_named(store: Store, tmp_path: Path, shapes: Manifest) -> None:
     source = {"kind": "shapes", "images": 30, "dev_images": 4, "test_images": 6, "resolution": 32}
-    config = Ingest.model_validate({"job": "ingest", "source": source})
     other = open_store(str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ingest,
-            "in_tasks",
-            lambda function, shared, items, unit: [function(*shared, item) for item in items],
-        )
-        result = ingest.main(make_context(other, config))
-    plain = make_manifest("ingest", files=result.files)
+    plain = ingest_here(other, source)
     model = put_model(other, plain, ModelSize(patch_size=8, width=16, depth=1, num_heads=2), "m")
     with pytest.raises(UserError, match="dataset Shapes has no masks; add `masks: true` to its source"):
         segmented(other, plain, model)

@@ -24,6 +24,7 @@ from ray_jobs.ingesting.card import copies_note
 from ray_jobs.ingesting.reuse import facts_file
 from ray_jobs.process.context import Context, Result, SourceChangedError
 from tests.support.archives import image
+from tests.support.ingesting import in_tasks_here
 from tests.support.killed import killed_after
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.records import make_attempt, make_context, make_manifest
@@ -43,7 +44,7 @@ ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ingest reads its parts in this process, without Ray."""
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
 
 
 def put_images(root: Path, first: int, last: int) -> None:
@@ -134,9 +135,8 @@ def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
 def test_when_files_are_added_only_they_are_read(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "ray_jobs.ingesting.parts.SHARD_IMAGES", 16
-    )  # 4 parts, then 8: the old ones are divided
+    # 4 parts, then 8: the old ones are divided
+    monkeypatch.setattr("ray_jobs.ingesting.parts.SHARD_IMAGES", 16)
     root = tmp_path / "images"
     put_images(root, 0, 60)
     put_plain(root / "a" / "plain.ppm", 1)
@@ -273,7 +273,7 @@ def test_of_a_file_that_changes_while_it_is_read_nothing_is_remembered(
     with pytest.raises(ValueError, match=r"the source changed while it was read.*6\.png"):
         ingest.main(first)
     file.write_bytes(own)
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
     again = ingest.main(context_of(store, stage(root), number=2))
     assert said(capsys.readouterr().out) == (20, 0)
     assert again == ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
@@ -290,7 +290,7 @@ def test_files_that_come_while_the_stage_waits_or_reads_are_left_for_the_next_ti
         put_images(root, 30, 35)
         return [do(*shared, one) for one in each]
 
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
     before = ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
     put_images(root, 20, 30)
     (root / "c").mkdir()
@@ -298,7 +298,7 @@ def test_files_that_come_while_the_stage_waits_or_reads_are_left_for_the_next_ti
     monkeypatch.setattr(ingest, "in_tasks", grown_meanwhile)
     assert ingest.main(waiting) == before
     (root / "c" / "metadata.csv").unlink()
-    monkeypatch.setattr(ingest, "in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
     assert run(planned(store, stage(root))).metrics["images"] == 35
 
     waiting = planned(store, stage(root))

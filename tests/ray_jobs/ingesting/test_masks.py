@@ -21,6 +21,7 @@ from ray_jobs import ingest
 from ray_jobs.data.masks import IGNORED, decode_mask
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.sources.readers import shape_masks, shapes
+from tests.support.ingesting import in_tasks_here
 from tests.support.records import make_context
 from tests.support.vtab_natural import pets, tarred
 from vit_model.errors import UserError
@@ -30,9 +31,7 @@ SHAPES: dict[str, Any] = {"kind": "shapes", "images": 30, "dev_images": 6, "test
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ingest, "in_tasks", lambda function, shared, items, unit: [function(*shared, item) for item in items]
-    )
+    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
 
 
 def ingested(source: dict[str, Any], folder: Path, **fields: Any) -> tuple[Dataset, str]:

@@ -9,14 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_jobs.evaluation.intervals import Interval
-from ray_jobs.evaluation.rows import (
-    PROBABILITIES,
-    REAL,
-    Row,
-    Truth,
-    scored,
-    write_parquet,
-)
+from ray_jobs.evaluation.rows import PROBABILITIES, REAL, Row, Truth, scored, write_parquet
 from ray_jobs.reporting import measures, mistakes
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
@@ -37,12 +30,7 @@ def put(folder: Path, task: str, images: int, seed: int) -> list[Row]:
     for protocol, method, shots, draws in SETTINGS + OLD:
         for draw in range(draws):
             order = shuffle.sample(range(images), images)
-            common = {
-                "protocol": protocol,
-                "method": method,
-                "labels_per_class": shots,
-                "draw": draw,
-            }
+            common = {"protocol": protocol, "method": method, "labels_per_class": shots, "draw": draw}
             ids = [f"{task} é {number}" for number in order]
             truth = Truth(task, ids, labels[order])
             [(row, part)] = scored(common, truth, rng.integers(0, 3, images), "dev", {})

@@ -215,16 +215,8 @@ def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> Sample:
         Image.fromarray(image).save(buffer, "PNG")
         data = buffer.getvalue()
     height, width, channels = image.shape
-    return Sample(
-        sample_id(sha256(data).digest(), key),
-        key,
-        data,
-        "raw" if raw else "png",
-        width,
-        height,
-        channels,
-        label,
-    )
+    identity, form = sample_id(sha256(data).digest(), key), "raw" if raw else "png"
+    return Sample(identity, key, data, form, width, height, channels, label)
 
 
 def _parquet(table: Any) -> bytes:
@@ -672,9 +664,8 @@ def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> N
     for text in (*HOSTILE, "<i>mine</i>"):
         assert text in page.text
     sources = [value or "" for name, value in page.attributes if name in {"src", "href", "xlink:href"}]
-    assert sources and all(
-        value.startswith(("data:image/", "data:,", "#")) for value in sources
-    )  # nothing is fetched
+    # nothing is fetched
+    assert sources and all(value.startswith(("data:image/", "data:,", "#")) for value in sources)
     assert "http" not in files["report.html"].decode().replace("http://www.w3.org/", "")
     numbers = json.loads(files["report.json"])
     assert numbers["verdicts"] == [] and "not compared with another method" in numbers["headline"]

@@ -263,12 +263,8 @@ def test_all_nineteen_are_no_part(made: Vtab) -> None:
 
     class Entry:
         def __init__(self, task: str, value: float) -> None:
-            self.artifact, self.method, self.protocol, self.labels_per_class = (
-                task,
-                "ViT",
-                "linear probe",
-                None,
-            )
+            self.artifact, self.method = task, "ViT"
+            self.protocol, self.labels_per_class = "linear probe", None
             self.accuracy = type("Interval", (), {"value": value})
             self.settings, self.draws, self.sample_ids = ('{"labelled_images": 1000}',), (0,), ("a",)
 

@@ -187,12 +187,7 @@ def build_new(config: Pretrain, dataset: Path) -> tuple[Any, ModelContract]:
     ],
 )
 def test_the_classifier_is_kept_for_the_same_classes_and_objective(
-    dataset: Path,
-    tmp_path: Path,
-    classes: tuple[str, ...],
-    fields: dict[str, Any],
-    started: str,
-    line: str,
+    dataset: Path, tmp_path: Path, classes: tuple[str, ...], fields: dict[str, Any], started: str, line: str
 ) -> None:
     init_from = make_start(tmp_path / "first", dataset, objective=started)
     info = shards.open_dataset(write(tmp_path / "other", classes)).info

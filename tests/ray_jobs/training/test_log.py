@@ -27,13 +27,12 @@ from tests.support.clusters import wait_for
 from tests.support.interrupted import configuration
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
+from tests.support.vits import TINY
 from vit_model import compute
 from vit_model.config import ViTConfig
 
 ATTEMPT = make_attempt("pretrain")
-ARCHITECTURE = ViTConfig(
-    image_size=8, patch_size=4, width=16, depth=2, num_heads=2, mlp_dim=32, num_classes=3
-)
+ARCHITECTURE = ViTConfig(**TINY, num_classes=3)
 
 
 class Clock:

@@ -105,13 +105,8 @@ def test_a_training_starts_from_another_model(
     """With a rate that no weight notices, what comes out is what it started from; parts of an objective are left."""
     fields = {"learning_rate": 1e-30, "optimizer": {"weight_decay": 0.0}, "steps": 2, "keep_steps": ()}
     config = configuration(**CASES[case].fields | fields, init_from="first", dtype="float32")
-    loop.train(
-        config,
-        open_dataset(dataset),
-        tmp_path,
-        init_from=teacher,
-        teacher=teacher if config.teacher else None,
-    )
+    imitated = teacher if config.teacher else None
+    loop.train(config, open_dataset(dataset), tmp_path, init_from=teacher, teacher=imitated)
     started, ended = (load_model(folder)[0].state_dict() for folder in (teacher.folder, tmp_path))
     is_labelled = objective_properties(config.objective).classifier is not None
     assert ended.keys() == {name for name in started if is_labelled or not name.startswith("head.")}

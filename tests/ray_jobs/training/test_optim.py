@@ -16,6 +16,7 @@ from ray_jobs.training.engine import EMA, Plain
 from ray_jobs.training.task import DivergenceError
 from tests.support import timm_models
 from tests.support.pretraining import pretraining
+from tests.support.vits import TINY
 from tests.support.zero_matrix import muon_step
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -23,19 +24,7 @@ from vit_model.parts import AroundModel, ParameterGroups
 
 
 def tiny_vit(**fields: object) -> ViT:
-    return ViT(
-        ViTConfig(
-            image_size=8,
-            patch_size=4,
-            in_channels=1,
-            width=16,
-            depth=2,
-            num_heads=2,
-            mlp_dim=32,
-            num_classes=3,
-            **fields,
-        )
-    )
+    return ViT(ViTConfig(**TINY, in_channels=1, num_classes=3, **fields))
 
 
 class Linear(nn.Linear, ParameterGroups):
@@ -242,13 +231,8 @@ def test_steps_of_muon_are_a_plain_loops(decay):
     settings = Optimizer(
         name="muon", weight_decay=0.1, decay=decay, layer_decay=0.5, momentum=0.95, betas=(0.9, 0.95)
     )
-    engine = Plain(
-        ours,
-        optim.make_optimizer(ours, settings, base=0.02),
-        torch.float32,
-        settings.clip_norm,
-        accumulation=2,
-    )
+    optimizer = optim.make_optimizer(ours, settings, base=0.02)
+    engine = Plain(ours, optimizer, torch.float32, settings.clip_norm, accumulation=2)
     named = dict(plain.named_parameters())
     start = {name: weight.detach().clone() for name, weight in named.items()}
     momenta = {name: torch.zeros_like(weight) for name, weight in named.items() if name[9:] in MATRICES}
@@ -317,11 +301,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
         optimizer = settings.model_copy(update={"name": name})
         engine = Plain(model, optim.make_optimizer(model, optimizer, base=1.0), torch.float32, clip_norm=1.0)
         for broken in (False, True):
-            before = (
-                [(kind, name, values.clone()) for kind, name, _, values in engine.state_shards()]
-                if broken
-                else []
-            )
+            shards = engine.state_shards() if broken else ()
+            before = [(kind, name, values.clone()) for kind, name, _, values in shards]
             loss = engine(torch.ones(2, 1, 8, 8)).square().sum()
             engine.backward(loss * math.inf if broken else loss)
             assert math.isfinite(engine.step(1e-2)) == (not broken)

@@ -95,10 +95,8 @@ def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
     metrics = train(configuration(steps=8, threads=1), dataset, tmp_path)
     said = capsys.readouterr().out
     _, contract = load_model(tmp_path)
-    with (
-        torch.device("meta"),
-        FlopCounterMode(display=False) as counter,
-    ):  # elsewhere it overlooks fused attention
+    # elsewhere it overlooks fused attention
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = ViT(contract.architecture)
         model.head(model.forward_features(torch.zeros(1, 1, 8, 8))[1])
     flops = counter.get_total_flops()

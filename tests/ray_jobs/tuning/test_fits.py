@@ -223,10 +223,7 @@ def test_with_few_trained_weights_it_continues_to_the_same_bytes(fields, tmp_pat
 
 WIDER = {"model": SIZE.model_copy(update={"width": 24})}
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "truncated": (
-        {},
-        r"safetensors is damaged: it has [\d,]+ bytes, its manifest says .*; it is not used",
-    ),
+    "truncated": ({}, r"safetensors is damaged: it has [\d,]+ bytes, its manifest says .*; it is not used"),
     "of another architecture": (
         WIDER,
         r"cannot be used: it has \d+ values of weights of .*, but this training needs \d+, .*; it is not used",
@@ -281,9 +278,8 @@ def test_no_checkpoint_is_later_than_a_gradient_that_is_not_finite(tmp_path):
 
 
 TWO: dict[str, Any] = {**CASES["bf16, dropout"], "gradient_accumulation_steps": 2}
-SAME: dict[
-    str, Any
-] = {  # without dropout, whose masks are a worker's own; AdamW scales rounding differences up
+# without dropout, whose masks are a worker's own; AdamW scales rounding differences up
+SAME: dict[str, Any] = {
     "model": SIZE.model_copy(update={"depth": 2, "stochastic_depth": 0.5}),
     "dtype": "float32",
     "optimizer": {"name": "sgd"},

@@ -51,9 +51,8 @@ class Fits:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = self.moments = 0
         self.order = 1  # -1: the last trial and the last refit come first
-        self.last: int | None = (
-            None  # the moment of death; each entry has two: before and after it is written
-        )
+        # the moment of death; each entry has two: before and after it is written
+        self.last: int | None = None
         fit_one, add = fits_module.fit, ledger._add
 
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -264,11 +263,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_entry_is_computed_again(
-    damage: str,
-    fits: Fits,
-    undisturbed: tuple[Path, Result],
-    store: Path,
-    capsys: pytest.CaptureFixture[str],
+    damage: str, fits: Fits, undisturbed: tuple[Path, Result], store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, said = DAMAGE[damage]
     change(store)

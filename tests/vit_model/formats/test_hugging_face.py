@@ -159,10 +159,8 @@ def test_logits_and_all_gradients_are_transformers(tmp_path: Path, name: str, si
             theirs.classifier.weight.grad[:, 32:] = 0  # type: ignore[union-attr, index]
     them = gradients_by_our_names(theirs, save, formats.read, tmp_path / "gradients")
     if name == "deit-one-head":
-        del (
-            ours["reg_token"],
-            them["reg_token"],
-        )  # of a sum of two weights: the same for each, twice when read
+        # of a sum of two weights: the same for each, twice when read
+        del ours["reg_token"], them["reg_token"]
     if name == "vit-no-qkv-bias":
         ours = {key: tensor for key, tensor in ours.items() if not key.endswith("qkv.bias")}
         them = {key: tensor for key, tensor in them.items() if not key.endswith("qkv.bias")}

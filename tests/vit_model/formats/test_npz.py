@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.support import google_numpy, timm_models
+from tests.support import google_numpy, timm_models, vits
 from tests.support.vits import contract_for, randomised
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz
@@ -30,15 +30,7 @@ from vit_model.preprocessing import normalise
 from vit_model.weights import transfer_backbone
 
 Arrays = dict[str, NDArray[Any]]
-SMALL: dict[str, Any] = {
-    "image_size": 12,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 4,
-    "mlp_dim": 24,
-    "num_classes": 7,
-}
+SMALL = vits.SMALL | {"width": 16, "depth": 2, "mlp_dim": 24}
 KINDS: dict[str, dict[str, Any]] = {
     "fine-tuned": {},
     "pre-trained, with the tanh layer": {"representation_head": True},
@@ -487,10 +479,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         changed(embedding_kernel=lambda array: array[0]),
         r"'embedding/kernel' is \[4, 3, 16\]",
     ),
-    "another width": (
-        changed(cls=lambda array: array[..., :8]),
-        r"cls \[1, 1, 8\] instead of \[1, 1, 16\]",
-    ),
+    "another width": (changed(cls=lambda array: array[..., :8]), r"cls \[1, 1, 8\] instead of \[1, 1, 16\]"),
     "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "missing tensors"),
     "five stages": (with_array("block9/unit1/conv1/kernel", np.ones((1, 1, 1, 1), "f4")), r"stages \[9\]"),
     "endless layers": (

@@ -125,10 +125,8 @@ def test_logits_and_all_gradients_are_timms(tmp_path: Path, name: str, size: tup
         theirs, functools.partial(save, config), formats.read, tmp_path / "gradients"
     )
     if name in ("registers with positions", "map over registers"):
-        del (
-            ours["reg_token"],
-            them["reg_token"],
-        )  # of a sum of two weights: the same for each, twice when read
+        # of a sum of two weights: the same for each, twice when read
+        del ours["reg_token"], them["reg_token"]
     if name == "no qkv bias":
         ours = {key: tensor for key, tensor in ours.items() if not key.endswith("qkv.bias")}
         them = {key: tensor for key, tensor in them.items() if not key.endswith("qkv.bias")}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.vits import TINY
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
@@ -48,17 +49,7 @@ def test_sigmoid_cross_entropy_sums_over_classes_and_averages_over_the_batch(smo
 def test_a_model_with_the_authors_head_bias_starts_from_their_loss(
     classes: int, bias: float, expected: float
 ) -> None:
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        width=8,
-        depth=1,
-        num_heads=1,
-        mlp_dim=8,
-        num_classes=classes,
-        representation_head=True,
-        head_bias=bias,
-    )
+    config = ViTConfig(**TINY, num_classes=classes, representation_head=True, head_bias=bias)
     logits = ViT(config)(torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
     loss = sigmoid_cross_entropy(logits, torch.tensor([0, 7, classes - 1]))
     assert loss.item() == pytest.approx(expected, abs=0.01)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support import vits
 from tests.support.digits import as_input, pretrain
 from tests.support.parity import assert_close, randomise
 from tests.support.vits import hugging_face_blocks
@@ -17,16 +18,7 @@ from vit_model.config import MaeOptions, ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.masked_autoencoder import MaskedAutoencoder, normalised
 
-TINY: dict[str, Any] = {
-    "image_size": 16,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "in_channels": 3,
-    "gelu": "exact",
-}
+TINY = vits.TINY | {"image_size": 16, "in_channels": 3, "gelu": "exact"}
 NARROW = {"decoder_width": 24, "decoder_depth": 2, "decoder_heads": 3}
 
 

@@ -9,20 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.support import vits
 from tests.support.digits import as_input, pretrain
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 
-TINY: dict[str, Any] = {
-    "image_size": 8,
-    "patch_size": 2,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "in_channels": 1,
-}
+TINY = vits.TINY | {"patch_size": 2, "in_channels": 1}
 
 
 def random_draws(b: int, n: int, seed: int = 0) -> Tensor:
@@ -70,9 +63,8 @@ def slow_targets(image: NDArray[np.uint8], p: int, target: str) -> list[list[flo
 def test_targets_are_those_of_a_loop(shape: tuple[int, int, int], channels: int, target: Any) -> None:
     height, width, p = shape
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, channels), dtype=np.uint8)
-    pixels[0] = np.random.default_rng(1).integers(
-        158, 162, pixels[0].shape
-    )  # means near 160, an edge of the bins
+    # means near 160, an edge of the bins
+    pixels[0] = np.random.default_rng(1).integers(158, 162, pixels[0].shape)
     pixels[1, :p, :p] = 255
     pixels[1, -p:, -p:] = 0
     expected = np.array([slow_targets(image, p, target) for image in pixels])

@@ -93,11 +93,7 @@ def test_all_volumes_of_a_folder_source_are_in_its_key(
             {"a/1.jpg"},
             {"link": "it is a link", "a/1.jpg": "its path comes twice"},
         ),
-        (
-            RAR_5_WITH_HARD_LINKS,
-            {"stest1.txt"},
-            {"stest2.txt": "it is a link", "stest3.txt": "it is a link"},
-        ),
+        (RAR_5_WITH_HARD_LINKS, {"stest1.txt"}, {"stest2.txt": "it is a link", "stest3.txt": "it is a link"}),
     ],
 )
 def test_links_and_copies_are_refused_one_by_one(

@@ -358,10 +358,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
-        (
-            "file_name,label,split\n1.png,a,later\n",
-            "row 2: unknown split 'later'; expected one of: train",
-        ),
+        ("file_name,label,split\n1.png,a,later\n", "row 2: unknown split 'later'; expected one of: train"),
         ('file_name,label\n"1.png,a\n', "is not CSV"),
         (
             'file_name,label\n1.png,"[0, 2]"\n',

@@ -66,14 +66,8 @@ def test_real_labels_follow_the_number_in_the_name(tmp_path: Path) -> None:
     (root / "real.json").write_text(json.dumps(REAL))
     found = listed(root)
     labels = {row["key"]: row["labels"] for row in found.entries.to_pylist() if row["split"] == "test"}
-    assert [labels[f"val/ILSVRC2012_val_{i:08d}.JPEG"] for i in range(1, 7)] == [
-        [0],
-        [],
-        [1, 2],
-        [3],
-        [1],
-        [],
-    ]
+    real = [labels[f"val/ILSVRC2012_val_{number:08d}.JPEG"] for number in range(1, 7)]
+    assert real == [[0], [], [1, 2], [3], [1], []]
     assert any("ReaL" in note for note in found.notes)
     assert "for 100.00% of 4 images" in found.notes[-1]
     (root / "real.json").write_text(json.dumps([*REAL[1:], REAL[0]]))

@@ -50,11 +50,7 @@ def listed(task, root, files, **fields):
 
 def images(source, files, listing):
     return dict(
-        zip(
-            listing.entries["key"].to_pylist(),
-            catalog.images(source, files, listing.entries),
-            strict=True,
-        )
+        zip(listing.entries["key"].to_pylist(), catalog.images(source, files, listing.entries), strict=True)
     )
 
 

@@ -9,20 +9,8 @@ import pytest
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.vtab.splits import RULES, Records, check_value, hash_order, listing, row_place, used
+from tests.support.vtab_archives import EUROSAT
 
-# Class sizes of 2.9, which nobody has confirmed; the check values of 1.4 hold if they are right.
-EUROSAT = {
-    "AnnualCrop": 3000,
-    "Forest": 3000,
-    "HerbaceousVegetation": 3000,
-    "Highway": 2500,
-    "Industrial": 2500,
-    "Pasture": 2000,
-    "PermanentCrop": 2500,
-    "Residential": 3000,
-    "River": 2500,
-    "SeaLake": 3000,
-}
 SCENES = """
     airplane airport baseball_diamond basketball_court beach bridge chaparral church circular_farmland
     cloud commercial_area dense_residential desert forest freeway golf_course ground_track_field harbor
