@@ -17,6 +17,7 @@ from pipelines.spec.stages.base import (
     Steps,
     TrainingStage,
     has_stochastic_depth,
+    threads,
 )
 from vit_model.config import Architecture, MaeOptions
 from vit_model.errors import reasons
@@ -200,7 +201,7 @@ class Pretrain(TrainingStage):
         ge=1,
         description="if machines are lost, training continues with fewer workers, down to this number",
     )
-    threads: int = execution(1, ge=1, description="CPU threads per worker")
+    threads: int | None = threads("worker")
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
     )
