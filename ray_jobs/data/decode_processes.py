@@ -101,7 +101,9 @@ class DecodeProcesses:
 def main() -> None:
     """Fork the processes and wait for their ends, or, in each of them, fill batches until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training process, and thereby the pipes
-    with sys.stdin.buffer as setup:
+    with os.fdopen(
+        sys.stdin.fileno(), "rb"
+    ) as setup:  # closes the file, unlike sys.stdin, which frees its memory
         decoder, shape, (memory, *files) = pickle.load(setup)
     ring, pipes = _mapped(memory, shape), [Connection(file) for file in files]
     torch.set_num_threads(1)
@@ -151,3 +153,4 @@ def _alive() -> Iterator[None]:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # at once, because the training process waits, and has nothing more to take from here
