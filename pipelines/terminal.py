@@ -10,16 +10,17 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
+TOGETHER = 1.0  # seconds within which several signals are one wish to end
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # C0 except tab and newline, DEL and C1; and the characters that switch to right-to-left text
 _CONTROL = dict.fromkeys(
@@ -73,30 +74,38 @@ class _Harmless:
 
 
 @contextmanager
-def asked_to_end_is_ctrl_c() -> Iterator[None]:
-    """Treat SIGTERM and the closing of the terminal as Ctrl-C in this block; not SIGHUP if ignored, as under nohup."""
-    asked = [
-        number for number in (signal.SIGHUP, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL
-    ]
+def ends_once() -> Iterator[None]:
+    """Raise KeyboardInterrupt in this block at Ctrl-C, SIGTERM or the closing of the terminal, once for all of them.
+
+    A shell and the kernel may send several, and who presses Ctrl-C twice means one end. A Ctrl-C more than `TOGETHER`
+    seconds later raises it again. Signals that are ignored, as SIGHUP under nohup, stay ignored.
+    """
+    usual = {
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    caught = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
     if threading.current_thread() is not threading.main_thread():
-        asked = []
+        caught = []
+    began: list[float] = []
 
     # a stream no longer is a terminal when that is closed, and writing to it is an error
     terminals = [stream.fileno() for stream in (sys.stdout, sys.stderr) if stream.isatty()]
 
-    def interrupt(received: int, frame: FrameType | None) -> NoReturn:
-        for number in asked:  # the kernel and the shell may both send one
-            signal.signal(number, signal.SIG_IGN)
-        if received == signal.SIGHUP:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for terminal in terminals:
                 os.dup2(nowhere, terminal)
-        raise KeyboardInterrupt
+        if not began or (number == signal.SIGINT and time.monotonic() - began[0] > TOGETHER):
+            began.append(time.monotonic())
+            raise KeyboardInterrupt
 
-    for number in asked:
+    for number in caught:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in asked:
-            signal.signal(number, signal.SIG_DFL)
+        for number in caught:
+            signal.signal(number, usual[number])

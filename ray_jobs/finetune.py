@@ -153,15 +153,15 @@ def run_refits(
     """Refit these draws in Ray tasks; with several workers, as many in parallel as the cluster has room for."""
     arguments = [(context, task, pools[draw], draw) for draw in draws]
     if task.config.workers > 1:
-        _, concurrent = cluster.fit_resources(task.config.threads, task.config.workers)
+        _, concurrent = cluster.fit_resources(task.config.threads or 1, task.config.workers)
         with ThreadPoolExecutor(concurrent) as threads:
             return [*threads.map(lambda refit: run_refit(*refit), arguments)]
-    return cluster.in_tasks(run_refit, arguments, task.config.threads)
+    return cluster.in_tasks(run_refit, arguments, task.config.threads or 1)
 
 
 def measure_cost(context: Context[Finetune], task: Task) -> Cost:
     """Measure the model's cost in a Ray task with the resources of a fit by one worker."""
-    (cost,) = cluster.in_tasks(_cost, [(context, task)], task.config.threads)
+    (cost,) = cluster.in_tasks(_cost, [(context, task)], task.config.threads or 1)
     return cost
 
 

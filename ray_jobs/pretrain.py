@@ -57,7 +57,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
                 "note: the code has changed since then; --strict-code makes it a part of the key", flush=True
             )
     wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
-    cluster.room_for(workers, context.config.threads)
+    cluster.room_for(workers, context.config.threads or 1)
     units, group, deaths = cluster.units_in_cluster(), 0, 0
     while True:
         group += 1
@@ -83,7 +83,7 @@ def run_workers(
         _ray_worker,
         {"context": context, "group": group, "start": start},
         workers,
-        context.config.threads,
+        context.config.threads or 1,
         f"{context.attempt.submission_id}-{group}",
         _START_TIMEOUT_SECONDS if group == 1 else _RESTART_TIMEOUT_SECONDS,
         starts=3 if group == 1 else 1,

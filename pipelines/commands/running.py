@@ -62,7 +62,7 @@ from pipelines.store import (
     all_manifests,
     wait_for_store,
 )
-from pipelines.terminal import asked_to_end_is_ctrl_c
+from pipelines.terminal import ends_once
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ VerboseOption = Annotated[
     typer.Option("--verbose", "-v", help="also print the logs of the stages; `vitflow logs` has them, too"),
 ]
 STOPPED = "the run and its jobs are stopped; finished stages and checkpoints are kept. To continue: "
+NOT_STOPPED = "interrupted before the run's jobs were stopped; to stop them: vitflow stop {}"
 NAMED = 10  # stages in a line
 CORES = os.cpu_count() or 1
 
@@ -173,7 +174,7 @@ def _carry_out(
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]")
     again = shlex.join(["vitflow", *sys.argv[1:]])
-    with asked_to_end_is_ctrl_c():
+    with ends_once():
         return _drive(opened, started, connection, options.parallel, again, options.verbose)
 
 
@@ -247,10 +248,12 @@ def _drive(
     names = run.pipeline.needed_for(run.targets)
     with translate_errors():
         with RunDisplay(console, width(names), verbose) as display, connecting as connection:
+            driver = Driver(store, run, connection, display, parallel or CORES)
             try:
-                status, committed = Driver(store, run, connection, display, parallel or CORES).walk()
+                status, committed = driver.walk()
             except KeyboardInterrupt:
-                display.say(f"{STOPPED}{again}")
+                is_stopped = len(driver.status) == len(names)
+                display.say(f"{STOPPED}{again}" if is_stopped else NOT_STOPPED.format(run.id))
                 raise typer.Exit(130) from None
         _finish(store, committed)
     made = [

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -38,13 +39,15 @@ Draw = Callable[[Pixels, Pixels, Pixels], Crops]
 
 
 def decode_crops(draw: Draw, preprocessing: Preprocessing) -> DecodeCrops:
-    """Return the function that decodes crops in a `DecodePool`."""
+    """Return the function with which a `Decoder` decodes crops."""
+    return partial(_decoder, draw, preprocessing)
 
-    def decoder(positions: Pixels, heights: Pixels, widths: Pixels) -> DecodeImage:
-        crops = draw(positions, heights, widths)
-        return lambda image, number: decode_crop(image, preprocessing, crops, number)
 
-    return decoder
+def _decoder(
+    draw: Draw, preprocessing: Preprocessing, positions: Pixels, heights: Pixels, widths: Pixels
+) -> DecodeImage:
+    crops = draw(positions, heights, widths)
+    return lambda image, number: decode_crop(image, preprocessing, crops, number)
 
 
 def decode_crop(image: Stored, preprocessing: Preprocessing, crops: Crops, number: int) -> NDArray[np.uint8]:

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from ray_jobs.data.crops import Draw, decode_crops
-from ray_jobs.data.decode_pool import DecodePool
+from ray_jobs.data.decode_pool import DecodePool, Decoder
+from ray_jobs.data.decode_processes import DecodeProcesses
 from ray_jobs.data.reading import PIECE_BYTES
 from ray_jobs.data.sampler import STREAMS, WINDOW, Sampler, describe
 from ray_jobs.data.shards import Images
@@ -67,26 +68,30 @@ class Loader:
         *,
         crop: Draw | None = None,
         threads: int = 1,
+        in_processes: bool | None = None,
     ) -> None:
         self._name, self._labels, self._sampler = images.dataset.info.name, images.labels, sampler
         self._share = sampler.batch_size // sampler.world
         self._shape = (preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
         self._reader = images.dataset.reader(images.rows)
-        self._pool = DecodePool(
-            self._reader,
-            preprocessing,
-            threads,
-            is_raw=images.dataset.is_raw(preprocessing),
-            crops=crop and decode_crops(crop, preprocessing),
-            dataset=self._name,
-        )
         if sampler.stream["order"] == "global":
             self._reader.check_room(None, "order: window needs less")
         else:
             self._reader.check_room(STREAMS * (WINDOW + 1) * PIECE_BYTES, "that is one window")
+        is_raw = images.dataset.is_raw(preprocessing)
         fits = len(self._labels) * math.prod(self._shape) <= MEMORY_BYTES
         # Copying stored pixels is cheap, and crops differ in every epoch.
-        self._is_kept = fits and crop is None and not self._pool.is_raw
+        self._is_kept = fits and crop is None and not is_raw
+        decoder = Decoder(self._reader, preprocessing, crop and decode_crops(crop, preprocessing), self._name)
+        self._pool = DecodePool(decoder, threads, is_raw=is_raw)
+        depth = 4 if 4 * self._share * math.prod(self._shape) <= _RING_BYTES else 3
+        self._ring_shape = (depth, self._share, *self._shape)
+        # A GPU's training thread needs Python's lock (GIL) to launch its kernels, so nothing decodes beside it. On CPUs
+        # its operators take long and release the lock.
+        in_processes = torch.cuda.is_available() if in_processes is None else in_processes
+        self._processes = None
+        if in_processes and not is_raw and not self._is_kept:
+            self._processes = DecodeProcesses(decoder, threads, self._ring_shape)
         self.samples = self.substitutes = self.bytes_read = self._delivered = 0
         self.seconds_waited = 0.0
         self._iterator = self._batches()
@@ -96,6 +101,8 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self._iterator.close()
+        if self._processes is not None:
+            self._processes.close()
         self._pool.close()
 
     def __iter__(self) -> Self:
@@ -163,15 +170,17 @@ class Loader:
 
     def _decoded(self) -> Generator[Batch]:
         """Yield batches that are decoded ahead into a ring of batches."""
-        depth = 4 if 4 * self._share * math.prod(self._shape) <= _RING_BYTES else 3
-        ring = torch.empty(
-            (depth, self._share, *self._shape), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-        ).numpy()
+        pool = self._processes or self._pool
+        if self._processes is not None:
+            ring = self._processes.ring
+        else:
+            has_gpu = torch.cuda.is_available()
+            ring = torch.empty(self._ring_shape, dtype=torch.uint8, pin_memory=has_gpu).numpy()
         waiting: deque[tuple[Indices, Indices, NDArray[np.uint8], Callable[[], Indices]]] = deque()
         for number, (positions, rows) in enumerate(self._fetched()):
-            slot = ring[number % depth]
-            waiting.append((positions, rows, slot, self._pool.submit(rows, positions, slot)))
-            if len(waiting) == depth - 1:
+            slot = ring[number % len(ring)]
+            waiting.append((positions, rows, slot, pool.submit(rows, positions, slot)))
+            if len(waiting) == len(ring) - 1:
                 positions, rows, images, used = waiting.popleft()
                 yield self._batch_of(positions, images, rows, used())
 

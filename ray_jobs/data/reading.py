@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
@@ -32,6 +32,7 @@ PIECE_BYTES = 16 * 2**20  # per request to S3; Amazon recommends 8 to 16 MB
 _GAP = 2**20  # bytes between two images up to which one request for both is better than two
 _RETRIES = 3
 _THREADS = 8  # parallel requests
+_COLUMNS = ["key", "format", "width", "height", "channels", "shard", "offset", "length", "checksum"]
 _OPEN = 32  # pieces that are held open; they use disk space beyond the cache's budget
 
 
@@ -107,7 +108,7 @@ class Reader:
     """A thread-safe reader that returns and checks the bytes of the images of `rows`. Methods take row numbers."""
 
     def __init__(self, shards: Shards, rows: pa.Table) -> None:
-        self._shards = shards
+        self._shards, self._rows = shards, rows.select(_COLUMNS)
         self._key, self._format = (rows[name].combine_chunks() for name in ("key", "format"))
         self.size = np.stack([rows[name].to_numpy() for name in ("width", "height", "channels")], axis=1)
         self.shard, self.offset, self.length = (
@@ -120,6 +121,9 @@ class Reader:
         self._mapped: dict[int, tuple[int, NDArray[np.uint8]]] = {}
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(_THREADS)
+
+    def __reduce__(self) -> tuple[type[Reader], tuple[Shards, pa.Table]]:
+        return Reader, (self._shards, self._rows)  # another process opens the files itself
 
     def close(self) -> None:
         """Stop the threads and close the files."""
@@ -214,6 +218,15 @@ class Reader:
                 pending = self._pending.get(piece)
                 if piece not in self._opened and (pending is None or pending.done()):
                     self._pending[piece] = self._pool.submit(self._bring, piece)
+
+    def wait(self, rows: NDArray[np.int64]) -> None:
+        """Wait until the pieces of these rows that were requested are in the cache, where other processes find them.
+
+        If a request failed, do not raise its error: whoever reads the piece repeats the request.
+        """
+        with self._lock:
+            pending = [self._pending.pop(piece, None) for piece in np.unique(self._piece[rows]).tolist()]
+        wait([request for request in pending if request is not None])
 
     def _map(self, piece: int, size: int) -> tuple[int, NDArray[np.uint8]]:
         """Return (where the piece begins, its file as windows [position, size] of the bytes at each position)."""

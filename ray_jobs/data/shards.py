@@ -47,7 +47,7 @@ from pydantic import (
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.cache import Cache
 from ray_jobs.data.columns import INDEX
-from ray_jobs.data.decode_pool import DecodePool
+from ray_jobs.data.decode_pool import DecodePool, Decoder
 from ray_jobs.data.masks import Mask, decode_mask, mask_file, read_masks
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.contract import Preprocessing
@@ -227,7 +227,8 @@ class Dataset:
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
         is_raw, reader = self.is_raw(preprocessing), self.reader(rows)
-        with closing(DecodePool(reader, preprocessing, os.cpu_count() or 1, is_raw=is_raw)) as pool:
+        decoder = Decoder(reader, preprocessing)
+        with closing(DecodePool(decoder, os.cpu_count() or 1, is_raw=is_raw)) as pool:
             if is_raw:
                 order = np.arange(len(rows))
                 reader.fetch(order)
@@ -251,7 +252,8 @@ class Dataset:
         """Yield the images of these rows, like `load`, `size` at a time; the next are decoded in the meantime."""
         is_raw, reader, side = self.is_raw(preprocessing), self.reader(rows), preprocessing.resolution
         numbers = np.array_split(np.arange(len(rows)), range(size, len(rows), size))
-        with closing(DecodePool(reader, preprocessing, threads, is_raw=is_raw)) as pool:
+        decoder = Decoder(reader, preprocessing)
+        with closing(DecodePool(decoder, threads, is_raw=is_raw)) as pool:
             pending: deque[tuple[NDArray[np.uint8], Callable[[], object]]] = deque()
             for part in [*numbers, None, None]:
                 if part is not None:

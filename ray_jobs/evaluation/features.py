@@ -265,7 +265,7 @@ def embed_rows(
     functions = []
     for seed in seeds:
         network, contract = Weights(folder, seed, resolution).load()
-        functions.append(partial(embed, network, contract, config.threads))
+        functions.append(partial(embed, network, contract, config.threads or 1))
     return _read(context.dataset(), split, rows, preprocessing, functions)
 
 

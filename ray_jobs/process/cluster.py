@@ -56,6 +56,16 @@ def scaling(workers: int, threads: int) -> Any:
     return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
 
 
+def default_threads() -> int:
+    """Return the default number of threads of a worker: 1; with GPUs three quarters of the cores per GPU, at most 12.
+
+    The rest of the cores is for the other stages of a run. One thread decodes about 1,000 images of ImageNet per second,
+    and an H100 trains a B/16 on 3,200 (benchmarks/results/gpu.md).
+    """
+    shares = [0.75 * machine["CPU"] / machine["GPU"] for machine in _machines() if machine.get("GPU")]
+    return max(1, int(min(12, *shares))) if shares else 1
+
+
 def default_workers(batch_size: int) -> int:
     """Return the default number of workers: the most GPUs that divide the batch evenly; on CPUs 2, or 1."""
     most = gpus_in_cluster() or 2
@@ -154,16 +164,20 @@ def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> 
 
 def on_cluster(stage: Callable[..., Any], context: Any, unit: str | None = None) -> Any:
     """Call `stage(context, run)` in a Ray task, with a `Run` that computes in other tasks, see `in_tasks`."""
-    threads = context.config.threads
+    threads = context.config.threads or 1
     return in_task(stage, context, partial(in_tasks, threads=threads, unit=unit), threads=threads)
 
 
 def _room(resources: dict[str, float]) -> int:
     """Return how many workers with these resources the cluster's machines have room for."""
-    import ray
-
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(
         int(min(machine.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
-        for machine in machines
+        for machine in _machines()
     )
+
+
+def _machines() -> list[dict[str, float]]:
+    """Return the resources of each of the cluster's machines."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

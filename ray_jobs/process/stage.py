@@ -20,6 +20,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from pipelines.store import (
     remove_progress,
     who,
 )
-from ray_jobs.process.cluster import cluster_resources
+from ray_jobs.process.cluster import cluster_resources, default_threads
 from ray_jobs.process.context import Context, Result, SourceChangedError, read_context
 from ray_jobs.process.heartbeat import show_heartbeat
 from vit_model.errors import UserError
@@ -56,7 +57,7 @@ def run_stage(module: str) -> None:
         started = now()
         with show_heartbeat(context):
             join_ray()
-            result = main(context)
+            result = main(_with_threads(context))
             _commit(context, result, started)
     except Exception as error:
         if superseded := [cause for cause in causes(error) if isinstance(cause, Superseded)]:
@@ -106,6 +107,13 @@ def join_ray() -> None:
     ray.init(address=address, runtime_env=runtime_env, log_to_driver=True, logging_level="warning")
     # Reinstall Ray's Python handler, which ends the process quietly; ray.init installed a C++ one that prints a stack.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def _with_threads(context: Context[AnyStage]) -> Context[AnyStage]:
+    """Return the context with the cluster's default number of threads, if the stage does not say how many."""
+    if getattr(context.config, "threads", 1) is not None:
+        return context
+    return replace(context, config=context.config.model_copy(update={"threads": default_threads()}))
 
 
 def _commit(context: Context[AnyStage], result: Result, started: str) -> None:

@@ -37,7 +37,7 @@ def finetuning_cost(task: Task) -> Cost:
     """
     config, contract = task.config, task.contract
     forward = measuring.forward_cost(
-        lambda: start_model(task, config.seed), contract, torch.float32, config.threads
+        lambda: start_model(task, config.seed), contract, torch.float32, config.threads or 1
     )
     on = devices.device()
     dtype = devices.torch_dtype(config.dtype, on)

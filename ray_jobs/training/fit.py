@@ -219,13 +219,15 @@ def fit(
         Superseded: there was a newer attempt when a checkpoint was committed.
     """
     config, last = task.config, task.steps
-    devices.set_threads(config.threads)
+    devices.set_threads(config.threads or 1)
     device = devices.device(worker.local_rank)
     model, engine, saved = start(task, learning_rate, seed, manager, worker)
     before = _state_before(saved, worker, reporting)
     setup, sampler = _setup(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
-    with Loader(data, sampler, preprocessing, crop=setup.transform.crop, threads=config.threads) as batches:
+    with Loader(
+        data, sampler, preprocessing, crop=setup.transform.crop, threads=config.threads or 1
+    ) as batches:
         is_limit = config.early_stopping is not None and task.last_step is None
         log = Log(config, fit_flops(task), len(data.labels), batches, reporting, worker, last, is_limit)
         if saved is not None:

@@ -112,7 +112,7 @@ def train(
         StoreDamaged: the checkpoint does not fit the model.
         Superseded: there was a newer attempt when a checkpoint was committed.
     """
-    devices.set_threads(config.threads)
+    devices.set_threads(config.threads or 1)
     dataset.require("train")
     contract = make_contract(config, dataset.info, init_from)
     method = make_method(config, contract, devices.device(worker.local_rank), teacher)
@@ -298,7 +298,7 @@ def _run_steps(
     setup = TrainSetup(
         config, config.learning_rate, config.seed, engine, transform, loss, guard, method.device, worker
     )
-    with Loader(images, sampler, preprocessing, crop=transform.crop, threads=config.threads) as batches:
+    with Loader(images, sampler, preprocessing, crop=transform.crop, threads=config.threads or 1) as batches:
         curve = Curve(method.device, worker, divides_first=True)
         log = Log(config, method.train_flops, len(images.labels), batches, Reporting(writer), worker)
         if saved is not None:

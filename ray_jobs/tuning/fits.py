@@ -204,7 +204,7 @@ def run(function: Callable[..., Any], context: Context[Finetune], *arguments: An
         return function(context, *arguments)
     settings = {"function": function, "arguments": (context, *arguments), "group": group}
     name = f"{context.attempt.submission_id}-{group}"
-    return run_group(_worker, settings, config.workers, config.threads, name, _START_SECONDS)
+    return run_group(_worker, settings, config.workers, config.threads or 1, name, _START_SECONDS)
 
 
 def _worker(settings: dict[str, Any]) -> Any:

@@ -158,7 +158,7 @@ def run_trials(
             grace_period=search.grace,
             reduction_factor=search.reduction_factor,
         )
-    resources, concurrent = cluster.fit_resources(config.threads, config.workers)
+    resources, concurrent = cluster.fit_resources(config.threads or 1, config.workers)
     # Tune's own records are not kept: the ledger has what a later attempt needs.
     with scratch_folder() as scratch:
         trainable = tune.with_parameters(
@@ -263,9 +263,9 @@ def run_proposed(
         if len(done) == len(folds):
             proposals.results[number] = mean(done)
     proposals.begun = [number for number in proposals.points if number not in proposals.results]
-    _, concurrent = cluster.fit_resources(config.threads, config.workers)
+    _, concurrent = cluster.fit_resources(config.threads or 1, config.workers)
     deadline = _deadline(config, seconds, concurrent)
-    run, running = cluster.remote(run_point, config.threads, config.workers), dict[Any, int]()
+    run, running = cluster.remote(run_point, config.threads or 1, config.workers), dict[Any, int]()
     while True:
         while len(running) < concurrent and time.time() < deadline:
             if (following := proposals.next()) is None:

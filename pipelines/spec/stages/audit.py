@@ -9,10 +9,10 @@ from pydantic import Field, ValidationError, model_validator
 from pipelines.spec.augmentation import Augmentation, RandAugment
 from pipelines.spec.checkpoints import Backbone
 from pipelines.spec.fields import Seed
-from pipelines.spec.stages.base import BACKBONE, BaseStage, Fit, Rate, cache_gib
+from pipelines.spec.stages.base import BACKBONE, BaseStage, Fit, Rate, cache_gib, threads
 from pipelines.spec.stages.finetune import Finetune
 from vit_model.errors import reasons
-from vit_model.fields import execution, takes
+from vit_model.fields import takes
 from vit_model.sizes import Model
 
 
@@ -45,7 +45,7 @@ class Audit(BaseStage):
         " features",
     )
     seed: Seed = 0
-    threads: int = execution(1, ge=1, description="CPU threads per fold, or per task that computes features")
+    threads: int | None = threads("fold, or per task that computes features")
     cache_gib: float = cache_gib()
 
     @model_validator(mode="after")

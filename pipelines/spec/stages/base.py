@@ -38,6 +38,15 @@ def cache_gib() -> Any:
     return execution(64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder")
 
 
+def threads(of: str) -> Any:
+    """Declare the field of stages that train."""
+    return execution(
+        None,
+        ge=1,
+        description=f"CPU threads per {of}; null: 1, or with GPUs 3/4 of the cores per GPU, at most 12, for decoding",
+    )
+
+
 class BaseStage(Frozen):
     """The base of all stages. `VERSION` increases when the same configuration gives another result.
 

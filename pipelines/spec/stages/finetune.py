@@ -19,6 +19,7 @@ from pipelines.spec.stages.base import (
     TrainingStage,
     has_stochastic_depth,
     seen_in_training,
+    threads,
 )
 from vit_model.config import LoRAOptions
 from vit_model.errors import reasons
@@ -170,7 +171,7 @@ class Finetune(TrainingStage):
         ge=1,
         description="Ray Train workers that share each batch of a trial or refit, with a GPU each if there are any",
     )
-    threads: int = execution(1, ge=1, description="CPU threads per worker of a trial or refit")
+    threads: int | None = threads("worker of a trial or refit")
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10),
         description="how often each running trial or refit writes a checkpoint to resume from",

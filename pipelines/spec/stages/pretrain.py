@@ -11,7 +11,7 @@ from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
 from pipelines.spec.optimizer import check_optimizer
-from pipelines.spec.stages.base import Rate, Shots, Steps, TrainingStage, has_stochastic_depth
+from pipelines.spec.stages.base import Rate, Shots, Steps, TrainingStage, has_stochastic_depth, threads
 from vit_model.config import Architecture, MaeOptions
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, execution, later, takes
@@ -194,7 +194,7 @@ class Pretrain(TrainingStage):
         ge=1,
         description="if machines are lost, training continues with fewer workers, down to this number",
     )
-    threads: int = execution(1, ge=1, description="CPU threads per worker")
+    threads: int | None = threads("worker")
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
     )

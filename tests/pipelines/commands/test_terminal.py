@@ -13,7 +13,7 @@ from pipelines.engine import runs
 from pipelines.recipe.load import parse_pipeline
 from pipelines.store import Layout, add_event, create_attempt
 from pipelines.store.folder import FolderStore
-from pipelines.terminal import asked_to_end_is_ctrl_c, escape_invalid_text, write
+from pipelines.terminal import ends_once, escape_invalid_text, write
 from tests.support.records import make_attempt
 
 HOSTILE = "a\x1b]0;renamed\x07\x1b[2Jb\x9b31mc\u202ed"
@@ -106,8 +106,8 @@ def test_a_pipe_gets_logs_without_colours_and_without_what_ray_prints_in_every_j
 CLOSED = """
 import sys, time
 from pathlib import Path
-from pipelines.terminal import asked_to_end_is_ctrl_c
-with asked_to_end_is_ctrl_c():
+from pipelines.terminal import ends_once
+with ends_once():
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -130,7 +130,7 @@ def test_who_prints_when_the_terminal_is_closed_can_still_clean_up(tmp_path: Pat
 def test_under_nohup_a_closed_terminal_is_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with asked_to_end_is_ctrl_c():
+        with ends_once():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:

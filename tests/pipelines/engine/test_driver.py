@@ -790,21 +790,28 @@ def test_ctrl_c_is_exit_code_130_and_the_command_that_continues(
     assert runs.run_status(store, run.id)["status"] == "STOPPED"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("numbers", [{signal.SIGHUP}, {signal.SIGTERM}, {signal.SIGHUP, signal.SIGINT}])
 def test_closing_the_terminal_and_kill_stop_a_run_as_ctrl_c_does(
     store: FolderStore,
     tmp_path: Path,
     vitflow_here: Vitflow,
     monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
+    numbers: set[signal.Signals],
 ) -> None:
     recipe = pipeline(tmp_path / "images").model_dump(mode="json", exclude_defaults=True)
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
     connection = Committing(store)
-    monkeypatch.setattr(connection, "submit", lambda *_: os.kill(os.getpid(), number))
+
+    def submit(*_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # they arrive together
+
+    monkeypatch.setattr(connection, "submit", submit)
     monkeypatch.setattr(LocalConnection, "cluster", lambda _: connection)
     done = vitflow_here("run", tmp_path / "two.yaml", "--store", store.uri, check=130)
     assert "stopping images" in done.stdout and "To continue: vitflow run" in done.stdout
     (run,) = runs.runs(store)
     assert runs.run_status(store, run)["status"] == "STOPPED"
-    assert signal.getsignal(number) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) is signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

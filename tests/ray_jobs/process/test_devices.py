@@ -13,7 +13,7 @@ import yaml
 from pipelines.spec import Pretrain
 from pipelines.store import open_store
 from ray_jobs import pretrain
-from ray_jobs.process import devices
+from ray_jobs.process import devices, stage
 from ray_jobs.process.cluster import fit_resources, room_for
 from tests.support.paths import TINY
 from tests.support.records import make_context
@@ -82,3 +82,22 @@ def test_workers_that_the_cluster_has_no_room_for_are_refused(
 @pytest.mark.parametrize("workers", [2, 8])
 def test_workers_may_share_cores(cluster: None, workers: int) -> None:
     assert room_for(workers, 2) == workers
+
+
+@pytest.mark.parametrize(
+    ("cluster", "threads"),
+    [
+        ([{"CPU": 64}], 1),
+        ([{"CPU": 16, "GPU": 1}], 12),
+        ([{"CPU": 4}, {"CPU": 96, "GPU": 4}, {"CPU": 12, "GPU": 2}], 4),
+        ([{"CPU": 96, "GPU": 4}], 12),
+        ([{"CPU": 2, "GPU": 4}], 1),
+    ],
+    indirect=["cluster"],
+)
+def test_a_gpus_worker_has_the_cores_of_its_machine(cluster: None, threads: int, tmp_path: Path) -> None:
+    fields = yaml.safe_load(TINY.read_text())["stages"]["pretrain"]
+    store = open_store(str(tmp_path / "store"))
+    for given, expected in ((None, threads), (3, 3)):
+        context = make_context(store, Pretrain.model_validate(fields | {"threads": given}))
+        assert stage._with_threads(context).config.threads == expected
