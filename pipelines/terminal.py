@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from types import FrameType
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
@@ -80,7 +81,7 @@ def ends_once() -> Iterator[None]:
     A shell and the kernel may send several, and who presses Ctrl-C twice means one end. A Ctrl-C more than `TOGETHER`
     seconds later raises it again. Signals that are ignored, as SIGHUP under nohup, stay ignored.
     """
-    usual = {
+    usual: dict[signal.Signals, Any] = {
         signal.SIGHUP: signal.SIG_DFL,
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,

@@ -59,7 +59,7 @@ def scaling(workers: int, threads: int) -> Any:
 def default_threads() -> int:
     """Return the default number of threads of a worker: 1; with GPUs three quarters of the cores per GPU, at most 12.
 
-    The rest of the cores is for the other stages of a run. One thread decodes about 1,000 images of ImageNet per second,
+    The other cores are for other stages of the run. A thread decodes about 1,000 images of ImageNet per second,
     and an H100 trains a B/16 on 3,200 (benchmarks/results/gpu.md).
     """
     shares = [0.75 * machine["CPU"] / machine["GPU"] for machine in _machines() if machine.get("GPU")]
