@@ -88,7 +88,10 @@ VerboseOption = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="also print the logs of the stages; `vitflow logs` has them, too"),
 ]
-STOPPED = "the run and its jobs are stopped; finished stages and checkpoints are kept. To continue: "
+STOPPED = (
+    "the run and its jobs are stopped; finished stages and trials are kept, and trainings up to their last checkpoint."
+    " To continue: "
+)
 NAMED = 10  # stages in a line
 CORES = os.cpu_count() or 1
 

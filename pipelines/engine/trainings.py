@@ -18,6 +18,7 @@ from pipelines.store import (
     read_log,
     read_manifest,
     read_plan,
+    running_log,
 )
 
 
@@ -80,13 +81,16 @@ class Trainings:
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:
-        """Add `progress`, and `detail` as text, to each running training that has a log."""
+        """Add `progress`, and `detail` as text, to each running training whose attempt has a log."""
         running = {entry["stage"]: entry for entry in status["stages"] if entry["status"] == Status.RUNNING}
         for training in self.of(status):
-            if training.stage in running and (lines := training.log(self._store)):
+            if (entry := running.get(training.stage)) is None:
+                continue
+            # an earlier attempt may have been further than the checkpoint that this one starts from
+            place = training.job, training.key, training.segments, entry.get("attempt")
+            if lines := running_log(self._store, *place):
                 latest = max(lines, key=lambda line: line.time)
                 steps = training.steps(latest.fit)
-                entry = running[training.stage]
                 entry["progress"] = {"steps": steps, **latest.model_dump(mode="json")}
                 title = training.title(latest.fit)
                 unit = f"{title}, step" if title else "step"

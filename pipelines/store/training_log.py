@@ -177,12 +177,16 @@ def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
 
 
 def running_log(
-    store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | None = None
+    store: Store,
+    job: str,
+    key: str,
+    seen: dict[str, list[LogLine]] | None = None,
+    attempt: int | None = None,
 ) -> list[LogLine]:
-    """Return the log in the segments of all attempts; damaged ones are skipped with a warning."""
+    """Return the log in the segments of one attempt (None: of all); damaged ones are skipped with a warning."""
     seen = {} if seen is None else seen
     for _ in range(_TRIES):
-        segments = list(_segments(store, job, key))
+        segments = [each for each in _segments(store, job, key) if attempt in (None, each.attempt)]
         new = [segment.name for segment in segments if segment.name not in seen]
         read = dict(zip(new, store.read_all(new), strict=True))
         for name, data in read.items():

@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.engine.runs import run_status
 from pipelines.engine.trainings import Training, Trainings
-from pipelines.store import InputRef, Layout, create_attempt, encode, encode_lines, segment_name
+from pipelines.store import InputRef, Layout, add_event, create_attempt, encode, encode_lines, segment_name
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt, make_manifest
 from tests.support.trainings import RUN, STAGES, line, put_lines, put_run
@@ -33,6 +33,16 @@ def test_the_newest_line_says_how_far_a_running_training_is() -> None:
     assert stages["pretrain"]["progress"] == {"steps": 40, **line(10).model_dump(mode="json")}
     assert stages["finetune"]["detail"].startswith("learning rate 0.001, step 9/20 (45%) · ")
     assert "progress" not in stages["digits"]
+
+
+def test_progress_is_the_running_attempts_and_not_that_of_a_dead_one() -> None:
+    store = MemoryStore()
+    put_run(store, finetune="STOPPED")
+    put_lines(store, "finetune", line(18, "trial-0-0"))
+    add_event(store, RUN, "stage", stage="finetune", status="RUNNING", attempt=2)
+    assert "progress" not in progress(store)["finetune"]
+    put_lines(store, "finetune", line(3, "trial-0-0", time="2025-12-31T00:00:00+00:00"), attempt=2)
+    assert progress(store)["finetune"]["progress"]["step"] == 3, "its machine's clock may be behind"
 
 
 @pytest.mark.parametrize("status", ["PENDING", "SUCCEEDED", "FAILED"])
