@@ -256,10 +256,7 @@ def _drive(
                 display.say(f"{STOPPED}{again}")
                 raise typer.Exit(130) from None
         _finish(store, committed)
-    made = [
-        stage.manifest for stage in committed if stage.manifest and status[stage.name] is not Status.CACHED
-    ]
-    say(time_line(time.monotonic() - began, made))
+    say(time_line(time.monotonic() - began, display.took))
     outcome = run_outcome(status.values())
     if outcome.succeeded:
         return committed
