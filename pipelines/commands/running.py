@@ -393,7 +393,9 @@ def plan(
     if seconds:
         say(f"longest the last time: {longest(seconds)}")
     if unmeasured := [stage.name for stage in to_make if stage.name not in seconds]:
-        say(f"time not yet measured: {', '.join(unmeasured[:NAMED]) + ', ...' * (len(unmeasured) > NAMED)}")
+        more = len(unmeasured) - NAMED
+        named = ", ".join(unmeasured[:NAMED]) + (f" and {more} more" if more > 0 else "")
+        say(f"time not yet measured: {named}")
         if estimated := estimate_unmeasured({name: loaded.stages[name] for name in unmeasured}):
             say(estimated)
     _print_notes(planned)

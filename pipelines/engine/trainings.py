@@ -38,7 +38,7 @@ class Training:
         return read_log(store, self.job, self.key, self.segments)
 
     def title(self, fit: str | None) -> str:
-        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining.
+        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0` or a single `refit`; empty for a pretraining.
 
         A fit with an unknown name keeps the name from the log, because any program may write into a log.
         """
@@ -47,9 +47,15 @@ class Training:
         if name is None or (name.kind == "trial" and not has_search and name.number >= len(rates)):
             return fit or ""
         if name.kind == "refit":
-            return f"draw {name.part}"
+            return f"draw {name.part}" if name.part or self._has_draws else "refit"
         title = f"trial {name.number}" if has_search else f"learning rate {rates[name.number]:g}"
         return f"{title}, fold {name.part}" if self.has_folds or name.part else title
+
+    @property
+    def _has_draws(self) -> bool:
+        labels = self.config.get("labels", {})
+        draws = self.config.get("refits", 1) if labels.get("per_class") is None else labels["draws"]
+        return int(draws) > 1
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name contains it if trials may stop early."""

@@ -32,6 +32,7 @@ def test_the_newest_line_says_how_far_a_running_training_is() -> None:
     )
     assert stages["pretrain"]["progress"] == {"steps": 40, **line(10).model_dump(mode="json")}
     assert stages["finetune"]["detail"].startswith("learning rate 0.001, step 9/20 (45%) · ")
+    assert stages["finetune"]["detail"].endswith("0:01:00 left of this trial")
     assert "progress" not in stages["digits"]
 
 
@@ -74,6 +75,9 @@ def test_fits_have_titles() -> None:
     assert folded.title("trial-1-0") == "learning rate 0.001, fold 0"
     searched = replace(training, config={**training.config, "learning_rates": [], "search": {"kind": "asha"}})
     assert searched.title("trial-12-0") == "trial 12"
+    several = [{"labels": {"per_class": 5, "draws": 3}}, {"labels": {"per_class": None}, "refits": 3}]
+    titles = [replace(training, config=training.config | fields).title("refit-1-0") for fields in several]
+    assert titles == ["draw 0", "draw 0"] and training.title("refit-1-0") == "refit"
     proposed = ("trial-12-p0a1b2c3d-1", "refit-12-p01234567-2", "refit-12-p01234567-120-2")
     assert [searched.title(fit) for fit in proposed] == ["trial 12, fold 1", "draw 2", "draw 2"]
     whole = training.config["steps"]
