@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipelines.commands.common import store_option
 from pipelines.engine.durations import in_hours, longest
@@ -16,9 +16,8 @@ OF_IMAGES = {"embed": "split, feature", "predict": "split, prediction, probabili
 """Job -> the columns of its images."""
 
 
-def time_line(seconds: float, made: Iterable[Manifest]) -> str:
-    """Say how long a run took, and which of the stages that it made took longest."""
-    taken = {manifest.stage: manifest.seconds for manifest in made}
+def time_line(seconds: float, taken: Mapping[str, float]) -> str:
+    """Say how long a run took, and which of its stages that ran (with their seconds) took longest."""
     return f"took {in_hours(seconds)}" + (f"; longest: {longest(taken)}" if len(taken) > 1 else "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from pipelines.commands.common import (
     print_table,
     say,
 )
+from pipelines.engine.durations import in_hours
 from pipelines.engine.logs import show_logs
 from pipelines.engine.runs import driver_log, run_status
 from pipelines.engine.status import Status
@@ -239,6 +240,6 @@ def _took(stage: dict[str, Any], moment: datetime) -> str:
         return ""
     if stage["status"] == Status.RUNNING:
         age = (moment - datetime.fromisoformat(stage["started"])).total_seconds()
-        return f"for {timedelta(seconds=max(0, round(age)))}"
+        return f"for {in_hours(max(0, age))}"
     seconds = datetime.fromisoformat(stage["changed"]) - datetime.fromisoformat(stage["started"])
-    return f"{seconds.total_seconds():.1f} s"
+    return in_hours(seconds.total_seconds())

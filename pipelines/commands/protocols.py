@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext, redirect_stdout
-from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -188,8 +187,7 @@ def _affordable(plan: Repetitions, a: Side, minutes: float | None) -> tuple[str,
 
 def _seconds(a: Side) -> float:
     """Return the seconds that A took, at least 1."""
-    started, finished = (datetime.fromisoformat(time) for time in (a.manifest.started, a.manifest.finished))
-    return max(1.0, (finished - started).total_seconds())
+    return max(1.0, a.manifest.seconds)
 
 
 def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:

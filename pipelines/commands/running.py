@@ -88,7 +88,10 @@ VerboseOption = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="also print the logs of the stages; `vitflow logs` has them, too"),
 ]
-STOPPED = "the run and its jobs are stopped; finished stages and checkpoints are kept. To continue: "
+STOPPED = (
+    "the run and its jobs are stopped; finished stages and trials are kept, and trainings up to their last checkpoint."
+    " To continue: "
+)
 NOT_STOPPED = "interrupted before the run's jobs were stopped; to stop them: vitflow stop {}"
 NAMED = 10  # stages in a line
 CORES = os.cpu_count() or 1
@@ -256,10 +259,7 @@ def _drive(
                 display.say(f"{STOPPED}{again}" if is_stopped else NOT_STOPPED.format(run.id))
                 raise typer.Exit(130) from None
         _finish(store, committed)
-    made = [
-        stage.manifest for stage in committed if stage.manifest and status[stage.name] is not Status.CACHED
-    ]
-    say(time_line(time.monotonic() - began, made))
+    say(time_line(time.monotonic() - began, display.took))
     outcome = run_outcome(status.values())
     if outcome.succeeded:
         return committed
@@ -396,7 +396,9 @@ def plan(
     if seconds:
         say(f"longest the last time: {longest(seconds)}")
     if unmeasured := [stage.name for stage in to_make if stage.name not in seconds]:
-        say(f"time not yet measured: {', '.join(unmeasured[:NAMED]) + ', ...' * (len(unmeasured) > NAMED)}")
+        more = len(unmeasured) - NAMED
+        named = ", ".join(unmeasured[:NAMED]) + (f" and {more} more" if more > 0 else "")
+        say(f"time not yet measured: {named}")
         if estimated := estimate_unmeasured({name: loaded.stages[name] for name in unmeasured}):
             say(estimated)
     _print_notes(planned)

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from pipelines.engine.durations import in_hours
 from pipelines.engine.status import Status
 from pipelines.store import ProgressLine, read_progress
 from pipelines.terminal import harmless
@@ -63,6 +64,8 @@ class RunDisplay:
         self.console, self.width, self.verbose = console, width, verbose
         self.running: dict[str, ProgressLine | str] = {}  # the last progress or line of the log
         self.began: dict[str, float] = {}
+        self.took: dict[str, float] = {}
+        """stage -> seconds from its first attempt in this run to its end"""
         self.printed: dict[str, float] = {}
         self.spinner = Spinner("dots")
         self.live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._table)
@@ -86,7 +89,8 @@ class RunDisplay:
                 return
         elif name in self.running and status != Status.WAITING:
             del self.running[name]
-            took = f" {time.monotonic() - self.began[name]:.1f} s"
+            self.took[name] = time.monotonic() - self.began[name]
+            took = f" {in_hours(self.took[name])}"
         colour = COLOURS.get(status, "default")
         line = f"{name:<{self.width}}  [{colour}]{status:<9}[/]{took:>8}  {escape(detail)}"
         self.console.print(line, soft_wrap=True)

@@ -18,6 +18,7 @@ from pipelines.store import (
     read_log,
     read_manifest,
     read_plan,
+    running_log,
 )
 
 
@@ -37,7 +38,7 @@ class Training:
         return read_log(store, self.job, self.key, self.segments)
 
     def title(self, fit: str | None) -> str:
-        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining.
+        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0` or a single `refit`; empty for a pretraining.
 
         A fit with an unknown name keeps the name from the log, because any program may write into a log.
         """
@@ -46,9 +47,15 @@ class Training:
         if name is None or (name.kind == "trial" and not has_search and name.number >= len(rates)):
             return fit or ""
         if name.kind == "refit":
-            return f"draw {name.part}"
+            return f"draw {name.part}" if name.part or self._has_draws else "refit"
         title = f"trial {name.number}" if has_search else f"learning rate {rates[name.number]:g}"
         return f"{title}, fold {name.part}" if self.has_folds or name.part else title
+
+    @property
+    def _has_draws(self) -> bool:
+        labels = self.config.get("labels", {})
+        draws = self.config.get("refits", 1) if labels.get("per_class") is None else labels["draws"]
+        return int(draws) > 1
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name contains it if trials may stop early."""
@@ -80,13 +87,16 @@ class Trainings:
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:
-        """Add `progress`, and `detail` as text, to each running training that has a log."""
+        """Add `progress`, and `detail` as text, to each running training whose attempt has a log."""
         running = {entry["stage"]: entry for entry in status["stages"] if entry["status"] == Status.RUNNING}
         for training in self.of(status):
-            if training.stage in running and (lines := training.log(self._store)):
+            if (entry := running.get(training.stage)) is None:
+                continue
+            # an earlier attempt may have been further than the checkpoint that this one starts from
+            place = training.job, training.key, training.segments, entry.get("attempt")
+            if lines := running_log(self._store, *place):
                 latest = max(lines, key=lambda line: line.time)
                 steps = training.steps(latest.fit)
-                entry = running[training.stage]
                 entry["progress"] = {"steps": steps, **latest.model_dump(mode="json")}
                 title = training.title(latest.fit)
                 unit = f"{title}, step" if title else "step"

@@ -130,6 +130,8 @@ def estimate_unmeasured(stages: Mapping[str, AnyStage]) -> str | None:
 
 def _between(least: float, most: float) -> str:
     """Return a range of seconds in minutes or hours."""
+    if most > 360_000:
+        return f"{least / 3600:,.0f} to {most / 3600:,.0f} hours"
     if most > 5400:
         return f"{least / 3600:.1f} to {most / 3600:.1f} hours"
     low, high = max(1, math.floor(least / 60)), math.ceil(most / 60)

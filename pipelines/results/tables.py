@@ -82,7 +82,9 @@ TABLES = {
         *_SHARED,
         Column("sample_id", "VARCHAR", "the test image"),
         Column("label", "INTEGER", "its class"),
+        Column("label_name", "VARCHAR", "its class's name"),
         Column("prediction", "INTEGER", "the predicted class"),
+        Column("prediction_name", "VARCHAR", "the predicted class's name"),
         Column(
             "correct", "BOOLEAN", "whether the prediction is right; for a task '... (ReaL)' by ReaL's labels"
         ),
@@ -130,6 +132,7 @@ TABLES = {
         Column("sample_id", "VARCHAR", "the image, as in `predictions`"),
         Column("key", "VARCHAR", "its name in the source"),
         Column("split", "VARCHAR", "train, dev or test"),
+        Column("label", "VARCHAR", "its class, or its classes joined by '; '; NULL without labels"),
         Column("feature", "FLOAT[]", "of an `embed` stage; else NULL"),
         Column("prediction", "VARCHAR", "the predicted class of a `predict` stage; else NULL"),
         Column("probability", "FLOAT", "its probability"),
@@ -237,6 +240,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
     for name in (name for name in TABLES if name not in _VIEWS):
         files = _files(store, manifests, name) if name in named and name in _FILES else {}
         if files:
+            _set_class_names(connection, store, name, manifests, [*files.values()])
             _define_view(connection, name, files, groups)
             paths += files
         else:
@@ -309,18 +313,48 @@ def _define_view(
     ]
     has_result = _RESULT in TABLES[name]
     written = TABLES[name][len(_ORIGIN) + has_result :]
-    columns = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
+    columns = [f'{_value(name, column)} AS "{column.name}"' for column in written]
     metric = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END" if name == "rows" else "''"
     result = [f"concat({_RESULT_SQL}, {metric}) AS {_RESULT.name}"] if has_result else []
     shown = ", ".join([*origin, *result, *columns])
     # A file written by an earlier version may lack a newer column, which is then NULL.
     empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
+    empty += ", NULL::INTEGER[] AS labels" if name == "images" else ""
     files_read = (
         f"(SELECT *, file_index FROM read_parquet(getvariable('{name}_paths'), union_by_name = true)"  # noqa: S608
         f" UNION ALL BY NAME SELECT {empty} WHERE false)"  # (names of ours, here and below)
     )
     view = f"SELECT * FROM (SELECT {shown} FROM {files_read}){_left_out(name)}"  # noqa: S608 (names of ours)
     connection.execute(f"CREATE VIEW {name} AS {view}")
+
+
+def _set_class_names(
+    connection: DuckDBPyConnection, store: Store, name: str, manifests: list[Manifest], made: list[Manifest]
+) -> None:
+    """Set variables: the names of classes, and for each file of a table the place of its data set's first one."""
+    inputs = [manifest.inputs.get("data") if name == "predictions" else None for manifest in made]
+    keys = [data[0].key if data else manifest.key for data, manifest in zip(inputs, made, strict=True)]
+    needed, class_names, places = set(keys), list[str](), dict[str, int]()
+    used = [manifest for manifest in manifests if manifest.key in needed]
+    for manifest, dataset in _read_json(store, used, "dataset.json"):
+        places[manifest.key] = len(class_names)
+        class_names += dataset["class_names"] or [""]  # without classes, every image has label 0
+    of_files = [places.get(key) for key in keys]  # None: a file with names, or its data set was removed
+    connection.execute(f"SET VARIABLE {name}_classes = $names::VARCHAR[]", {"names": class_names})
+    connection.execute(f"SET VARIABLE {name}_places = $places::BIGINT[]", {"places": of_files})
+
+
+def _value(table: str, column: Column) -> str:
+    """Return the SQL for a column of a table's files; numbers of classes become names."""
+    place = f"getvariable('{table}_places')[file_index::BIGINT + 1]"
+    named = f"nullif(getvariable('{table}_classes')[{place} + {{}} + 1], '')"
+    if table == "predictions" and column.name.endswith("_name"):
+        return named.format(column.name.removesuffix("_name"))
+    if (table, column.name) == ("images", "label"):  # -1: several or none, in `labels`
+        several = f"nullif(array_to_string([{named.format('x')} for x in labels], '; '), '')"
+        one = named.format("try_cast(label AS INTEGER)")
+        return f"CASE WHEN {place} IS NULL THEN label WHEN label = '-1' THEN {several} ELSE {one} END"
+    return f'"{column.name}"::{column.type}'
 
 
 def _left_out(name: str) -> str:

@@ -161,6 +161,8 @@ class Heartbeat(Frozen):
     nonce: str
     beat: int = 0
     step: int | None = None
+    seconds: float = 0.0
+    """How long the attempt has run, and the attempts that it continues."""
 
 
 class Manifest(Frozen):
@@ -186,6 +188,8 @@ class Manifest(Frozen):
     started: Time
     finished: Time
     user: str
+    earlier_seconds: float = 0.0
+    """How long earlier attempts ran whose trials, parts or checkpoints this one used."""
     own_sha256: str | None = None
     """The sha256 of the manifest's bytes without this value; None in manifests from before it was added."""
 
@@ -196,8 +200,9 @@ class Manifest(Frozen):
 
     @property
     def seconds(self) -> float:
-        """How long the stage took."""
-        return (datetime.fromisoformat(self.finished) - datetime.fromisoformat(self.started)).total_seconds()
+        """How long the stage took in all attempts that the result is from."""
+        last = datetime.fromisoformat(self.finished) - datetime.fromisoformat(self.started)
+        return self.earlier_seconds + last.total_seconds()
 
 
 class Checkpoint(Frozen):

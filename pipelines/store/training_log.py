@@ -25,6 +25,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from pipelines.errors import StoreDamaged
 from pipelines.store.artifacts import local_file, read_manifest
+from pipelines.store.fits import FitName
 from pipelines.store.objects import numbers, warn
 from pipelines.store.protocol import Store, wait_for_store
 from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
@@ -76,7 +77,7 @@ def describe_line(line: LogLine, steps: int, unit: str = "step", may_end_before:
     """Return a line as text.
 
     step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
-    images 3% · 0:00:58 left.
+    images 3% · 0:00:58 left of this trial.
 
     Args:
         steps: the fit's last step.
@@ -95,7 +96,9 @@ def describe_line(line: LogLine, steps: int, unit: str = "step", may_end_before:
     parts = [f"{unit} {line.step}/{steps} ({line.step / steps:.0%})"]
     parts += [form.format(value) for form, value in values if value is not None]
     if line.seconds_left is not None:
-        parts.append(f"{'at most ' * may_end_before}{_duration(line.seconds_left)} left")
+        fit = FitName.parse(line.fit)
+        left = f"{_duration(line.seconds_left)} left" + (f" of this {fit.kind}" if fit else "")
+        parts.append(f"{'at most ' * may_end_before}{left}")
     return " · ".join(parts)
 
 
@@ -177,12 +180,16 @@ def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
 
 
 def running_log(
-    store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | None = None
+    store: Store,
+    job: str,
+    key: str,
+    seen: dict[str, list[LogLine]] | None = None,
+    attempt: int | None = None,
 ) -> list[LogLine]:
-    """Return the log in the segments of all attempts; damaged ones are skipped with a warning."""
+    """Return the log in the segments of one attempt (None: of all); damaged ones are skipped with a warning."""
     seen = {} if seen is None else seen
     for _ in range(_TRIES):
-        segments = list(_segments(store, job, key))
+        segments = [each for each in _segments(store, job, key) if attempt in (None, each.attempt)]
         new = [segment.name for segment in segments if segment.name not in seen]
         read = dict(zip(new, store.read_all(new), strict=True))
         for name, data in read.items():

@@ -15,8 +15,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from pipelines.spec import AnyStage
 from pipelines.store import (
@@ -29,6 +30,7 @@ from pipelines.store import (
     Superseded,
     check_newest,
     encode,
+    read_attempt,
     read_record,
     warn,
 )
@@ -46,14 +48,32 @@ class Steps:
     done: int | None = None
 
 
+def earlier_seconds(context: Context[AnyStage]) -> float:
+    """Return how long earlier attempts by the same code ran whose ledgers or checkpoints this one can use."""
+    attempt, store = context.attempt, context.open_store()
+    for number in range(attempt.number - 1, 0, -1):
+        place = attempt.job, attempt.key, number
+        if not (store.names(Layout.ledger(*place)) or store.names(Layout.checkpoints(*place))):
+            continue
+        with suppress(StoreDamaged):
+            earlier = read_attempt(store, Layout.attempt(*place))
+            last = read_record(store, Layout.heartbeat(*place), Heartbeat)
+            if earlier is not None and last is not None and earlier.code_digest == attempt.code_digest:
+                return last.seconds  # with those that it continued
+    return 0.0
+
+
 @contextmanager
-def show_heartbeat(context: Context[AnyStage]) -> Iterator[None]:
-    """Show a heartbeat during the block, in the process of a stage."""
-    seen, unchanged = Heartbeat(nonce=context.attempt.nonce), 0
+def show_heartbeat(context: Context[AnyStage], earlier: float = 0.0) -> Iterator[None]:
+    """Show a heartbeat during the block, in the process of a stage; `earlier`: its `earlier_seconds`."""
+    seen, unchanged, began = Heartbeat(nonce=context.attempt.nonce), 0, time.monotonic()
 
     def show(store: Store) -> None:
         nonlocal seen, unchanged
-        last, seen = seen, _write_heartbeat(store, context.attempt)
+        last, seen = (
+            seen,
+            _write_heartbeat(store, context.attempt, seconds=earlier + time.monotonic() - began),
+        )
         # count heartbeats, not seconds: the clock also runs while a process is suspended
         unchanged = unchanged + 1 if seen.step == last.step else 0
         if seen.step is not None and unchanged * HEARTBEAT_SECONDS > STEP_SECONDS:
@@ -77,15 +97,22 @@ def count_steps(context: Context[AnyStage]) -> Iterator[Steps]:
         yield steps
 
 
-def _write_heartbeat(store: Store, attempt: Attempt, step: int | None = None) -> Heartbeat:
-    """Write the next heartbeat and return it; without `step`, it repeats the previous heartbeat's step."""
+def _write_heartbeat(
+    store: Store, attempt: Attempt, step: int | None = None, seconds: float | None = None
+) -> Heartbeat:
+    """Write the next heartbeat and return it; it repeats the previous heartbeat's value of what is None."""
     name = Layout.heartbeat(attempt.job, attempt.key, attempt.number)
     try:
         last = read_record(store, name, Heartbeat)
     except StoreDamaged:  # a power cut damaged it
         last = None
     last = last or Heartbeat(nonce=attempt.nonce)
-    following = Heartbeat(nonce=attempt.nonce, beat=last.beat + 1, step=last.step if step is None else step)
+    following = Heartbeat(
+        nonce=attempt.nonce,
+        beat=last.beat + 1,
+        step=last.step if step is None else step,
+        seconds=last.seconds if seconds is None else seconds,
+    )
     store.replace(name, encode(following))
     return following
 

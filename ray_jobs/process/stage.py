@@ -39,7 +39,7 @@ from pipelines.store import (
 )
 from ray_jobs.process.cluster import cluster_resources, default_threads
 from ray_jobs.process.context import Context, Result, SourceChangedError, read_context
-from ray_jobs.process.heartbeat import show_heartbeat
+from ray_jobs.process.heartbeat import earlier_seconds, show_heartbeat
 from vit_model.errors import UserError
 
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
@@ -54,11 +54,11 @@ def run_stage(module: str) -> None:
     main: Callable[[Context[AnyStage]], Result] = importlib.import_module(f"ray_jobs.{module}").main
     try:
         context = read_context(spec)
-        started = now()
-        with show_heartbeat(context):
+        started, earlier = now(), earlier_seconds(context)
+        with show_heartbeat(context, earlier):
             join_ray()
             result = main(_with_threads(context))
-            _commit(context, result, started)
+            _commit(context, result, started, earlier)
     except Exception as error:
         if superseded := [cause for cause in causes(error) if isinstance(cause, Superseded)]:
             print(f"error: {superseded[0]}", file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ def _with_threads(context: Context[AnyStage]) -> Context[AnyStage]:
     return replace(context, config=context.config.model_copy(update={"threads": default_threads()}))
 
 
-def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
+def _commit(context: Context[AnyStage], result: Result, started: str, earlier: float = 0.0) -> None:
     attempt, store = context.attempt, context.open_store()
     manifest = Manifest(
         job=attempt.job,
@@ -143,6 +143,7 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
         started=started,
         finished=now(),
         user=who(),
+        earlier_seconds=earlier,
     )
     check_newest(store, attempt)
     committed = commit(store, manifest)

@@ -123,16 +123,14 @@ def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
 def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:
     """Return the time in which a stage ran, the three longest stages, and the hours of cores and GPUs.
 
-    A stage may have used less of its machine, so the hours are an upper bound.
+    Attempts count if their work was used. A stage may have used less of its machine: the hours are an upper bound.
     """
-    ends = sorted(
-        (datetime.fromisoformat(stage["finished"]).timestamp() - stage["seconds"], stage["seconds"])
-        for stage in stages
-    )
-    clock, until = 0.0, 0.0
-    for start, seconds in ends:  # stages may have run in parallel
-        clock += max(0.0, start + seconds - max(start, until))
-        until = max(until, start + seconds)
+    clock, until = sum(stage["earlier_seconds"] for stage in stages), 0.0
+    ends = [(datetime.fromisoformat(stage["finished"]).timestamp(), stage) for stage in stages]
+    last = [(end - stage["seconds"] + stage["earlier_seconds"], end) for end, stage in ends]
+    for start, end in sorted(last):  # stages may have run in parallel
+        clock += max(0.0, end - max(start, until))
+        until = max(until, end)
     took = {stage["stage"]: stage["seconds"] for stage in stages}
     hours: Counter[str] = Counter()
     for environment in environments:

@@ -47,6 +47,7 @@ def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
                 for field, references in manifest.inputs.items()
             },
             "seconds": manifest.seconds,
+            "earlier_seconds": manifest.earlier_seconds,
             "finished": manifest.finished,
             "metrics": manifest.metrics,
             "seeds": dict(_seeds(manifest.config)),

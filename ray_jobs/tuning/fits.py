@@ -35,7 +35,7 @@ from ray_jobs.training.log import LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, read_split
 from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
 from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table, scores_table
-from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title, pruned, storable
+from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title, pruned, refit_title, storable
 from vit_model.build import Network
 from vit_model.weights import save_model
 
@@ -142,10 +142,10 @@ def refit(
     # Ray runs a finished task again if the node that holds its result is lost.
     if worker.world == 1 and (finished := Ledger(context, []).refit(task, draw)) is not None:
         return finished
-    name = task.refit(draw)
+    name, title = task.refit(draw), refit_title(context.config, draw)
     manager = make_manager(context, str(name), worker)
     with nullcontext() if worker.rank else make_log(context, name) as writer:
-        started, reporting = fetched(context, task), Reporting(writer, f"draw {draw}, step")
+        started, reporting = fetched(context, task), Reporting(writer, f"{title}, step")
         seed = task.config.seed + draw
         fitted = fit(started, pool, task.learning_rate, seed, manager, reporting, worker=worker)
     if worker.rank:
@@ -174,7 +174,7 @@ def refit(
     )
     add_refit(context, draw, record)
     manager.remove()
-    print(f"draw {draw}: {record.on_test}", flush=True)
+    print(f"{title}: {record.on_test}", flush=True)
     return Refitted(record, images)
 
 

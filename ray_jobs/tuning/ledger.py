@@ -41,7 +41,7 @@ from pipelines.store import (
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
 from ray_jobs.process.context import Context
 from ray_jobs.training.task import Score, Task
-from ray_jobs.tuning.trial import Part, ProposedPoint, Record, Refit, Refitted, Trial
+from ray_jobs.tuning.trial import Part, ProposedPoint, Record, Refit, Refitted, Trial, refit_title
 
 IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -130,7 +130,7 @@ class Ledger:
             except StoreDamaged as error:
                 print(f"{error}; the refit is not used", flush=True)
                 continue
-            print(f"draw {draw}: {refit.on_test} (from attempt {attempt})", flush=True)
+            print(f"{refit_title(task.config, draw)}: {refit.on_test} (from attempt {attempt})", flush=True)
             return Refitted(refit.model_copy(update={"files": files}), images)
         return None
 

@@ -141,6 +141,12 @@ def fit_title(config: Finetune, task: Task, fold: int, folds: int) -> str:
     return number + describe(task.point) + (f", fold {fold}" if folds > 1 else "")
 
 
+def refit_title(config: Finetune, draw: int) -> str:
+    """Name a refit in the log: `draw 0`; `refit` if there is only one."""
+    draws = config.refits if config.labels.per_class is None else config.labels.draws
+    return f"draw {draw}" if draws > 1 else "refit"
+
+
 class TriedPoint(NamedTuple):
     """A point whose trials have ended, one per fold."""
 

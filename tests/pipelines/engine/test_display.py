@@ -2,10 +2,12 @@
 
 import io
 
+import pytest
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from pipelines.commands.ending import time_line
 from pipelines.engine.display import RunDisplay, in_words
 from pipelines.engine.status import Status
 from pipelines.store import ProgressLine
@@ -51,6 +53,29 @@ def test_progress_is_thinned_out_and_errors_are_not() -> None:
 def test_without_logs_a_stage_is_one_line_and_its_warnings() -> None:
     text = shown("loss [1/2]", "warning: quarantined 1", progress(3, 9), "error: x", verbose=False)
     assert [line.split()[1] for line in text.splitlines()] == ["warning:", "error:", "SUCCEEDED"]
+
+
+def test_a_stage_has_one_duration_over_its_attempts_in_its_line_and_in_the_runs_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    console = Console(file=io.StringIO(), width=200)
+    display = RunDisplay(console, width=8)
+    for seconds, name, status in (
+        (0, "images", Status.RUNNING),
+        (28, "images", Status.SUCCEEDED),
+        (30, "vit", Status.RUNNING),
+        (630, "vit", Status.LOST),
+        (640, "vit", Status.RUNNING),
+        (1317, "vit", Status.STOPPED),
+    ):
+        clock[0] = seconds
+        display.stage(name, status)
+    assert isinstance(console.file, io.StringIO)
+    ended = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ended[0] == ["images", "SUCCEEDED", "0:00:28"] and ended[-1] == ["vit", "STOPPED", "0:21:27"]
+    assert time_line(1320, display.took) == "took 0:22:00; longest: vit 0:21:27, images 0:00:28"
 
 
 def test_the_bar_and_the_logs_are_functions_of_the_record() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.engine.runs import run_status
 from pipelines.engine.trainings import Training, Trainings
-from pipelines.store import InputRef, Layout, create_attempt, encode, encode_lines, segment_name
+from pipelines.store import InputRef, Layout, add_event, create_attempt, encode, encode_lines, segment_name
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt, make_manifest
 from tests.support.trainings import RUN, STAGES, line, put_lines, put_run
@@ -32,7 +32,18 @@ def test_the_newest_line_says_how_far_a_running_training_is() -> None:
     )
     assert stages["pretrain"]["progress"] == {"steps": 40, **line(10).model_dump(mode="json")}
     assert stages["finetune"]["detail"].startswith("learning rate 0.001, step 9/20 (45%) · ")
+    assert stages["finetune"]["detail"].endswith("0:01:00 left of this trial")
     assert "progress" not in stages["digits"]
+
+
+def test_progress_is_the_running_attempts_and_not_that_of_a_dead_one() -> None:
+    store = MemoryStore()
+    put_run(store, finetune="STOPPED")
+    put_lines(store, "finetune", line(18, "trial-0-0"))
+    add_event(store, RUN, "stage", stage="finetune", status="RUNNING", attempt=2)
+    assert "progress" not in progress(store)["finetune"]
+    put_lines(store, "finetune", line(3, "trial-0-0", time="2025-12-31T00:00:00+00:00"), attempt=2)
+    assert progress(store)["finetune"]["progress"]["step"] == 3, "its machine's clock may be behind"
 
 
 @pytest.mark.parametrize("status", ["PENDING", "SUCCEEDED", "FAILED"])
@@ -64,6 +75,9 @@ def test_fits_have_titles() -> None:
     assert folded.title("trial-1-0") == "learning rate 0.001, fold 0"
     searched = replace(training, config={**training.config, "learning_rates": [], "search": {"kind": "asha"}})
     assert searched.title("trial-12-0") == "trial 12"
+    several = [{"labels": {"per_class": 5, "draws": 3}}, {"labels": {"per_class": None}, "refits": 3}]
+    titles = [replace(training, config=training.config | fields).title("refit-1-0") for fields in several]
+    assert titles == ["draw 0", "draw 0"] and training.title("refit-1-0") == "refit"
     proposed = ("trial-12-p0a1b2c3d-1", "refit-12-p01234567-2", "refit-12-p01234567-120-2")
     assert [searched.title(fit) for fit in proposed] == ["trial 12, fold 1", "draw 2", "draw 2"]
     whole = training.config["steps"]

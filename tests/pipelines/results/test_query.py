@@ -19,7 +19,7 @@ from pipelines.results.accuracies import list_results
 from pipelines.results.query import query
 from pipelines.results.tables import TABLES
 from pipelines.spec import RecipeError
-from pipelines.store import Layout, LogLine, Store, StoreDamaged, encode_lines, open_store
+from pipelines.store import InputRef, Layout, LogLine, Store, StoreDamaged, encode_lines, open_store
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
@@ -248,7 +248,7 @@ def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None
     ("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS), ("confusion", CONFUSION)]
 )
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
-    documented = [(column.name, column.type) for column in TABLES[name]]
+    documented = [(column.name, column.type) for column in TABLES[name] if not column.name.endswith("_name")]
     types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
     types |= {"int64": "BIGINT", "list<element: int32>": "INTEGER[]", "list<element: float>": "FLOAT[]"}
     assert documented[7:] == [(field.name, types[str(field.type)]) for field in schema]
@@ -491,3 +491,41 @@ def test_quarantined_images_are_a_table(tmp_path: Path) -> None:
         ("images", "a.jpg", "empty", ""),
         ("images", "b.jpg", "cut off", "b.jpg"),
     ]
+
+
+def test_numbers_of_classes_have_the_names_of_their_own_data_set(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    columns = {"sample_id": pa.string(), "key": pa.string(), "split": pa.string(), "label": pa.int32()}
+    index = pa.schema([*columns.items(), ("labels", pa.list_(pa.int32()))])
+    data = {
+        "aa": (["cat", "dog"], [(1, None), (0, None)]),
+        "bb": (["3", "0"], [(0, [0, 1]), (-1, [1, 0]), (-1, [])]),
+        "cc": ([], [(0, None)]),
+    }
+    for key, (names, labels) in data.items():
+        with committed(store, "ingest", key) as folder:
+            (folder / "dataset.json").write_text(json.dumps({"class_names": names}))
+            rows = [("s", f"{key}{number}", "test", *label) for number, label in enumerate(labels)]
+            write_table(
+                folder / "index.parquet", [dict(zip(index.names, each, strict=True)) for each in rows], index
+            )
+        reference = InputRef(job="ingest", key=key, content_digest="d", manifest_sha256="m")
+        put(store, f"e{key}", [], [prediction(label=1, prediction=0)], inputs={"data": [reference]})
+    put(store, "removed", [], [prediction()])
+    with committed(store, "predict", "dd") as folder:  # it has names
+        named = pa.schema([*(columns | {"label": pa.string()}).items(), ("prediction", pa.string())])
+        (folder / "images").mkdir()
+        row = {"sample_id": "s", "key": "dd0", "split": "test", "label": "1", "prediction": "0"}
+        write_table(folder / "images/0.parquet", [row], named)
+    assert ask(store, "SELECT key, label FROM images ORDER BY key") == [
+        ("aa0", "dog"),
+        ("aa1", "cat"),
+        ("bb0", "3"),
+        ("bb1", "0; 3"),
+        ("bb2", None),
+        ("cc0", None),
+        ("dd0", "1"),
+    ]
+    sql = "SELECT artifact, label_name, prediction_name FROM predictions ORDER BY artifact"
+    assert ask(store, sql)[:2] == [("eaa", "dog", "cat"), ("ebb", "0", "3")]
+    assert ask(store, sql)[3:] == [("removed", None, None)]

@@ -70,7 +70,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_each_sign_of_life_is_new_and_a_workers_step_is_in_it(ended: threading.Event) -> None:
     record = Record()
-    with show_heartbeat(record.context):
+    with show_heartbeat(record.context, earlier=100.0):
         record.wait(3)
         with count_steps(record.context) as steps:
             record.wait(3)
@@ -81,6 +81,8 @@ def test_each_sign_of_life_is_new_and_a_workers_step_is_in_it(ended: threading.E
         assert record.signs[-1]["step"] == 7, "the stage's process repeats it"
     assert len({json.dumps(sign) for sign in record.signs}) == len(record.signs)
     assert {sign["nonce"] for sign in record.signs} == {ATTEMPT.nonce}
+    seconds = [sign["seconds"] for sign in record.signs]
+    assert seconds == sorted(seconds) and 100 <= seconds[0] < seconds[-1] < 110
     written = len(record.signs)
     time.sleep(0.02)
     assert len(record.signs) == written, "no signs after the end"

@@ -4,6 +4,7 @@ import errno
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,16 +14,20 @@ from pydantic import TypeAdapter
 
 from pipelines.spec import RecipeError, Stage
 from pipelines.store import (
+    Heartbeat,
+    Layout,
     StoreDamaged,
     StoreUnreachable,
     Superseded,
     create_attempt,
+    encode,
     now,
     open_store,
     read_manifest,
 )
 from ray_jobs.data.decode import DamagedError, Stored, raw_pixels
 from ray_jobs.process import stage
+from ray_jobs.process.heartbeat import earlier_seconds
 from ray_jobs.training.task import DivergenceError
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt, make_context
@@ -133,6 +138,32 @@ def test_an_attempt_with_a_successor_commits_nothing(
     with pytest.raises(Superseded):
         stage._commit(context, result, now())
     assert read_manifest(context.open_store(), "ingest", context.attempt.key) is None
+
+
+def test_a_duration_contains_the_attempts_whose_work_was_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attempt 1 (100 s) left a trial, 2 (30 s more) a checkpoint, 3 nothing, and 4 ran other code."""
+    monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
+    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
+    store = open_store(str(tmp_path / "s"))
+    context = make_context(store, digits)
+    left = {1: "ledger/trial-0-0.json", 2: "checkpoints/7/manifest.json", 4: "ledger/trial-1-0.json"}
+    for number, seconds in ((1, 100.0), (2, 130.0), (3, 140.0), (4, 900.0)):
+        code = "other" if number == 4 else context.attempt.code_digest
+        last = create_attempt(
+            store, context.attempt.model_copy(update={"number": number, "code_digest": code})
+        )
+        place = last.job, last.key, number
+        store.replace(Layout.heartbeat(*place), encode(Heartbeat(nonce=last.nonce, seconds=seconds)))
+        if number in left:
+            store.create(f"{Layout.attempt(*place)}/{left[number]}", b"{}")
+    attempt = create_attempt(store, context.attempt.model_copy(update={"number": 5}))
+    context = replace(context, attempt=attempt)
+    assert earlier_seconds(context) == 130
+    stage._commit(context, stage.Result(content_digest="d", files=()), now(), earlier_seconds(context))
+    made = read_manifest(store, "ingest", attempt.key)
+    assert made is not None and made.seconds == pytest.approx(130, abs=9)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -108,8 +108,11 @@ def test_power_is_said_once_for_each_number_of_labels() -> None:
     assert power([]) == ""
 
 
-def stage(name: str, seconds: float, finished: str, **metrics: Any) -> dict[str, Any]:
+def stage(
+    name: str, seconds: float, finished: str, earlier_seconds: float = 0.0, **metrics: Any
+) -> dict[str, Any]:
     fields = {"stage": name, "artifact": name, "kind": "model", "seconds": seconds, "metrics": metrics}
+    fields["earlier_seconds"] = earlier_seconds
     return fields | {"finished": f"2026-11-25T{finished}+00:00"}
 
 
@@ -123,6 +126,10 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
     assert found["clock"] == pytest.approx(90 + 30)
     assert found["hours"] == pytest.approx({"core": (4 * 120 + 2 * 30) / 3600, "GPU": 30 / 3600})
     assert [each["stage"] for each in found["longest"]] == ["a", "b", "c"]
+    # a first attempt of ten minutes, whose work c used, ran before all of them
+    stages[2] = stage("c", 630, "11:00:00", earlier_seconds=600)
+    found = cost(stages, machines)
+    assert found["clock"] == pytest.approx(90 + 630) and found["longest"][0]["stage"] == "c"
 
 
 def test_the_best_of_several_models_is_called_that() -> None:

@@ -160,7 +160,7 @@ def test_killed_twice_at_random_it_continues_to_the_same_bytes(case, undisturbed
     newest = saved(root)[0]
     capsys.readouterr()
     run(attempt(root, config, 3))
-    said = f"draw 0, step {newest.step}: continuing from the checkpoint of attempt 2"
+    said = f"refit, step {newest.step}: continuing from the checkpoint of attempt 2"
     assert said in capsys.readouterr().out
     assert result(root, 3) == undisturbed[case]
     assert not [*root.rglob("checkpoints")]
