@@ -95,7 +95,7 @@ def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_ca
     one = verdict("a", 0.1, 0.2, unknown_training=True, reference="most frequent class")
     said = answer(NOTHING | {"verdicts": [one]})["headline"]
     assert "(fine-tuned, training images unknown)" in said
-    assert said.endswith("above always answering the most frequent class.")
+    assert said.endswith("above always answering the most frequent class at 80.0%.")
 
 
 def test_power_is_said_once_for_each_number_of_labels() -> None:
@@ -196,6 +196,17 @@ def test_training_from_scratch_that_does_not_beat_pixels_is_advised_against(
 ) -> None:
     said = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})["headline"]
     assert ("start from pretrained weights" in said) == is_advised
+
+
+def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
+    """k-NN was higher once, and the answer to "Which method is best?" did not name it."""
+    one = verdict("pets", -0.25, 0.125, method="ViT, from scratch", reference="k-NN", accuracy=0.469)
+    said = answer(NOTHING | {"verdicts": [one | {"reference_accuracy": 0.531}]})["headline"]
+    assert said == (
+        "It cannot be told: the ViT trained from scratch reaches 46.9% with all labels (all weights trained) on 100"
+        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points, 95% interval"
+        " −25.0 to 12.5); start from pretrained weights (vitflow init FILE --images FOLDER --from hf:ORG/NAME)."
+    )
 
 
 def test_methods_become_subjects() -> None:
