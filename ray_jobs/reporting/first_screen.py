@@ -80,6 +80,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
             notes.append((f"{dataset['name']}: {images}.", False))
     if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
         notes.append(("Some settings were chosen on test; these methods say so.", False))
+    notes += [(text, False) for sweep in numbers["sweeps"] if (text := _rate_at_end(sweep))]
     total = len(numbers["verdicts"])
     if total > 1:
         above = sum(verdict["low"] > 0 for verdict in numbers["verdicts"])
@@ -89,6 +90,16 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
         text += f"; adjusted for all {total} comparisons (Bonferroni), {still} lie above."
         notes.append((text, above == still > 0))
     return [{"text": text, "is_good": is_good} for text, is_good in notes]
+
+
+def _rate_at_end(sweep: Line) -> str:
+    """Say that the chosen learning rate is the lowest or highest of a sweep's; empty if not, or for a search."""
+    rates = sorted({trial["learning_rate"] for trial in sweep["trials"]})
+    if "kind" in sweep or len(rates) == 1 or sweep["chosen"] not in (rates[0], rates[-1]):
+        return ""
+    end, better = ("lowest", "lower") if sweep["chosen"] == rates[0] else ("highest", "higher")
+    tried = f"{sweep['stage']}: the chosen learning rate, {sweep['chosen']:g}, is the {end} of the {len(rates)} tried"
+    return f"{tried}; a {better} one may be better (learning_rates)."
 
 
 def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:

@@ -14,6 +14,7 @@ NOTHING: dict[str, Any] = {
     "accuracies": [],
     "datasets": [],
     "stages": [],
+    "sweeps": [],
 }
 
 
@@ -144,6 +145,18 @@ def test_lines_apart_are_no_answer_but_the_others_are() -> None:
         assert said in answer(NOTHING | {"accuracies": lines})["headline"]
 
 
+def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
+    for chosen, said in ((0.1, "the lowest"), (0.2, None), (0.3, "the highest")):
+        trials = [{"learning_rate": rate} for rate in (0.1, 0.2, 0.3)]
+        notes = trust(NOTHING | {"sweeps": [{"stage": "vit", "chosen": chosen, "trials": trials}]})
+        assert [f"{said} of the 3 tried" in note["text"] and not note["is_good"] for note in notes] == [
+            True
+        ] * bool(said)
+    one = {"stage": "vit", "chosen": 0.1, "trials": trials[:1]}
+    search = {"stage": "vit", "kind": "random", "chosen_trial": 0, "trials": trials}
+    assert trust(NOTHING | {"sweeps": [one, search]}) == []
+
+
 def test_settings_chosen_on_test_are_not_trusted() -> None:
     lines = [accuracy("s", "ViT, pretrained, settings chosen on test")]
     assert {"text": "Some settings were chosen on test; these methods say so.", "is_good": False} in trust(
@@ -204,8 +217,9 @@ def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
     said = answer(NOTHING | {"verdicts": [one | {"reference_accuracy": 0.531}]})["headline"]
     assert said == (
         "It cannot be told: the ViT trained from scratch reaches 46.9% with all labels (all weights trained) on 100"
-        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points, 95% interval"
-        " −25.0 to 12.5); start from pretrained weights (vitflow init FILE --images FOLDER --from hf:ORG/NAME)."
+        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points,"
+        " 95% interval −25.0 to 12.5); start from pretrained weights (vitflow init"
+        " FILE --images FOLDER --from hf:ORG/NAME)."
     )
 
 
