@@ -111,10 +111,10 @@ def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
 
 def _clustered(embedding: Line) -> str:
     sizes = [cluster["images"] for cluster in embedding["clusters"]]
-    groups = f"{quantity(len(sizes), 'group')} of {min(sizes):,} to {max(sizes):,} images"
+    some = f"of {min(sizes):,} to {max(sizes):,} images " if len(sizes) > 1 else ""
     return (
-        f"{sum(sizes):,} training images were divided into {groups} by the features of"
-        f" {embedding['stage']}; their number is the report's choice, and nothing was scored."
+        f"{quantity(sum(sizes), 'training image')} fall into {quantity(len(sizes), 'group')} {some}that the features of"
+        f" {embedding['stage']} find alike; groups.csv beside the page lists them."
     )
 
 

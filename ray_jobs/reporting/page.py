@@ -92,6 +92,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
     numbers = data.numbers
     is_there = {
         ("answer", "Answer"): True,
+        ("groups", "Groups"): numbers.get("embeddings"),
         ("vtab", "VTAB-1k"): numbers["vtab"],
         ("cost", "Accuracy and cost"): numbers["costs"],
         ("accuracy", "Test accuracy"): numbers["accuracies"],
@@ -100,7 +101,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("mistakes", "Mistakes"): numbers["mistakes"],
         ("several-1", "Results by class"): numbers.get("several_labels"),
         ("labels-1", "Likely wrong labels"): numbers.get("label_issues"),
-        ("data", "Data"): numbers["datasets"] or "embeddings" in numbers,
+        ("data", "Data"): numbers["datasets"],
         ("provenance", "Provenance"): True,
         ("settings", "Settings"): True,
     }
