@@ -22,6 +22,7 @@ from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.intervals import detectable_difference
 from ray_jobs.evaluation.rows import REAL, is_apart, is_reference
+from ray_jobs.ingesting.copies import CONFLICT
 from ray_jobs.reporting import mistakes, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
@@ -224,11 +225,14 @@ def mistakes_line(
 
 
 def card(folder: Path) -> dict[str, Any]:
-    """Describe what ingest counted, in sentences, and list images that it left out, with the reason."""
+    """Describe what ingest counted, in sentences, and list images that it left out, with the reason.
+
+    `conflicting` counts the images with the same bytes as an image of another class.
+    """
     left_out = pq.read_table(folder / "quarantine.parquet").slice(0, MAX_QUARANTINED).to_pylist()
     quarantine = [{name: row[name] for name in ("key", "reason")} for row in left_out]
     if not (path := folder / "card.json").is_file():  # of an earlier version
-        return {"card": [], "quarantine": quarantine}
+        return {"card": [], "quarantine": quarantine, "conflicting": 0}
     counted = json.loads(path.read_text("utf-8"))
     formats = ", ".join(f"{count:,} {name}" for name, count in counted["formats"].items())
     width, height = counted["sizes"]["width"], counted["sizes"]["height"]
@@ -239,7 +243,9 @@ def card(folder: Path) -> dict[str, Any]:
     )
     copies = ", ".join(f"{each['images']:,} {each['kind']} ({each['done']})" for each in counted["copies"])
     read = f"Formats: {formats}; {counted['bytes'] / 2**20:,.1f} MiB{sides}."
-    return {"card": [read, *([f"Copies: {copies}."] if copies else [])], "quarantine": quarantine}
+    conflicting = sum(each["images"] for each in counted["copies"] if each["kind"] == CONFLICT)
+    sentences = [read, *([f"Copies: {copies}."] if copies else [])]
+    return {"card": sentences, "quarantine": quarantine, "conflicting": conflicting}
 
 
 def label_issues(table: pa.Table) -> dict[str, Any]:

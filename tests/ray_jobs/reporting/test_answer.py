@@ -145,6 +145,21 @@ def test_lines_apart_are_no_answer_but_the_others_are() -> None:
         assert said in answer(NOTHING | {"accuracies": lines})["headline"]
 
 
+def test_labels_that_limit_the_numbers_are_said() -> None:
+    names = [f"c{number}" for number in range(6)]
+    sound = {"name": "pets", "quarantined": 0, "num_classes": 7, "conflicting": 0, "untested": [], "few": []}
+    poor = sound | {"conflicting": 6, "untested": ["lonely"], "few": names}
+    scored = NOTHING | {"accuracies": [accuracy("s")]}
+    assert trust(scored | {"datasets": [sound]}) == [] == trust(NOTHING | {"datasets": [poor]})
+    notes = trust(scored | {"datasets": [poor]})
+    assert [note["text"] for note in notes] == [
+        "pets: 6 images have the same bytes as an image of another class.",
+        "pets: 1 of 7 classes with no test image ('lonely').",
+        "pets: 6 of 7 classes with fewer than 5 training images ('c0', 'c1', 'c2', 'c3' and 2 more).",
+    ]
+    assert not any(note["is_good"] for note in notes)
+
+
 def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
     for chosen, said in ((0.1, "the lowest"), (0.2, None), (0.3, "the highest")):
         trials = [{"learning_rate": rate} for rate in (0.1, 0.2, 0.3)]
