@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.spec.published import Published
+from ray_jobs.data.columns import CONFLICT
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.intervals import detectable_difference
 from ray_jobs.evaluation.rows import REAL, is_apart, is_reference
-from ray_jobs.ingesting.copies import CONFLICT
 from ray_jobs.reporting import mistakes, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
