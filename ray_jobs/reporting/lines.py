@@ -132,7 +132,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
     """Describe a method's probabilities, as means over draws; rates are fractions.
 
     None if the method has no probabilities, or with ReaL's labels, because an image may have several. `top5_accuracy`
-    is None if test has five classes or fewer; `calibrated` is None without temperature scaling.
+    is None if test has ten classes or fewer; `calibrated` is None without temperature scaling.
     """
     if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
         return None
@@ -143,7 +143,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
             "calibration_error": _calibration_error(entry.calibrated_probabilities, entry.correct),
         }
     return {
-        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)) if entry.labels.max() >= 5 else None,
+        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)) if entry.labels.max() >= 10 else None,
         "nll": float(entry.nll.mean(dtype=np.float64)),
         "calibration_error": _calibration_error(entry.probabilities, entry.correct),
         "calibrated": scaled,

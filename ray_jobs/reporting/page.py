@@ -35,7 +35,7 @@ def render(data: ReportData) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (percent, points, duration, number, day, mebibytes, setting)
+    filters = (percent, points, duration, number, day, mebibytes, setting, quoted, metric)
     environment.filters |= {function.__name__: function for function in filters}
     numbers = data.numbers
     screen = first_screen(numbers)
@@ -178,6 +178,18 @@ def number(value: float | int | str) -> str:
     if isinstance(value, str | bool):
         return str(value).lower() if isinstance(value, bool) else value
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def metric(value: float | int | str, name: str) -> str:
+    """Return a stage's metric as 'final loss 0.6136', a small training's exaflops as 'teraflops 39.13'."""
+    if name == "exaflops" and isinstance(value, float) and value < 0.001:
+        name, value = "teraflops", 1e6 * value
+    return f"{name.replace('_', ' ')} {number(value)}"
+
+
+def quoted(name: str) -> str:
+    """Return a class name; one of digits, which reads as a count, in quotes."""
+    return f"‘{name}’" if name.isdigit() else name
 
 
 def day(time: str) -> str:
