@@ -35,12 +35,12 @@ import pyarrow.parquet as pq
 from pipelines.files.sources import source_files
 from pipelines.spec import Ingest, quantity
 from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
-from ray_jobs.data.columns import each_label, with_combinations
+from ray_jobs.data.columns import CONFLICT, each_label, with_combinations
 from ray_jobs.data.images import STORED_QUALITY
 from ray_jobs.data.shards import SPLITS, DatasetInfo, open_dataset
 from ray_jobs.data.writing import Description, write_dataset
 from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
-from ray_jobs.ingesting.copies import CONFLICT, OtherSet, find_copies
+from ray_jobs.ingesting.copies import OtherSet, find_copies
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.parts import (
     Written,

@@ -12,9 +12,6 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune
 from pipelines.store import Manifest, Store
 
-OF_IMAGES = {"embed": "split, feature", "predict": "split, prediction, probability"}
-"""Job -> the columns of its images."""
-
 
 def time_line(seconds: float, taken: Mapping[str, float]) -> str:
     """Say how long a run took, and which of its stages that ran (with their seconds) took longest."""
@@ -47,8 +44,8 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     tuned = [stage for stage in stages if isinstance(stage.config, Finetune) and stage.manifest is not None]
     where = store_option(store.uri)
     for stage in stages:
-        if stage.manifest is not None and stage.config.job in OF_IMAGES:
-            yield f"{_images(stage.manifest, OF_IMAGES[stage.config.job])}{where}"
+        if stage.manifest is not None and stage.config.job == "predict":
+            yield f"{_images(stage.manifest, 'split, prediction, probability')}{where}"
     if not tuned:
         return
     best = max(tuned, key=_rank)

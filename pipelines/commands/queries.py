@@ -250,6 +250,8 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
             f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}{plain(store_option(store.uri))}",
             soft_wrap=True,
         )
+    if (groups := folder / "groups.csv").is_file():
+        console.print(f"the group of each image: {plain(groups.as_uri())}", soft_wrap=True)
     console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
 
 

@@ -42,13 +42,13 @@ def answering(report: dict[str, Any]) -> list[dict[str, Any]]:
 def verdict_lines(report: dict[str, Any], is_brief: bool = False) -> list[str]:
     """Return VTAB's means, the question and its answer, and the missing stages.
 
-    If it is not brief, also a sentence per comparison, and the note.
+    If it is not brief, also the note, and a sentence per comparison if there are several: the answer is about one.
     """
     missing, verdicts = report.get("missing", []), [] if is_brief else report["verdicts"]
     return [
         *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
         f"{report['question']} {report['headline']}",
-        *(verdict["sentence"] for verdict in verdicts if len(verdicts) <= MOST_SENTENCES),
+        *(verdict["sentence"] for verdict in verdicts if 1 < len(verdicts) <= MOST_SENTENCES),
         *filter(None, [] if is_brief else [report["note"]]),
         *([f"Not made, so not in this report: {', '.join(missing)}."] if missing else []),
     ]
@@ -57,7 +57,7 @@ def verdict_lines(report: dict[str, Any], is_brief: bool = False) -> list[str]:
 def accuracy_table(report: dict[str, Any]) -> Table:
     """Return a table of test accuracies in percent, at most 80 columns wide.
 
-    Each task, protocol and number of labels has a heading.
+    Each task, protocol and number of labels has a heading, and the best method comes first.
     """
     table = table_with_title(report["title"])
     table.add_column("method", overflow="fold")
@@ -68,7 +68,7 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     table.add_column("artifact", no_wrap=True)
     for name, lines in groupby(report["accuracies"], _heading):
         add_headings(table, name)
-        for line in lines:
+        for line in sorted(lines, key=lambda line: -line["accuracy"]):
             _add_cells(table, line, f"{100 * line['accuracy']:.1f}", _range(line))
     return table
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from ray_jobs.data.images import Hashes
 
+CONFLICT = "conflicting labels"  # the kind of a copy: the same bytes as an image of another class
 SEVERAL = -1  # the label of every image of a set with several labels per image; its column `labels` has them
 
 

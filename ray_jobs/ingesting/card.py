@@ -17,9 +17,8 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from pipelines.spec import quantity
-from ray_jobs.data.columns import each_label
+from ray_jobs.data.columns import CONFLICT, each_label
 from ray_jobs.data.shards import SPLITS, Dataset, Images, Split
-from ray_jobs.ingesting.copies import CONFLICT
 from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Unusable

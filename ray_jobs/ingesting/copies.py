@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ray_jobs.data.columns import INDEX
+from ray_jobs.data.columns import CONFLICT, INDEX
 from ray_jobs.data.images import Hashes
 from ray_jobs.data.near_duplicates import Hashes as _Hashes
 from ray_jobs.data.near_duplicates import Pairs, near_pairs
@@ -49,7 +49,6 @@ DUPLICATES = pa.schema(
         pa.field("done", pa.string(), nullable=False),  # "left out" | "kept"
     ]
 )
-CONFLICT = "conflicting labels"  # the same bytes as an image of another class
 _SPLITS = ("test", "dev", "train")  # strongest first
 _NONE = np.iinfo(np.int64).max
 

@@ -6,10 +6,11 @@ length, so that the angle between two decides.
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
+from pipelines.spec import quantity
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.shards import Dataset
 from ray_jobs.randomness import Purpose
@@ -30,10 +32,11 @@ SHOWN = 8  # images nearest to a cluster's centre
 
 
 class Cluster(NamedTuple):
-    """The number of images in a cluster, and the ids of those nearest to its centre, the nearest first."""
+    """A cluster's number of images, the ids of those nearest to its centre, and all their files, the nearest first."""
 
     images: int
     nearest: list[str]
+    files: list[str]
 
 
 def sampled_files(store: Store, embedding: Manifest) -> list[Path]:
@@ -50,7 +53,7 @@ def sampled_files(store: Store, embedding: Manifest) -> list[Path]:
 
 def clusters_of(files: list[Path]) -> list[Cluster]:
     """Return the clusters of the training images in an embedding's files, the largest first."""
-    ids, features = _sample(files)
+    ids, keys, features = _sample(files)
     if not len(ids):
         return []
     features /= np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
@@ -61,13 +64,14 @@ def clusters_of(files: list[Path]) -> list[Cluster]:
     clusters = []
     for label in range(number):
         members = np.flatnonzero(found.labels_ == label)
-        nearest = members[np.argsort(distances[members, label], kind="stable")[:SHOWN]]
-        clusters.append(Cluster(len(members), ids.take(pa.array(nearest)).to_pylist()))
+        nearest = pa.array(members[np.argsort(distances[members, label], kind="stable")])
+        shown = ids.take(nearest[:SHOWN]).to_pylist()
+        clusters.append(Cluster(len(members), shown, keys.take(nearest).to_pylist()))
     return sorted(clusters, key=lambda cluster: -cluster.images)
 
 
-def _sample(files: list[Path]) -> tuple[pa.Array, NDArray[np.float32]]:
-    """Return the ids [n] and features [n, width] of the drawn training images."""
+def _sample(files: list[Path]) -> tuple[pa.Array, pa.Array, NDArray[np.float32]]:
+    """Return the ids [n], names in the source [n] and features [n, width] of the drawn training images."""
     splits = [pq.read_table(file, columns=["split"])["split"] for file in files]
     is_train = np.concatenate([pc.equal(split, "train").to_numpy(zero_copy_only=False) for split in splits])
     rng = np.random.default_rng([0, Purpose.CLUSTERS])
@@ -77,11 +81,12 @@ def _sample(files: list[Path]) -> tuple[pa.Array, NDArray[np.float32]]:
     for file, split in zip(files, splits, strict=True):
         rows = drawn[start : start + len(split)]
         start += len(split)
-        tables.append(pq.read_table(file, columns=["sample_id", "feature"]).filter(pa.array(rows)))
+        tables.append(pq.read_table(file, columns=["sample_id", "key", "feature"]).filter(pa.array(rows)))
     table = pa.concat_tables(tables).combine_chunks()
     width = table.schema.field("feature").type.list_size
     values = table["feature"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    return table["sample_id"].combine_chunks(), np.array(values, np.float32).reshape(-1, width)
+    ids, keys = (table[name].combine_chunks() for name in ("sample_id", "key"))
+    return ids, keys, np.array(values, np.float32).reshape(-1, width)
 
 
 def sheet(dataset: Dataset, clusters: list[Cluster]) -> list[Tiles]:
@@ -91,8 +96,17 @@ def sheet(dataset: Dataset, clusters: list[Cluster]) -> list[Tiles]:
     urls: Iterator[str] = iter(data_urls(dataset, "train", shown))
     return [
         Tiles(
-            f"{cluster.images:,} image{'s' * (cluster.images > 1)}",
-            tuple(next(urls) for _ in cluster.nearest),
+            f"Group {number}: {quantity(cluster.images, 'image')}", tuple(next(urls) for _ in cluster.nearest)
         )
-        for cluster in clusters
+        for number, cluster in enumerate(clusters, 1)
     ]
+
+
+def write_groups(path: Path, embeddings: Sequence[Mapping[str, Any]]) -> None:
+    """Write the group of each image as CSV, from the embeddings of report.json: embedding, group from 1, file."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("embedding", "group", "file"))
+        for embedding in embeddings:
+            for number, cluster in enumerate(embedding["clusters"], 1):
+                writer.writerows((embedding["stage"], number, name) for name in cluster["files"])

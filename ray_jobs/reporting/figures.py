@@ -12,10 +12,12 @@ import numpy as np
 from markupsafe import Markup
 
 from pipelines.store import FitName, LogLine, Manifest
+from ray_jobs.evaluation.rows import ACCURACY
 from ray_jobs.reporting import costs, plots
 from ray_jobs.reporting.lines import chosen_trial
 from ray_jobs.reporting.measures import Entry
 
+EXACT = "all labels right"  # with several labels, what evaluations in a training count
 Measured = Mapping[str, Sequence[plots.Measured]]  # a training's artifact -> its curves
 
 
@@ -31,8 +33,10 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     losses |= {
         tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]
     }
+    several = {model["artifact"] for model in numbers.get("several_labels", ())}
     for artifact, draws in losses.items():
-        figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()))
+        metric = EXACT if artifact in several else ACCURACY
+        figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)
     for sweep in numbers["sweeps"]:
         figures[f"search {sweep['artifact']}"] = plots.search(sweep["trials"], chosen_trial(sweep))
     if numbers["mistakes"] and (matrix := numbers["mistakes"]["confusion"]):

@@ -13,6 +13,7 @@ from typing import Any
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import ACCURACY, CHOSEN_ON_TEST, MEAN_AP
 from ray_jobs.reporting.answer import Line, settings
+from ray_jobs.reporting.pictures import FEW
 from ray_jobs.reporting.verdicts import points
 
 SHOWN = 4  # groups of comparisons; the others are folded
@@ -78,8 +79,11 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
             were = "was" if left_out == 1 else "were"
             images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
             notes.append((f"{dataset['name']}: {images}.", False))
+        if is_scored and not numbers["vtab"]:  # whose data sets are given, and many
+            notes += [(f"{dataset['name']}: {problem}.", False) for problem in _label_problems(dataset)]
     if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
         notes.append(("Some settings were chosen on test; these methods say so.", False))
+    notes += [(text, False) for sweep in numbers["sweeps"] if (text := _rate_at_end(sweep))]
     total = len(numbers["verdicts"])
     if total > 1:
         above = sum(verdict["low"] > 0 for verdict in numbers["verdicts"])
@@ -89,6 +93,30 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
         text += f"; adjusted for all {total} comparisons (Bonferroni), {still} lie above."
         notes.append((text, above == still > 0))
     return [{"text": text, "is_good": is_good} for text, is_good in notes]
+
+
+def _rate_at_end(sweep: Line) -> str:
+    """Say that the chosen learning rate is the lowest or highest of a sweep's; empty if not, or for a search."""
+    rates = sorted({trial["learning_rate"] for trial in sweep["trials"]})
+    if "kind" in sweep or len(rates) == 1 or sweep["chosen"] not in (rates[0], rates[-1]):
+        return ""
+    end, better = ("lowest", "lower") if sweep["chosen"] == rates[0] else ("highest", "higher")
+    tried = f"{sweep['stage']}: the chosen learning rate, {sweep['chosen']:g}, is the {end} of the {len(rates)} tried"
+    return f"{tried}; a {better} one may be better (learning_rates)."
+
+
+def _label_problems(dataset: Line) -> Iterator[str]:
+    """Say what limits the labels of a data set: copies in several classes, and classes with next to no images."""
+    if conflicting := dataset["conflicting"]:
+        yield f"{conflicting:,} images have the same bytes as an image of another class"
+    for names, images in (
+        (dataset["untested"], "no test image"),
+        (dataset["few"], f"fewer than {FEW} training images"),
+    ):
+        if names:
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            named = f"{', '.join(map(repr, names[:SHOWN]))}{more}"
+            yield f"{len(names):,} of {dataset['num_classes']:,} classes with {images} ({named})"
 
 
 def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.spec.published import Published
+from ray_jobs.data.columns import CONFLICT
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.intervals import detectable_difference
@@ -131,7 +132,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
     """Describe a method's probabilities, as means over draws; rates are fractions.
 
     None if the method has no probabilities, or with ReaL's labels, because an image may have several. `top5_accuracy`
-    is None if test has five classes or fewer; `calibrated` is None without temperature scaling.
+    is None if test has ten classes or fewer; `calibrated` is None without temperature scaling.
     """
     if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
         return None
@@ -142,7 +143,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
             "calibration_error": _calibration_error(entry.calibrated_probabilities, entry.correct),
         }
     return {
-        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)) if entry.labels.max() >= 5 else None,
+        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)) if entry.labels.max() >= 10 else None,
         "nll": float(entry.nll.mean(dtype=np.float64)),
         "calibration_error": _calibration_error(entry.probabilities, entry.correct),
         "calibrated": scaled,
@@ -224,11 +225,14 @@ def mistakes_line(
 
 
 def card(folder: Path) -> dict[str, Any]:
-    """Describe what ingest counted, in sentences, and list images that it left out, with the reason."""
+    """Describe what ingest counted, in sentences, and list images that it left out, with the reason.
+
+    `conflicting` counts the images with the same bytes as an image of another class.
+    """
     left_out = pq.read_table(folder / "quarantine.parquet").slice(0, MAX_QUARANTINED).to_pylist()
     quarantine = [{name: row[name] for name in ("key", "reason")} for row in left_out]
     if not (path := folder / "card.json").is_file():  # of an earlier version
-        return {"card": [], "quarantine": quarantine}
+        return {"card": [], "quarantine": quarantine, "conflicting": 0}
     counted = json.loads(path.read_text("utf-8"))
     formats = ", ".join(f"{count:,} {name}" for name, count in counted["formats"].items())
     width, height = counted["sizes"]["width"], counted["sizes"]["height"]
@@ -239,7 +243,9 @@ def card(folder: Path) -> dict[str, Any]:
     )
     copies = ", ".join(f"{each['images']:,} {each['kind']} ({each['done']})" for each in counted["copies"])
     read = f"Formats: {formats}; {counted['bytes'] / 2**20:,.1f} MiB{sides}."
-    return {"card": [read, *([f"Copies: {copies}."] if copies else [])], "quarantine": quarantine}
+    conflicting = sum(each["images"] for each in counted["copies"] if each["kind"] == CONFLICT)
+    sentences = [read, *([f"Copies: {copies}."] if copies else [])]
+    return {"card": sentences, "quarantine": quarantine, "conflicting": conflicting}
 
 
 def label_issues(table: pa.Table) -> dict[str, Any]:

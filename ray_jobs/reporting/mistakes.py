@@ -57,29 +57,31 @@ def main_entry(entries: Sequence[Entry]) -> Entry | None:
 
 
 def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
-    """Return the images that `main` gets wrong in the most draws; ties go to images that fewer methods get right."""
+    """Return the images that `main` gets wrong in the most draws, the most confident mistakes first.
+
+    Without probabilities, images that fewer methods get right come first.
+    """
     setting = main.task, main.labels_per_class, main.sample_ids
     peers = [entry for entry in entries if (entry.task, entry.labels_per_class, entry.sample_ids) == setting]
     methods_right = np.sum([peer.correct.mean(axis=0) > 0.5 for peer in peers], axis=0)
     wrong = (~main.correct).sum(axis=0)
-    order = np.lexsort((np.arange(len(wrong)), methods_right, -wrong))
-    mistakes = []
-    for image in order[:SHOWN]:
-        if wrong[image]:
-            prediction, probability = _usual_mistake(main, image)
-            mistakes.append(
-                Mistake(
-                    sample_id=main.sample_ids[image],
-                    label=int(main.labels[image]),
-                    prediction=prediction,
-                    probability=probability,
-                    wrong_draws=int(wrong[image]),
-                    draws=len(main.draws),
-                    methods_right=int(methods_right[image]),
-                    methods=len(peers),
-                )
-            )
-    return mistakes
+    usual = {image: _usual_mistake(main, image) for image in np.flatnonzero(wrong).tolist()}
+    order = sorted(
+        usual, key=lambda image: (-wrong[image], -(usual[image][1] or 0.0), methods_right[image], image)
+    )
+    return [
+        Mistake(
+            sample_id=main.sample_ids[image],
+            label=int(main.labels[image]),
+            prediction=usual[image][0],
+            probability=usual[image][1],
+            wrong_draws=int(wrong[image]),
+            draws=len(main.draws),
+            methods_right=int(methods_right[image]),
+            methods=len(peers),
+        )
+        for image in order[:SHOWN]
+    ]
 
 
 @dataclass(frozen=True)

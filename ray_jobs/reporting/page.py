@@ -35,7 +35,7 @@ def render(data: ReportData) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (percent, points, duration, number, day, mebibytes, setting)
+    filters = (percent, points, duration, number, day, mebibytes, setting, quoted, metric)
     environment.filters |= {function.__name__: function for function in filters}
     numbers = data.numbers
     screen = first_screen(numbers)
@@ -92,6 +92,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
     numbers = data.numbers
     is_there = {
         ("answer", "Answer"): True,
+        ("groups", "Groups"): numbers.get("embeddings"),
         ("vtab", "VTAB-1k"): numbers["vtab"],
         ("cost", "Accuracy and cost"): numbers["costs"],
         ("accuracy", "Test accuracy"): numbers["accuracies"],
@@ -100,7 +101,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("mistakes", "Mistakes"): numbers["mistakes"],
         ("several-1", "Results by class"): numbers.get("several_labels"),
         ("labels-1", "Likely wrong labels"): numbers.get("label_issues"),
-        ("data", "Data"): numbers["datasets"] or "embeddings" in numbers,
+        ("data", "Data"): numbers["datasets"],
         ("provenance", "Provenance"): True,
         ("settings", "Settings"): True,
     }
@@ -177,6 +178,18 @@ def number(value: float | int | str) -> str:
     if isinstance(value, str | bool):
         return str(value).lower() if isinstance(value, bool) else value
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def metric(value: float | int | str, name: str) -> str:
+    """Return a stage's metric as 'final loss 0.6136', a small training's exaflops as 'teraflops 39.13'."""
+    if name == "exaflops" and isinstance(value, float) and value < 0.001:
+        name, value = "teraflops", 1e6 * value
+    return f"{name.replace('_', ' ')} {number(value)}"
+
+
+def quoted(name: str) -> str:
+    """Return a class name; one of digits, which reads as a count, in quotes."""
+    return f"‘{name}’" if name.isdigit() else name
 
 
 def day(time: str) -> str:

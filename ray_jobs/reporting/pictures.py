@@ -29,6 +29,7 @@ from vit_model.weights import CONTRACT_FILE, WEIGHTS_FILE, load_model
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # approximate number of images on a sheet
+FEW = 5  # training images of a class; with fewer, its results are mostly chance
 SMALL = 32  # images up to this side in pixels are enlarged without interpolation
 PHOTO = 112  # larger images are cropped to a square and resized to this side
 MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 24 images takes 0.8 TFLOPs
@@ -45,9 +46,14 @@ class Tiles:
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """Describe a dataset: splits, classes, quarantined images, class balance in train, and its notes."""
+    """Describe a dataset: splits, classes, quarantined images, class balance, and its notes.
+
+    `few` names the classes with fewer than FEW training images, `untested` those without an image in a test split.
+    """
     names = dataset.info.label_names
-    counts = np.bincount(each_label(dataset.index("train")), minlength=len(names))
+    counts, tested = (
+        np.bincount(each_label(dataset.index(split)), minlength=len(names)) for split in ("train", "test")
+    )
     return {
         "name": dataset.info.name,
         "splits": {split: dataset.info.splits[split] for split in ("train", "dev", "test")},
@@ -60,6 +66,8 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             "most": int(counts.max()),
         },
         "notes": list(dataset.info.notes),
+        "few": [names[label] for label in np.flatnonzero(counts < FEW)],
+        "untested": [names[label] for label in np.flatnonzero(tested == 0) if tested.any()],
         "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3]],
     }
 

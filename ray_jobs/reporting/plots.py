@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from ray_jobs.evaluation.rows import ACCURACY
 from ray_jobs.reporting import svg
-from ray_jobs.reporting.svg import LEFT, RIGHT, WIDTH, Panel, Scale, element, spread
+from ray_jobs.reporting.svg import LEFT, RIGHT, WIDTH, Panel, Scale, element, fractions, spread
 
 BOX = 130  # the width of a stage in the drawing of the lineage
 
@@ -55,7 +56,7 @@ def few_shot(curves: Sequence[Curve]) -> Markup:
     shots = sorted({shot for curve in curves for shot in curve.shots})
     ranges = [np.array([np.percentile(draws, [10, 90]) for draws in curve.draws]).T for curve in curves]
     every = [float(bound) for bounds in ranges for bound in bounds.ravel()]
-    panel = Panel(spread(shots, LEFT, RIGHT, is_log=True), spread(every, 250, 24))
+    panel = Panel(spread(shots, LEFT, RIGHT, is_log=True), fractions(every, 250, 24))
     parts = [
         panel.axes(svg.numbers(shots), svg.percents(panel.y), "labelled images per class", "test accuracy")
     ]
@@ -75,7 +76,7 @@ def costs(unit: str, points: Sequence[CostPoint]) -> Markup:
     shapes = _numbered(point.name for point in points)
     places = [point.cost for point in points]
     x = Scale(min(places) / 1.6, max(places) * 1.6, LEFT, RIGHT, is_log=True)  # room for a tick
-    panel = Panel(x, spread([point.accuracy for point in points], 250, 24))
+    panel = Panel(x, fractions([point.accuracy for point in points], 250, 24))
     parts = [
         panel.axes(svg.numbers(svg.log_ticks(x.low, x.high)), svg.percents(panel.y), unit, "test accuracy")
     ]
@@ -92,10 +93,14 @@ def _numbered(names: Any) -> dict[str, int]:
     return {name: number for number, name in enumerate(dict.fromkeys(names))}
 
 
-def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> Markup:
+def loss(
+    draws: Sequence[Sequence[Mapping[str, Any]]],
+    measured: Sequence[Measured] = (),
+    metric: str = ACCURACY,
+) -> Markup:
     """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws.
 
-    If images were held out, their accuracy is plotted in between, and their loss, dotted, with the training loss.
+    If images were held out, `metric` on them is plotted in between, and their loss, dotted, with the training loss.
     """
     steps = [[point["step"] for point in points] for points in draws]
     all_steps = [*chain(*steps), *(step for curve in measured for step in curve.steps)]
@@ -116,7 +121,7 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
     if measured:
         bottom = 270.0
         accuracies = [accuracy for curve in measured for accuracy in curve.accuracies]
-        parts += _held_out(above, Panel(x, spread(accuracies, bottom, 190)), measured)
+        parts += _held_out(above, Panel(x, fractions(accuracies, bottom, 190)), measured, metric)
     rates = [point["learning_rate"] for point in draws[0]]
     below = Panel(x, Scale(0, max([*rates, 1e-12]) * 1.1, bottom + 84, bottom + 30))
     shown = svg.numbers(svg.ticks(x.low, x.high))
@@ -127,13 +132,13 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
     return svg.figure(f"{name} and learning rate by step", bottom + 122, *parts, legend=legend)
 
 
-def _held_out(above: Panel, between: Panel, measured: Sequence[Measured]) -> list[Markup]:
-    """Draw the accuracies on held-out images, and their losses in the panel of the training loss."""
-    parts = [between.axes({}, svg.percents(between.y, 3), "", "accuracy on held-out images")]
+def _held_out(above: Panel, between: Panel, measured: Sequence[Measured], metric: str) -> list[Markup]:
+    """Draw the metric on held-out images, and their losses in the panel of the training loss."""
+    parts = [between.axes({}, svg.percents(between.y, 3), "", f"{metric} on held-out images")]
     for number, curve in enumerate(measured):
         parts.append(between.line(curve.steps, curve.accuracies, number + 2, ""))
         for step, accuracy in zip(curve.steps, curve.accuracies, strict=True):
-            title = f"{curve.name}, step {step:,}: accuracy {accuracy:.1%}"
+            title = f"{curve.name}, step {step:,}: {metric} {accuracy:.1%}"
             parts.append(between.mark(step, accuracy, number + 2, title, number))
         if curve.losses:
             title = f"{curve.name}: loss {curve.losses[0]:.3g} to {curve.losses[-1]:.3g}"
@@ -160,7 +165,7 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> Ma
         left, top = LEFT + (number % 2) * (width + 40), number // 2 * height + 24
         values = [point[field] for point in points]
         scale, places, names = _searched(values, left, left + width)
-        panel = Panel(scale, spread(every, top + 126, top))
+        panel = Panel(scale, fractions(every, top + 126, top))
         name = f"validation {metric}" if number == 0 else ""
         parts.append(panel.axes(names, svg.percents(panel.y, 4), "", name))
         parts.append(svg.text(left + width / 2, top + 172, field.replace("_", " ")))
@@ -233,6 +238,7 @@ def _dot(
 
 def axis(scale: Scale, sign: str = "") -> Markup:
     """Return the ticks of `interval`s and `difference`s, in percent or points."""
+    found = next(found for most in (3, 4, 5) if len(found := svg.ticks(scale.low, scale.high, most)) > 1)
     texts = [
         element(
             "text",
@@ -241,7 +247,7 @@ def axis(scale: Scale, sign: str = "") -> Markup:
             y=14,
             text_anchor="middle",
         )
-        for tick in svg.ticks(scale.low, scale.high, 3)
+        for tick in found
     ]
     return element("svg", *texts, class_="dots", aria_hidden="true")
 

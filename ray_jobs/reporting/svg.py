@@ -75,6 +75,12 @@ def spread(
     return Scale(low - margin, high + margin, start, end)
 
 
+def fractions(values: Sequence[float], start: float, end: float) -> Scale:
+    """Return a scale that holds all values, which are fractions, and does not go below 0 or above 1."""
+    scale = spread(values, start, end)
+    return scale._replace(low=max(0.0, scale.low), high=min(1.0, scale.high))
+
+
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return about `most` round values from low to high."""
     least = (high - low) / most

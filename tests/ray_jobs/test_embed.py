@@ -1,5 +1,6 @@
 """The stages embed and predict: equal to a loop by hand, the same bytes if they are killed, from any kind of folder."""
 
+import csv
 import json
 import pickle
 from pathlib import Path
@@ -214,8 +215,18 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
     assert [row["metrics"]["images"] for row in json.loads(listed)] == [9]
     report = json.loads(vitflow_local("report", "show", "--store", tmp_path / "s", "--json").stdout)
     assert [cluster["images"] for cluster in report["embeddings"][0]["clusters"]] == [9]
-    assert report["headline"].startswith("9 training images were divided into 1 group of 9 to 9 images")
+    assert report["headline"].startswith(
+        "9 training images fall into 1 group that the features of embed find alike"
+    )
     (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
+    assert page.read_text().index('<h2 id="groups-title">') < page.read_text().index('<h2 id="curves-title">')
+    assert '<a href="#groups">Groups</a>' in page.read_text() and "Group 1: 9 images" in page.read_text()
+    listed = list(csv.reader(page.with_name("groups.csv").read_text().splitlines()))
+    assert sorted(listed[1:]) == sorted(["embed", "1", row["key"]] for row in rows)
+    assert (
+        page.with_name("groups.csv").as_uri()
+        in vitflow_local("report", "show", "--store", tmp_path / "s").stdout
+    )
     assert "9 training, 0 dev and 0 test images without labels" in page.read_text()
 
 

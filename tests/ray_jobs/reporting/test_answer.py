@@ -14,6 +14,7 @@ NOTHING: dict[str, Any] = {
     "accuracies": [],
     "datasets": [],
     "stages": [],
+    "sweeps": [],
 }
 
 
@@ -95,7 +96,7 @@ def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_ca
     one = verdict("a", 0.1, 0.2, unknown_training=True, reference="most frequent class")
     said = answer(NOTHING | {"verdicts": [one]})["headline"]
     assert "(fine-tuned, training images unknown)" in said
-    assert said.endswith("above always answering the most frequent class.")
+    assert said.endswith("above always answering the most frequent class at 80.0%.")
 
 
 def test_power_is_said_once_for_each_number_of_labels() -> None:
@@ -151,6 +152,33 @@ def test_lines_apart_are_no_answer_but_the_others_are() -> None:
         assert said in answer(NOTHING | {"accuracies": lines})["headline"]
 
 
+def test_labels_that_limit_the_numbers_are_said() -> None:
+    names = [f"c{number}" for number in range(6)]
+    sound = {"name": "pets", "quarantined": 0, "num_classes": 7, "conflicting": 0, "untested": [], "few": []}
+    poor = sound | {"conflicting": 6, "untested": ["lonely"], "few": names}
+    scored = NOTHING | {"accuracies": [accuracy("s")]}
+    assert trust(scored | {"datasets": [sound]}) == [] == trust(NOTHING | {"datasets": [poor]})
+    notes = trust(scored | {"datasets": [poor]})
+    assert [note["text"] for note in notes] == [
+        "pets: 6 images have the same bytes as an image of another class.",
+        "pets: 1 of 7 classes with no test image ('lonely').",
+        "pets: 6 of 7 classes with fewer than 5 training images ('c0', 'c1', 'c2', 'c3' and 2 more).",
+    ]
+    assert not any(note["is_good"] for note in notes)
+
+
+def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
+    for chosen, said in ((0.1, "the lowest"), (0.2, None), (0.3, "the highest")):
+        trials = [{"learning_rate": rate} for rate in (0.1, 0.2, 0.3)]
+        notes = trust(NOTHING | {"sweeps": [{"stage": "vit", "chosen": chosen, "trials": trials}]})
+        assert [f"{said} of the 3 tried" in note["text"] and not note["is_good"] for note in notes] == [
+            True
+        ] * bool(said)
+    one = {"stage": "vit", "chosen": 0.1, "trials": trials[:1]}
+    search = {"stage": "vit", "kind": "random", "chosen_trial": 0, "trials": trials}
+    assert trust(NOTHING | {"sweeps": [one, search]}) == []
+
+
 def test_settings_chosen_on_test_are_not_trusted() -> None:
     lines = [accuracy("s", "ViT, pretrained, settings chosen on test")]
     assert {"text": "Some settings were chosen on test; these methods say so.", "is_good": False} in trust(
@@ -203,6 +231,18 @@ def test_training_from_scratch_that_does_not_beat_pixels_is_advised_against(
 ) -> None:
     said = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})["headline"]
     assert ("start from pretrained weights" in said) == is_advised
+
+
+def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
+    """k-NN was higher once, and the answer to "Which method is best?" did not name it."""
+    one = verdict("pets", -0.25, 0.125, method="ViT, from scratch", reference="k-NN", accuracy=0.469)
+    said = answer(NOTHING | {"verdicts": [one | {"reference_accuracy": 0.531}]})["headline"]
+    assert said == (
+        "It cannot be told: the ViT trained from scratch reaches 46.9% with all labels (all weights trained) on 100"
+        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points,"
+        " 95% interval −25.0 to 12.5); start from pretrained weights (vitflow init"
+        " FILE --images FOLDER --from hf:ORG/NAME)."
+    )
 
 
 def test_methods_become_subjects() -> None:

@@ -23,6 +23,7 @@ def put(folder: Path, groups: list[int], files: int = 2) -> tuple[list[Path], di
     table = pa.table(
         {
             "sample_id": ids,
+            "key": [f"{number}.png" for number in ids],
             "split": ["train"] * len(group) + ["test"],
             "feature": pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1]),
         }
@@ -40,6 +41,9 @@ def test_images_in_one_direction_are_a_cluster_whatever_their_lengths(tmp_path: 
     assert [cluster.images for cluster in found] == [16, 14, 9]
     for cluster in found:
         assert len({group[sample_id] for sample_id in cluster.nearest}) == 1
+        assert {group[name.removesuffix(".png")] for name in cluster.files} == {group[cluster.nearest[0]]}
+        assert len(set(cluster.files)) == cluster.images
+        assert [f"{sample_id}.png" for sample_id in cluster.nearest] == cluster.files[:8]
         assert len(cluster.nearest) == len(set(cluster.nearest)) == 8
     assert found == clusters_of(files)
 

@@ -1,6 +1,7 @@
 """Entries from tables of predictions in any order, against grouping them in plain Python."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,19 @@ def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path:
     assert judged.correct.tolist() == [[True, False]] and judged.accuracy.value == 0.5
     assert mistakes.main_entry([judged, plain]) is plain
     assert [(one.sample_id, one.prediction) for one in mistakes.worst(judged, [judged])] == [("b", 0)]
+
+
+def test_of_equally_frequent_mistakes_the_most_confident_come_first(tmp_path: Path) -> None:
+    common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
+    truth = Truth("x", ["a", "b", "c", "d"], np.array([0, 1, 2, 0]))
+    put_scores(tmp_path, scored(common, truth, np.array([1, 0, 0, 0]), "dev", {}))
+    (one,) = read({"a": tmp_path})
+    for probabilities, order in (
+        ([0.4, 0.9, 0.6, 1.0], ["b", "c", "a"]),
+        ([0.4, 0.9, 0.95, 1.0], ["c", "b", "a"]),
+    ):
+        sure = replace(one, probabilities=np.array([probabilities]))
+        assert [mistake.sample_id for mistake in mistakes.worst(sure, [sure])] == order
 
 
 def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:

@@ -60,6 +60,20 @@ def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_
     assert "5-shot dev, to watch only" in watched and "dotted" not in watched
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_an_axis_of_fractions_stays_between_nothing_and_everything(share: float) -> None:
+    """An axis from -100% to 100% was drawn once, because all values were 0."""
+    drawn = plots.loss([POINTS], [Measured("dev", (4, 7), (share, share))], "all labels right")
+    ticks = [float(tick) for tick in re.findall(r">(-?[\d.]+)%</text>", drawn)]
+    assert len(ticks) > 1 and min(ticks) >= 0 and max(ticks) <= 100
+    assert "all labels right on held-out images" in drawn and "accuracy" not in drawn
+
+
+def test_an_axis_of_a_table_has_two_ticks() -> None:
+    for low, high in ((0.27, 0.95), (0.1, 0.92), (0.501, 0.502), (0.0, 1.0)):
+        assert plots.axis(svg.Scale(low, high, 0, 100)).count("<text") >= 2
+
+
 def test_five_folds_have_five_looks() -> None:
     drawn = plots.loss([POINTS], [Measured(f"fold {n}", (1, 2), (0.1 * n, 0.5)) for n in range(5)])
     looks = re.findall(r'<path d="M7.0 7.0([^"]*)" class="(mark s\d)"', drawn)

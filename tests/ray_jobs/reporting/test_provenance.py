@@ -11,7 +11,7 @@ from pipelines.spec import STAGE_TYPES, Evaluate, Finetune, Import, Pretrain
 from pipelines.spec.published import published
 from pipelines.store import InputRef
 from ray_jobs.reporting import provenance
-from ray_jobs.reporting.page import setting
+from ray_jobs.reporting.page import metric, quoted, setting
 from tests.support.records import make_manifest
 from vit_model.fields import Frozen, marks
 
@@ -151,3 +151,9 @@ CHANGED = {
 def test_a_protocol_is_a_published_one_only_if_every_field_agrees(path: str) -> None:
     found = provenance.same_protocol(**REPEATED | CHANGED[path])  # type: ignore[arg-type]
     assert found == (PETS if path in OPEN else None)
+
+
+def test_small_trainings_and_class_names_of_digits_are_readable() -> None:
+    assert metric(3.913e-05, "exaflops") == "teraflops 39.13" and metric(2.5, "exaflops") == "exaflops 2.5"
+    assert metric(0.6136, "final_loss") == "final loss 0.6136"
+    assert (quoted("2"), quoted("cat 2")) == ("‘2’", "cat 2")

@@ -407,7 +407,8 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert ten["reference_accuracy"] > found["fine-tuning", 10, "ViT, from scratch"]["reference_accuracy"]
     assert numbers["headline"] == (
         f"The pretrained ViT reaches {few['accuracy']:.1%} with 5 labels per class (linear probe) on 40 test images,"
-        f" {100 * few['difference']:.1f} points (95% interval {low} to {high}) above the best classifier on pixels;"
+        f" {100 * few['difference']:.1f} points (95% interval {low} to {high}) above the best classifier on pixels,"
+        f" {few['reference']} at {few['reference_accuracy']:.1%};"
         " with 10 labels per class (fine-tuned), the two cannot be told apart."
     )
     assert [v["reference_kind"] for v in numbers["verdicts"]] == ["untrained", "pixels", "scratch", "pixels"]
@@ -419,15 +420,15 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
         (
             ("finetune", "baselines"),
             "Which method",
-            "not clearly different from the best classifier on pixels (",
+            "not clearly different from the best classifier on pixels, RBF SVM at ",
         ),
-        (("finetune", "scratch"), "Which method", "above the model trained from scratch."),
+        (("finetune", "scratch"), "Which method", "above the model trained from scratch at "),
         (
             ("scratch", "baselines"),
             "Which method",
-            "below the best classifier on pixels: start from pretrained weights (vitflow",
+            "below the best classifier on pixels, RBF SVM at ",
         ),
-        (("evaluate", "scratch", "baselines"), "Which method", "above the best classifier on pixels."),
+        (("evaluate", "scratch", "baselines"), "Which method", "above the best classifier on pixels, "),
         (
             ("finetune",),
             "How good",
@@ -482,8 +483,8 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     low, high = (f"{-100 * verdict[bound]:.1f}" for bound in ("high", "low"))
     assert numbers["headline"] == (
         "The ViT trained from scratch reaches 25.0% with all labels (all weights trained) on 40 test images,"
-        f" 67.5 points (95% interval {low} to {high}) below the best classifier on pixels:"
-        " start from pretrained weights (vitflow init --from hf:ORG/NAME)."
+        f" 67.5 points (95% interval {low} to {high}) below the best classifier on pixels, k-NN at"
+        " 92.5%; start from pretrained weights (vitflow init FILE --images FOLDER --from hf:ORG/NAME)."
     )
 
 
@@ -561,7 +562,8 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
             "top5_accuracy": None,  # of three classes, all are among the five
             "calibrated": None,
         }
-    assert "Calibration<br>error" in files["report.html"].decode()
+    page = files["report.html"].decode()
+    assert "Calibration<br>error" in page and "Top-5" not in page
 
 
 def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
@@ -740,7 +742,14 @@ def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
     assert "[red]not markup[/red]" in shown
     for line in numbers["accuracies"]:
         assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:8] in shown
+    same = [
+        numbers["accuracies"][0] | {"accuracy": value, "method": name}
+        for value, name in ((0.1, "worse"), (0.9, "better"))
+    ]
+    console.print(accuracy_table(numbers | {"accuracies": same}))
+    assert console.file.getvalue().index("better") < console.file.getvalue().index("worse")
     lines = verdict_lines(numbers)
+    assert verdict_lines(numbers | {"verdicts": numbers["verdicts"][:1]}) == lines[:1], "said once"
     assert lines[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
     assert verdict_lines(numbers | {"missing": ["a", "b"]}) == [
         *lines,
