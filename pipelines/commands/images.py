@@ -44,7 +44,8 @@ def init(
     source: Annotated[
         str,
         typer.Option(
-            help="the kind of source with --images as its root, or its fields: '{kind: cifar, classes: 100}'"
+            help="the kind of source with --images as its root, or its fields: '{kind: cifar, classes: 100}' or"
+            " '{label_column: labels}'"
         ),
     ] = "folder",
     weights: Annotated[

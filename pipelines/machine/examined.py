@@ -53,11 +53,7 @@ class Examined(NamedTuple):
 
     def source_text(self) -> str:
         """Return the source as YAML on one line."""
-        texts = {
-            name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
-            for name, value in self.fields.items()
-        }
-        return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+        return _as_yaml(self.fields)
 
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
@@ -172,23 +168,40 @@ def examine(file: Path, images: Path, source: str) -> Examined:
         raise RecipeError(f"--source: {reasons(error)}") from None
     except UserError as error:
         raise RecipeError(
-            str(error).replace("source.root:", "--images:", 1) + _as_option(str(error))
+            str(error).replace("source.root:", "--images:", 1) + _as_option(str(error), _stated(source))
         ) from None
 
 
-def _as_option(message: str) -> str:
-    """Return the option of init that follows an advice to read several labels per image; empty without one."""
-    if "source.multi_label: true" not in message:
-        return ""
-    separator = re.search(r"source\.(label_separator: '.')", message)
-    fields = ["kind: folder", "multi_label: true", *([separator[1]] if separator else [])]
-    return f'. For init, this is --source "{{{", ".join(fields)}}}"'
+def _as_option(message: str, stated: dict[str, Any]) -> str:
+    """Return the option of init, with the stated fields, for the fields that a message advises; empty without any."""
+    advised = dict(re.findall(r"source\.(\w+): ('[^']*'|true|false|NAME)", message))
+    fields = stated | {name: yaml.safe_load(value) for name, value in advised.items()}
+    return f'. For init, this is --source "{_as_yaml(fields)}"' if advised else ""
+
+
+def _as_yaml(fields: dict[str, Any]) -> str:
+    """Return the fields of a source as YAML on one line."""
+    texts = {
+        name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
+        for name, value in fields.items()
+    }
+    return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+
+
+def _stated(source: str) -> dict[str, Any]:
+    """Return the fields that --source states, of a folder if it does not state a kind. Raises RecipeError."""
+    try:
+        stated = yaml.safe_load(source)
+    except yaml.YAMLError:
+        raise RecipeError(
+            f"--source {source}: not YAML; expected a kind or '{{FIELD: VALUE, ...}}'"
+        ) from None
+    return {"kind": "folder"} | stated if isinstance(stated, dict) else {"kind": stated}
 
 
 def _source_fields(images: Path, source: str) -> dict[str, Any]:
     """Return the fields of a source with this root. Raises RecipeError for an unknown kind, or one without a root."""
-    stated = yaml.safe_load(source)
-    fields = stated if isinstance(stated, dict) else {"kind": stated}
+    fields = _stated(source)
     kinds = [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields]
     if fields.get("kind") not in kinds:
         raise RecipeError(
