@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -138,27 +137,16 @@ stages:
         return round(float(statistics.median(sides)))
 
 
-def examine(file: Path, images: Path, source: str) -> Examined:
-    """Check that a recipe can be written to `file`, and list the images of a source.
+def examine(images: Path, source: str) -> Examined:
+    """List the images of a source.
 
     Args:
         images: the source's root.
         source: its kind, or its fields as YAML, such as "{kind: cifar, classes: 100}".
 
     Raises:
-        RecipeError: the recipe cannot be written, there is no such source, or its files are missing or damaged.
+        RecipeError: there is no such source, or its files are missing or damaged.
     """
-    if file.exists():
-        raise RecipeError(f"{file} exists; use another name, or remove it")
-    if not file.parent.is_dir():
-        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
-    if file.suffix not in {".yaml", ".yml"}:
-        raise RecipeError(f"{file}: expected a name that ends in .yaml")
-    try:
-        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
-            pass
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
     fields = _source_fields(images, source)
     try:
         checked: Any = SOURCE_TYPES[fields["kind"]].model_validate(fields)

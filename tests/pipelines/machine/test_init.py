@@ -81,7 +81,7 @@ def test_images_without_labels_are_embedded(
     [
         (b"x", "x.zip is not a tar, zip or RAR"),
         (b"PK\x03\x04", "x.zip is truncated or damaged"),
-        (None, r"^--images: .*/x.zip is not a folder"),
+        (None, r"^--images: .*/x.zip does not exist"),
     ],
 )
 def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:

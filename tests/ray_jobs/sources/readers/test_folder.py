@@ -267,6 +267,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             r"my_train contains split folders \(test, train\)",
         ),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
+        (("labels.csv", "1.png"), "If labels.csv lists the labels, rename it to metadata.csv. If the images"),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
             r"mixes split folders \(train\) and other folders \(cats\)",
@@ -363,7 +364,10 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n../1.png,a\n", r"row 2: file_name '../1.png' must be a relative path inside"),
         ("file_name,label\n/etc/1.png,a\n", "must be a relative path inside"),
         ("file_name,label\n..\\1.png,a\n", "must be a relative path inside"),
-        ("file_name,label\n9.png,a\n", "row 2: '9.png' is not an image in"),
+        (
+            "file_name,label\n9.png,a\n8.png,a\n",
+            "row 2: .* has no image '9.png'; 2 rows without an image. Restore",
+        ),
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
