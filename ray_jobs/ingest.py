@@ -24,6 +24,7 @@ merges its blocks as it likes, and its write_parquet chooses random file names.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -296,6 +297,8 @@ def _unusable(facts: pa.Table) -> list[Unusable]:
 def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], total: int) -> None:
     attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(unusable) > allowed * total:
+        stage = attempt.stage.partition("@")[0]
+        least = math.ceil(100 * len(unusable) / total) / 100
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
         first = "".join(f"\n  {image.key}: {image.reason}" for image in sorted(unusable)[:20])
         more = (
@@ -303,7 +306,7 @@ def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], tota
         )
         raise UserError(
             f"{len(unusable)} of {total} images cannot be used, more than max_bad_fraction {allowed}. "
-            f"Remove them or raise max_bad_fraction{first}{more}"
+            f"Remove them, or allow them: --set {stage}.max_bad_fraction={least:g}{first}{more}"
         )
 
 

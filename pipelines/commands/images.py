@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -44,7 +45,8 @@ def init(
     source: Annotated[
         str,
         typer.Option(
-            help="the kind of source with --images as its root, or its fields: '{kind: cifar, classes: 100}'"
+            help="the kind of source with --images as its root, or its fields: '{kind: cifar, classes: 100}' or"
+            " '{label_column: labels}'"
         ),
     ] = "folder",
     weights: Annotated[
@@ -66,9 +68,25 @@ def init(
     """
     if others and not weights:
         raise RecipeError(f"unexpected argument {others[0]!r}; weights follow --from")
+    _check_new(file)  # before the slow part
     from pipelines.machine.init import write_recipe  # with torch, and readers of images
 
     write_recipe(file, images, source, [*(weights or ()), *(others or ())], store, console)
+
+
+def _check_new(file: Path) -> None:
+    """Check that a recipe can be written. Raises RecipeError."""
+    if file.exists():
+        raise RecipeError(f"{file} exists; use another name, or remove it")
+    if not file.parent.is_dir():
+        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
+    if file.suffix not in {".yaml", ".yml"}:
+        raise RecipeError(f"{file}: expected a name that ends in .yaml")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
 
 
 @app.command("predict")
@@ -103,8 +121,14 @@ def predict(
 
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
-    if bool(images) == bool(split) or (as_csv and as_json):
-        raise RecipeError("give either IMAGES or --split, and at most one of --csv and --json")
+    if not (images or split):
+        raise RecipeError(
+            f"what to classify is missing; give IMAGES, or --split test for the test images of {model}"
+        )
+    if images and split:
+        raise RecipeError(f"--split {split} cannot be combined with IMAGES; use one of them")
+    if as_csv and as_json:
+        raise RecipeError("--csv and --json cannot be combined; use one of them")
     try:
         predicted = _predicted(model, images or [], split, checkpoint, store)
         rows = list(_printed(predicted, as_text=not (as_csv or as_json)))

@@ -42,6 +42,7 @@ SMALL_BYTES = 32 * 2**20  # limit for an answer, and for a file that is not in G
 LARGE_BYTES = 50 * 10**9  # limit for a model
 SECONDS = 30.0  # without an answer, or without more of it
 TRIES = 5
+FETCH = "fetch it from"
 _NAMED = 20  # files of a model that a message lists
 
 
@@ -322,7 +323,7 @@ def _token() -> str | bool:
 
 
 @contextmanager
-def _translated(path: str, doing: str = "fetch it from") -> Iterator[None]:
+def _translated(path: str, doing: str = FETCH) -> Iterator[None]:
     """Turn errors of the hub's client into vitflow's, which name the path and what was being done."""
     try:
         import httpx2
@@ -339,7 +340,11 @@ def _translated(path: str, doing: str = "fetch it from") -> Iterator[None]:
         raise RecipeError(f"{path}: {error}") from None
     except (httpx2.HTTPError, OSError) as error:  # OSError: also a full disk
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise StoreUnreachable(f"{path}: cannot {doing} {_endpoint()}: {reason}") from None
+        is_offline = isinstance(error, httpx2.ConnectError) and doing == FETCH
+        advice = (
+            ". Check the network, or download it elsewhere and give its folder or file" if is_offline else ""
+        )
+        raise StoreUnreachable(f"{path}: cannot {doing} {_endpoint()}: {reason}{advice}") from None
     except (ValidationError, httpx2.InvalidURL) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise StoreError(

@@ -85,7 +85,7 @@ def _below(root: str) -> Iterator[tuple[str, Location]]:
     FIFOs, sockets and devices are left out, because opening one may block forever.
 
     Raises:
-        RecipeError: the root is not a folder, a name in it is not UTF-8, a link is broken, or there is nothing below
+        RecipeError: the root is no folder, a name in it is not UTF-8, a link is broken, or there is nothing below
             s3://bucket/prefix.
     """
     if root.startswith("s3://"):
@@ -93,7 +93,7 @@ def _below(root: str) -> Iterator[tuple[str, Location]]:
         return
     top = Path(root)
     if not top.is_dir():
-        raise RecipeError(f"source.root: {root} is not a folder")
+        raise RecipeError(f"source.root: {root} {'is not a folder' if top.exists() else 'does not exist'}")
     for folder, folders, files in os.walk(top):
         folders[:] = sorted(name for name in folders if not left_by_a_system(name))
         for name in sorted(name for name in files if not left_by_a_system(name)):

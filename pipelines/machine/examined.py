@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,11 +52,7 @@ class Examined(NamedTuple):
 
     def source_text(self) -> str:
         """Return the source as YAML on one line."""
-        texts = {
-            name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
-            for name, value in self.fields.items()
-        }
-        return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+        return _as_yaml(self.fields)
 
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
@@ -142,27 +137,16 @@ stages:
         return round(float(statistics.median(sides)))
 
 
-def examine(file: Path, images: Path, source: str) -> Examined:
-    """Check that a recipe can be written to `file`, and list the images of a source.
+def examine(images: Path, source: str) -> Examined:
+    """List the images of a source.
 
     Args:
         images: the source's root.
         source: its kind, or its fields as YAML, such as "{kind: cifar, classes: 100}".
 
     Raises:
-        RecipeError: the recipe cannot be written, there is no such source, or its files are missing or damaged.
+        RecipeError: there is no such source, or its files are missing or damaged.
     """
-    if file.exists():
-        raise RecipeError(f"{file} exists; use another name, or remove it")
-    if not file.parent.is_dir():
-        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
-    if file.suffix not in {".yaml", ".yml"}:
-        raise RecipeError(f"{file}: expected a name that ends in .yaml")
-    try:
-        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
-            pass
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
     fields = _source_fields(images, source)
     try:
         checked: Any = SOURCE_TYPES[fields["kind"]].model_validate(fields)
@@ -172,23 +156,40 @@ def examine(file: Path, images: Path, source: str) -> Examined:
         raise RecipeError(f"--source: {reasons(error)}") from None
     except UserError as error:
         raise RecipeError(
-            str(error).replace("source.root:", "--images:", 1) + _as_option(str(error))
+            str(error).replace("source.root:", "--images:", 1) + _as_option(str(error), _stated(source))
         ) from None
 
 
-def _as_option(message: str) -> str:
-    """Return the option of init that follows an advice to read several labels per image; empty without one."""
-    if "source.multi_label: true" not in message:
-        return ""
-    separator = re.search(r"source\.(label_separator: '.')", message)
-    fields = ["kind: folder", "multi_label: true", *([separator[1]] if separator else [])]
-    return f'. For init, this is --source "{{{", ".join(fields)}}}"'
+def _as_option(message: str, stated: dict[str, Any]) -> str:
+    """Return the option of init, with the stated fields, for the fields that a message advises; empty without any."""
+    advised = dict(re.findall(r"source\.(\w+): ('[^']*'|true|false|NAME)", message))
+    fields = stated | {name: yaml.safe_load(value) for name, value in advised.items()}
+    return f'. For init, this is --source "{_as_yaml(fields)}"' if advised else ""
+
+
+def _as_yaml(fields: dict[str, Any]) -> str:
+    """Return the fields of a source as YAML on one line."""
+    texts = {
+        name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
+        for name, value in fields.items()
+    }
+    return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
+
+
+def _stated(source: str) -> dict[str, Any]:
+    """Return the fields that --source states, of a folder if it does not state a kind. Raises RecipeError."""
+    try:
+        stated = yaml.safe_load(source)
+    except yaml.YAMLError:
+        raise RecipeError(
+            f"--source {source}: not YAML; expected a kind or '{{FIELD: VALUE, ...}}'"
+        ) from None
+    return {"kind": "folder"} | stated if isinstance(stated, dict) else {"kind": stated}
 
 
 def _source_fields(images: Path, source: str) -> dict[str, Any]:
     """Return the fields of a source with this root. Raises RecipeError for an unknown kind, or one without a root."""
-    stated = yaml.safe_load(source)
-    fields = stated if isinstance(stated, dict) else {"kind": stated}
+    fields = _stated(source)
     kinds = [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields]
     if fields.get("kind") not in kinds:
         raise RecipeError(

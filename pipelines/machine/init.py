@@ -72,7 +72,7 @@ def write_recipe(
         console.print(escape(text), soft_wrap=True)
 
     backbones = pretrained.read_all(weights, store)
-    examined, machine = examine(file, images, source), this_machine()
+    examined, machine = examine(images, source), this_machine()
     for line in examined.summary():
         say(line)
     number = len(examined.listing.entries)

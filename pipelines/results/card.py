@@ -7,6 +7,7 @@ from outside (names of classes, data sets and files) is escaped.
 from __future__ import annotations
 
 import re
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -132,7 +133,8 @@ def render(
         contract=contract,
         pixels=contract.preprocessing,
         is_vit=contract.architecture.family == "vit",
-        several=contract.problem_type.startswith("multi"),
+        several=contract.is_multi_label and bool(contract.class_names),
+        thresholds=dict(zip(contract.class_names, contract.thresholds or repeat(0.5), strict=False)),
         format=to,
         place=place,
         lost=lost,

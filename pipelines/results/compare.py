@@ -210,6 +210,10 @@ def _measured(store: Store, manifests: list[Manifest], selector: str) -> list[Ma
     if [manifest.kind for manifest in matches] == ["report"]:
         keys = {reference.key for reference in matches[0].inputs["of"]}
         matches = [manifest for manifest in manifests if manifest.key in keys]
+    if not matches:
+        raise RecipeError(
+            f"{selector}: no committed results yet; `vitflow status` shows what its run is doing"
+        )
     measured = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
     if not measured:
         raise RecipeError(

@@ -44,11 +44,16 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
         except RecipeError as error:
             raise RecipeError(f"{error}. `vitflow list --kind {kind}s` shows the keys") from None
     if len(matches) != 1:
-        names = _names({manifest.key: manifest.stage for manifest in matches or manifests})
+        listed = _names({manifest.key: manifest.stage for manifest in matches or manifests})
         raise RecipeError(
-            f"{selector!r} is ambiguous; it matches the {kind}s {names}"
+            f"{selector!r} is ambiguous; it matches the {kind}s {listed}"
             if matches
-            else f"{selector or store.uri}: no {kind} found; there are: {names or 'none'}"
+            else f"{selector or store.uri}: no {kind} found; "
+            + (
+                f"there are: {listed}"
+                if listed
+                else "there are none yet; `vitflow status` shows the last run"
+            )
         )
     return matches[0]
 

@@ -100,7 +100,7 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
     said, stages = at(tick + 3 * MINUTE)
     assert stages == {"images": "FAILED", "pixels": "SKIPPED"}
     detail = run_status(store, tick_run(store, "often", tick + 3 * MINUTE))["stages"][0]["detail"]
-    assert "is not a folder" in detail, "a run says what it failed of"
+    assert "does not exist" in detail, "a run says what it failed of"
     (images.parent / "gone").rename(images)
     (images.parent / "elsewhere").rename(images / "b")
     said, stages = at(tick + 4 * MINUTE)

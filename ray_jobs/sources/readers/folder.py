@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.files import s3
-from pipelines.spec import FolderSource
+from pipelines.spec import FolderSource, quantity
 from ray_jobs.data.columns import SEVERAL
 from ray_jobs.sources.archives import containers, entries
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
@@ -165,7 +165,7 @@ def _without_tables(
     if columns.label is None:
         return _without_labels(root, images)
     check_not_detection(root, files, images)
-    labelled = _from_folders(root, images)
+    labelled = _from_folders(root, files, images)
     check_not_masks(root, {name for _, name, _ in labelled})
     return [(key, (name,), split, None) for key, name, split in labelled]
 
@@ -297,13 +297,19 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
             yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
 
-def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
+def _from_folders(
+    root: Path | str, files: Sequence[str], images: Sequence[str]
+) -> list[tuple[str, str, str | None]]:
     """Return (key, class, split) of each image, by the names of its folders."""
     loose = [key for key in images if "/" not in key]
     if loose:
+        tables = [PurePosixPath(key) for key in files if key.endswith((".csv", ".jsonl", ".parquet"))]
+        renamed = "".join(
+            f" If {path} lists the labels, rename it to metadata{path.suffix}." for path in tables[:1]
+        )
         raise UserError(
             f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
-            f" {_UNLABELLED}"
+            f"{renamed} {_UNLABELLED}"
         )
     split_folders = _split_folders(images)
     if not split_folders:
@@ -376,19 +382,26 @@ def _from_tables(
     If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
     """
     present, listed, split_folders = set(images), {}, _split_folders(images)
+    missing = []
     for path in sorted(tables):
         for row in read_table(path, tables[path], columns):
             if row.key not in present:
-                raise UserError(f"{row.where}: {row.key!r} is not an image in {root}")
+                missing.append(row)
+                continue
             if row.key in listed:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
             inside = split_folders.get(row.key.partition("/")[0]) if "/" in row.key else None
             split = inside if row.split is None else _split_named(row.split, row.where)
             listed[row.key] = (row.key, row.labels, split, row.group)
+    if missing:
+        raise UserError(
+            f"{missing[0].where}: {root} has no image {missing[0].key!r}; {quantity(len(missing), 'row')} without an"
+            " image. Restore the files, or remove the rows"
+        )
     if unlisted := sorted(present - listed.keys()):
         raise UserError(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
-            f"such as {unlisted[0]!r}"
+            f"such as {unlisted[0]!r}. Add a row for each, or remove the images"
         )
     _check_all_or_none(root, listed.values())
     return list(listed.values())

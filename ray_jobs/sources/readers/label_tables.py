@@ -16,6 +16,7 @@ import csv
 import difflib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -80,11 +81,16 @@ def check_tables(root: object, files: Iterable[str], images: tuple[str, ...]) ->
 def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
     """Yield the rows of the table at `path`, without the white space around headers and values.
 
+    A header may differ from the name of its column in upper and lower case.
+
     Raises UserError, with the row, if it is not such a table, a file name leads outside its folder, or a value is
     missing.
     """
     read = {".csv": _csv, ".jsonl": _json_lines, ".parquet": _parquet}[PurePosixPath(path).suffix]
-    header, rows = read(path, data)
+    raw, rows = read(path, data)
+    header = _spelled(raw, columns)
+    spelled = dict(zip(raw, header, strict=True))
+    rows = [(where, {spelled[name]: value for name, value in row.items()}) for where, row in rows]
     _check_columns(path, header, rows, columns)
     folder = PurePosixPath(path).parent
     for where, row in rows:
@@ -150,7 +156,7 @@ def _parquet(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
         table = pq.read_table(pa.BufferReader(data))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path} is not a Parquet file, or damaged: {error}") from error
-    header = [name.strip() for name in table.column_names]
+    header = table.column_names
     rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
     return header, [
         (f"{path} row {number}", dict(zip(header, row, strict=True)))
@@ -158,28 +164,51 @@ def _parquet(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
     ]
 
 
+def _expected(columns: Columns) -> dict[str, str]:
+    """Return {column that the table needs: the field of a source that names it}."""
+    named = zip((columns.image, columns.label, columns.group), OPTIONS, strict=True)
+    return {column: option for column, option in named if column is not None}
+
+
+def _spelled(header: Sequence[str], columns: Columns) -> list[str]:
+    """Return a header as the columns are spelled, if only case, white space or a byte order mark differ."""
+    stripped = [name.replace("\ufeff", "").strip() for name in header]
+    lower = {name.lower(): name for name in (*_expected(columns), "split") if name not in stripped}
+    return [lower.get(name.lower(), name) for name in stripped]
+
+
 def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], columns: Columns) -> None:
-    named = dict(zip(OPTIONS, (columns.image, columns.label, columns.group), strict=True))
-    options = {column: option for option, column in named.items() if column is not None}
-    known = (*options, "split")
-    for column in header:
-        near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
-        if near and column not in known and near[0] not in header:
-            hint = f" If not, set source.{options[near[0]]}: {column}" if near[0] in options else ""
-            raise UserError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{hint}")
-    for column, option in options.items():
-        if header.count(column) != 1:
-            one_hot = [name for name in header if rows and all(row.get(name) in _BITS for _, row in rows)]
-            hint = (
-                f". {', '.join(one_hot)} contain only 0 and 1: if these are the classes, write the names of each"
-                f" image's classes into one column, as a list, and set source.multi_label: true"
-            )
-            raise UserError(
-                f"{path} needs one column {column!r}; it has {', '.join(header) or 'none'}. "
-                f"Add it, or name another one in source.{option}"
-                + hint
-                * (option == "label_column" and len(one_hot) > 1)
-            )
+    options = _expected(columns)
+    known = [name for name in (*options, "split") if name not in header]
+    likely = {  # a column that is missing -> one that may be meant
+        near[0]: column
+        for column in header
+        if column not in (*options, "split")
+        and (near := difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75))
+    }
+    problems = [
+        f"has an unknown column {column!r}: did you mean {name!r}?" for name, column in likely.items()
+    ]
+    missing = [column for column in options if header.count(column) != 1]
+    if needed := [f"one column {column!r}" for column in missing if column not in likely]:
+        problems.append(f"needs {' and '.join(needed)}; it has {', '.join(header) or 'none'}.")
+    if not problems:
+        return
+    if columns.image in missing and rows:
+        first = {column: str(cell) for column, cell in rows[0][1].items() if column not in likely.values()}
+        files = [column for column, cell in first.items() if re.search(r"\.[A-Za-z]{3,4}$", cell)]
+        likely = dict(zip([columns.image], files, strict=False)) | likely
+    settings = [
+        f"source.{options[name]}: {repr(likely[name]) if name in likely else 'NAME'}" for name in missing
+    ]
+    advice = f" Rename or add it, or set {' and '.join(settings)}" if settings else ""
+    one_hot = [name for name in header if rows and all(row.get(name) in _BITS for _, row in rows)]
+    if columns.label in missing and len(one_hot) > 1:
+        advice += (
+            f". {', '.join(one_hot)} contain only 0 and 1: if these are the classes, write the names of each"
+            f" image's classes into one column, as a list, and set source.multi_label: true"
+        )
+    raise UserError(f"{path} {' It '.join(problems)}{advice}")
 
 
 def _labels(where: str, columns: Columns, row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -40,6 +40,8 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
         (["list"], "Name the store of your results with --store"),
         (["init", "x.yaml", "--images", "nowhere"], "error: --images: /"),
+        (["init", "mine.yaml", "--images", "nowhere", "--from", "nowhere"], "error: mine.yaml exists; use"),
+        (["predict", "abc"], "give IMAGES, or --split test for the test images of abc"),
         (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command 'runn'. Did you mean 'run'?"),
         (["train", TINY], "no such command 'train'; did you mean `vitflow run PIPELINE`?"),

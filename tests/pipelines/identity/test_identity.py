@@ -217,7 +217,7 @@ def test_fingerprint_reads_files_again_only_when_they_changed(images: Path) -> N
 
 
 def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="is not a folder"):
+    with pytest.raises(RecipeError, match="does not exist"):
         fingerprint(tmp_path / "nowhere")
 
 

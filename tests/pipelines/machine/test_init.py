@@ -81,7 +81,7 @@ def test_images_without_labels_are_embedded(
     [
         (b"x", "x.zip is not a tar, zip or RAR"),
         (b"PK\x03\x04", "x.zip is truncated or damaged"),
-        (None, r"^--images: .*/x.zip is not a folder"),
+        (None, r"^--images: .*/x.zip does not exist"),
     ],
 )
 def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -106,21 +106,26 @@ def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert vit.resolution == 32
 
 
-def test_several_labels_per_image_have_pixels_without_what_needs_one_label(
+def test_the_sources_that_init_advises_lead_to_a_recipe_of_several_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each advice keeps the fields that were given. Pixels get no method that needs one label per image."""
     monkeypatch.setattr(init, "estimate", lambda *_: "")
     for number in range(9):
         (tmp_path / f"{number}.png").write_bytes(image(number))
     lines = [f"{number}.png,{('a;b', 'b', 'a')[number % 3]}" for number in range(9)]
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
-    with pytest.raises(RecipeError, match=r"looks like several labels") as error:
-        init.write_recipe(tmp_path / "x.yaml", tmp_path, "folder", [], "s", init.Console(quiet=True))
-    advised = str(error.value).partition("--source ")[2].strip('"')
+    (tmp_path / "metadata.csv").write_text("\n".join(["path,labels", *lines]))
+    advised = "{salt: mine}"
+    for message in ("needs one column 'file_name'", "looks like several labels"):
+        with pytest.raises(RecipeError, match=message) as error:
+            init.write_recipe(tmp_path / "x.yaml", tmp_path, advised, [], "s", init.Console(quiet=True))
+        advised = str(error.value).partition("For init, this is --source ")[2].strip('"')
     init.write_recipe(tmp_path / "x.yaml", tmp_path, advised, [], "s", init.Console())
     stages = load_pipeline(str(tmp_path / "x.yaml")).stages
+    source: Any = stages["images"].source  # type: ignore[union-attr]
+    assert (source.salt, source.image_column, source.label_column) == ("mine", "path", "labels")
     assert stages.keys() == {"images", "vit", "pixels", "report"}
-    assert stages["pixels"].methods == ("majority", "k-NN", "logistic regression")
+    assert stages["pixels"].methods == ("majority", "k-NN", "logistic regression")  # type: ignore[union-attr]
     assert "found 9 images of 2 classes (a 6, b 6)" in capsys.readouterr().out
 
 
@@ -129,6 +134,7 @@ def test_several_labels_per_image_have_pixels_without_what_needs_one_label(
     [
         ("digits", "--source: unknown kind 'digits'; expected one of: folder, "),
         ("vtab", "--source: task .*required"),
+        ("{classes", "--source {classes: not YAML"),
     ],
 )
 def test_a_source_that_does_not_fit_is_named(source: str, message: str, tmp_path: Path) -> None:

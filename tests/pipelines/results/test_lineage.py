@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines.cli import app
+from pipelines.results.compare import compare
 from pipelines.results.lineage import as_json, as_text, trace
-from pipelines.results.lookup import find_run
+from pipelines.results.lookup import find_artifact, find_run
 from pipelines.spec import RecipeError
 from pipelines.store import (
     Layout,
@@ -118,6 +119,13 @@ def test_what_means_nothing_or_too_much_is_told(
 ) -> None:
     with pytest.raises(RecipeError, match=re.escape(message)):
         trace(store, given)
+
+
+def test_what_is_not_made_yet_is_no_wrong_name(store: Store, run: list[Manifest]) -> None:
+    with pytest.raises(RecipeError, match="p/later: no committed results yet; `vitflow status` shows"):
+        compare(store, "p/later", "p/probe")
+    with pytest.raises(RecipeError, match="no audit found; there are none yet; `vitflow status` shows"):
+        find_artifact(store, None, "audit")
 
 
 def test_text_shows_each_artifact_once_and_no_control_characters(store: Store, run: list[Manifest]) -> None:

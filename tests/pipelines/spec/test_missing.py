@@ -65,7 +65,7 @@ def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(
         "report": "pending",
     }
     why = plan.reasons(store, pipeline.name, found.values())
-    assert why["images@root=c"] == f"source.root: {tmp_path / 'c'} is not a folder"
+    assert why["images@root=c"] == f"source.root: {tmp_path / 'c'} does not exist"
     assert why["pixels@root=c"] == "images@root=c cannot be made"
     assert found["report"].config == pipeline.stages["report"].model_copy(
         update={
@@ -77,12 +77,12 @@ def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(
 
 def test_where_no_member_has_its_source_nothing_starts(recipe: Path, tmp_path: Path) -> None:
     pipeline, store = load_pipeline(str(recipe)), open_store(str(tmp_path / "s"))
-    with pytest.raises(RecipeError, match=r"c is not a folder$"):
+    with pytest.raises(RecipeError, match=r"c does not exist$"):
         planned(pipeline, store, "pixels@root=c")
     for name in "ab":
         (tmp_path / name).rename(tmp_path / f"not {name}")
     with pytest.raises(
-        RecipeError, match=r"a is not a folder\n  \(the sources of all other members of images are"
+        RecipeError, match=r"a does not exist\n  \(the sources of all other members of images are"
     ):
         planned(pipeline, store)
 

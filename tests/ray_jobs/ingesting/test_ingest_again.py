@@ -436,7 +436,8 @@ def test_of_many_bad_images_all_are_listed_where_the_message_says(tmp_path: Path
         (tmp_path / "images" / "a" / f"bad{number}.jpg").write_bytes(b"no image")
     store = open_store(str(tmp_path / "store"))
     with pytest.raises(
-        ValueError, match=r"30 of 34 images(.|\n)*and 10 more, in .*/quarantine\.parquet"
+        ValueError,
+        match=r"30 of 34 images.*--set .*\.max_bad_fraction=0\.89\n(.|\n)*and 10 more, in .*/quarantine\.parquet",
     ) as told:
         ingest.main(context_of(store, stage(tmp_path / "images")))
     listed = pq.read_table(str(told.value).rpartition(" in ")[2])

@@ -194,6 +194,15 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
         listing(source, {})
 
 
+def test_a_column_may_differ_in_case_and_byte_order_marks(tmp_path: Path) -> None:
+    """An exact column wins over one that differs in case."""
+    touch(tmp_path, "1.png", "2.png")
+    text = '\ufeff"\ufeffFile_Name",LABEL ,Split\n1.png,a,train\n2.png,b,train\n'
+    found = scan(metadata(tmp_path, text))
+    assert (found.class_names, [entry.split for entry in found.entries]) == (("a", "b"), ["train", "train"])
+    assert scan(metadata(tmp_path, "file_name,label,Label\n1.png,a,x\n2.png,b,y\n")).class_names == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("table", "cells", "separator"),
     [
@@ -258,6 +267,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             r"my_train contains split folders \(test, train\)",
         ),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
+        (("labels.csv", "1.png"), "If labels.csv lists the labels, rename it to metadata.csv. If the images"),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
             r"mixes split folders \(train\) and other folders \(cats\)",
@@ -354,7 +364,10 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n../1.png,a\n", r"row 2: file_name '../1.png' must be a relative path inside"),
         ("file_name,label\n/etc/1.png,a\n", "must be a relative path inside"),
         ("file_name,label\n..\\1.png,a\n", "must be a relative path inside"),
-        ("file_name,label\n9.png,a\n", "row 2: '9.png' is not an image in"),
+        (
+            "file_name,label\n9.png,a\n8.png,a\n",
+            "row 2: .* has no image '9.png'; 2 rows without an image. Restore",
+        ),
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
@@ -367,7 +380,15 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n1.png,['a']\n", "set source.multi_label: true"),
         ("file_name,label\n1.png,a;b\n2.png,b;a\n", "'a;b' looks like several labels.*label_separator: ';'"),
         ("file_name,a,b\n1.png,0,1\n2.png,1,0\n", "a, b contain only 0 and 1: if these are the classes"),
-        ("image,label\n1.png,a\n", "it has image, label. Add it, or name another one in source.image_column"),
+        (
+            "file,labels\n1.png,a\n",
+            "unknown column 'labels': did you mean 'label'[?] It needs one column 'file_name'; it has file, labels. "
+            "Rename or add it, or set source.image_column: 'file' and source.label_column: 'labels'",
+        ),
+        (
+            "image,label\n1.png,a\n",
+            "it has image, label. Rename or add it, or set source.image_column: 'image'",
+        ),
     ],
 )
 def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:
@@ -381,7 +402,7 @@ def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, messag
         ("file_name,label\n", "metadata.jsonl row 1 is not JSON"),
         ("[" * 100_000, "row 1 is not JSON"),
         ('["1.png"]', "row 1 is not a JSON object"),
-        ("", "needs one column 'file_name'; it has none"),
+        ("", "needs one column 'file_name' and one column 'label'; it has none"),
         ('{"file_name": "1.png"}', "needs one column 'label'"),
         ('{"file_name": "1.png", "label": "a"}\n{"file_name": "2.png"}', "row 2: '2.png' has no label"),
         ('{"file_name": "1.png", "label": null}', "row 1: '1.png' has no label"),
