@@ -12,8 +12,12 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune
 from pipelines.store import Manifest, Store
 
-OF_IMAGES = {"embed": "split, feature", "predict": "split, prediction, probability"}
-"""Job -> the columns of its images."""
+OF_IMAGES = {
+    "embed": ("key, split, feature", "images"),
+    "predict": ("key, split, prediction, probability", "images"),
+    "audit": ("file, split, label, suggested", "label_issues"),
+}
+"""Job -> what to show of its images: columns and their table."""
 
 
 def time_line(seconds: float, made: Iterable[Manifest]) -> str:
@@ -49,7 +53,7 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     where = store_option(store.uri)
     for stage in stages:
         if stage.manifest is not None and stage.config.job in OF_IMAGES:
-            yield f"{_images(stage.manifest, OF_IMAGES[stage.config.job])}{where}"
+            yield f"{_images(stage.manifest, *OF_IMAGES[stage.config.job])}{where}"
     if not tuned:
         return
     best = max(tuned, key=_rank)
@@ -58,12 +62,12 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
     yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
     if data is not None:
-        yield f"{_images(data, 'split')}{where}  # which image is in which split"
+        yield f"{_images(data, 'key, split', 'images')}{where}  # which image is in which split"
 
 
-def _images(manifest: Manifest, columns: str) -> str:
+def _images(manifest: Manifest, columns: str, table: str) -> str:
     """Return the command that prints an artifact's images as CSV."""
-    sql = f"SELECT key, {columns} FROM images WHERE starts_with(artifact, '{manifest.key[:12]}')"  # noqa: S608
+    sql = f"SELECT {columns} FROM {table} WHERE starts_with(artifact, '{manifest.key[:12]}')"  # noqa: S608
     return f'vitflow report query "{sql}" --csv'
 
 
