@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ BATCH = 64  # images in memory at once
 def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]:
     """Return [{"image": path, "top": [{"class": name, "probability": p}, ...]}] with the five most likely classes.
 
-    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1, and
-    "classes" has the names of those that reach their thresholds (0.5 without any).
+    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1, "classes"
+    has the names of those that reach their thresholds (0.5 without any), and "top" these, too, if they are more.
 
     Raises:
         UserError: a file is not an image, or the model has no classifier.
@@ -76,21 +77,21 @@ def answer(model: Network, contract: ModelContract, pixels: NDArray[np.uint8]) -
         logits = model.eval()(normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
     several = contract.is_multi_label
     probabilities = logits.float().sigmoid() if several else logits.float().softmax(-1)
-    values, classes = probabilities.topk(min(TOP, logits.shape[-1]))
+    thresholds = contract.thresholds or (0.5 if several else math.inf,) * len(contract.class_names)
+    reached = probabilities.cpu() >= torch.tensor(thresholds, dtype=torch.float64)
+    values, classes = probabilities.topk(logits.shape[-1] if several else min(TOP, logits.shape[-1]))
     answers: list[dict[str, Any]] = [
         {
             "top": [
                 {"class": contract.class_names[label], "probability": probability}
-                for probability, label in zip(*both, strict=True)
+                for rank, (probability, label) in enumerate(zip(*both, strict=True))
+                if rank < TOP or is_reached[label]
             ]
         }
-        for both in zip(values.tolist(), classes.tolist(), strict=True)
+        for *both, is_reached in zip(values.tolist(), classes.tolist(), reached.tolist(), strict=True)
     ]
     if several:
-        thresholds = torch.tensor(
-            contract.thresholds or [0.5] * len(contract.class_names), dtype=torch.float64
-        )
-        for found, image in zip(answers, probabilities.cpu() >= thresholds, strict=True):
+        for found, image in zip(answers, reached, strict=True):
             found["classes"] = [contract.class_names[label] for label in image.nonzero().flatten().tolist()]
     return answers
 

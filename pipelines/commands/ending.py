@@ -12,6 +12,12 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune
 from pipelines.store import Manifest, Store
 
+OF_IMAGES = {
+    "predict": ("key, split, prediction, probability", "images"),
+    "audit": ("file, split, label, suggested", "label_issues"),
+}
+"""Job -> what to show of its images: columns and their table."""
+
 
 def time_line(seconds: float, taken: Mapping[str, float]) -> str:
     """Say how long a run took, and which of its stages that ran (with their seconds) took longest."""
@@ -44,8 +50,8 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     tuned = [stage for stage in stages if isinstance(stage.config, Finetune) and stage.manifest is not None]
     where = store_option(store.uri)
     for stage in stages:
-        if stage.manifest is not None and stage.config.job == "predict":
-            yield f"{_images(stage.manifest, 'split, prediction, probability')}{where}"
+        if stage.manifest is not None and stage.config.job in OF_IMAGES:
+            yield f"{_images(stage.manifest, *OF_IMAGES[stage.config.job])}{where}"
     if not tuned:
         return
     best = max(tuned, key=_rank)
@@ -54,12 +60,12 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
     yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
     if data is not None:
-        yield f"{_images(data, 'split')}{where}  # which image is in which split"
+        yield f"{_images(data, 'key, split', 'images')}{where}  # which image is in which split"
 
 
-def _images(manifest: Manifest, columns: str) -> str:
+def _images(manifest: Manifest, columns: str, table: str) -> str:
     """Return the command that prints an artifact's images as CSV."""
-    sql = f"SELECT key, {columns} FROM images WHERE starts_with(artifact, '{manifest.key[:12]}')"  # noqa: S608
+    sql = f"SELECT {columns} FROM {table} WHERE starts_with(artifact, '{manifest.key[:12]}')"  # noqa: S608
     return f'vitflow report query "{sql}" --csv'
 
 

@@ -117,7 +117,7 @@ def predict(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify images; print the five likeliest classes of each.
+    """Classify images; print the five likeliest classes of each, or more if more reach their thresholds.
 
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """

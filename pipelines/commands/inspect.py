@@ -19,7 +19,6 @@ from pipelines.commands.common import (
     AddressOption,
     Commands,
     JsonOption,
-    NamedRun,
     RunArgument,
     StoreOption,
     TokenOption,
@@ -120,9 +119,7 @@ def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 @app.command("list")
 def list_(
     store: StoreOption = DEFAULT_STORE,
-    kind: Annotated[
-        str, typer.Option(help="runs | datasets | models | checkpoints | evaluations | audits | reports")
-    ] = "runs",
+    kind: Annotated[str, typer.Option(help=" | ".join(COLUMNS))] = "runs",
     as_json: JsonOption = False,
 ) -> None:
     """List runs, datasets, models, checkpoints, evaluations, audits, embeddings, predictions or reports."""
@@ -151,7 +148,7 @@ def lineage(
 
 @app.command("logs")
 def logs(
-    run: NamedRun,
+    run: RunArgument = None,
     stage: Annotated[str | None, typer.Argument(help="one stage; default: all")] = None,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,

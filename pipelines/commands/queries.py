@@ -26,6 +26,7 @@ from pipelines.commands.common import (
     print_csv,
     print_json,
     print_table,
+    say,
     store_option,
 )
 from pipelines.results.accuracies import (
@@ -90,6 +91,11 @@ def report_list(
         print_json(rows)
     else:
         print_table([{name: _rounded(value) for name, value in row.items()} for row in rows], columns)
+        if best is not None:
+            say(
+                "judged: results on this test set in the same setting, of which this is the best; optimism: at most so"
+                " much of its accuracy is expected to be luck of this choice"
+            )
 
 
 @app.command("query")
@@ -189,7 +195,11 @@ def report_compare(
     b: Annotated[str, typer.Argument(help="the same, for the other result")],
     store: StoreOption = DEFAULT_STORE,
     metric: Annotated[
-        str, typer.Option(help="what to compare: accuracy, or a metric computed from predictions")
+        str,
+        typer.Option(
+            help="what to compare: a metric computed from predictions, or accuracy, which with several labels per image"
+            " means mAP"
+        ),
     ] = "accuracy",
     as_json: JsonOption = False,
 ) -> None:
@@ -256,4 +266,4 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
 
 
 def _rounded(value: Any) -> Any:
-    return f"{value:.4f}" if isinstance(value, float) else value
+    return f"{round(value, 4) + 0.0:.4f}" if isinstance(value, float) else value  # + 0.0: not -0.0000

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from pipelines.spec import quantity
 from vit_model.errors import UserError
 
 UNLABELLED = -1
@@ -53,8 +54,8 @@ def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tupl
     if not unnamed or len(unnamed) == len(splits):
         return splits, ()
     note = (
-        f"{len(unnamed):,} files left out, because other files name a split (train, val, test) and these do not: "
-        f"{listed(unnamed)}"
+        f"{quantity(len(unnamed), 'file')} left out, because other files name a split (train, val, test) and these do "
+        f"not: {listed(unnamed)}"
     )
     return {file: split for file, split in splits.items() if split is not None}, (note,)
 

@@ -208,17 +208,18 @@ def _notes(scanned: Listing) -> tuple[str, ...]:
     if scanned.entries[0].labels is not None:
         labels = [len(entry.labels or ()) for entry in scanned.entries]
         notes.append(
-            f"several labels per image: {sum(labels) / len(labels):.1f} on average; {labels.count(0):,} images have"
-            " none"
+            f"several labels per image: {sum(labels) / len(labels):.1f} on average; "
+            f"{quantity(labels.count(0), 'image')} without labels"
         )
     if scanned.ignored:
         notes.append(
-            f"{len(scanned.ignored):,} files left out, not images by their extensions: {_extensions(scanned.ignored)}"
+            f"{quantity(len(scanned.ignored), 'file')} left out, not images by their extensions: "
+            f"{_extensions(scanned.ignored)}"
         )
     if scanned.special:
         notes.append(
-            f"{len(scanned.special):,} files left out, not regular files but FIFOs, sockets or devices, such as "
-            f"{scanned.special[0]}"
+            f"{quantity(len(scanned.special), 'file')} left out, not regular files but FIFOs, sockets or devices, such "
+            f"as {scanned.special[0]}"
         )
     return tuple(notes)
 

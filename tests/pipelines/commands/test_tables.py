@@ -8,7 +8,9 @@ from rich.console import Console
 
 from pipelines import terminal
 from pipelines.commands import common
+from pipelines.commands.ending import OF_IMAGES
 from pipelines.commands.inspect import _took
+from pipelines.commands.queries import _rounded
 from pipelines.results.tables import TABLES
 
 RUN = "quickstart-20261122-101500-ab12"
@@ -60,3 +62,13 @@ def test_a_running_stage_shows_its_age() -> None:
     ended = stage | {"status": "SUCCEEDED", "changed": (began + timedelta(seconds=3)).isoformat()}
     assert _took(ended, began + timedelta(hours=26)) == "0:00:03"
     assert _took({"status": "PENDING"}, began) == ""
+
+
+def test_the_commands_that_a_run_ends_with_read_columns_that_exist() -> None:
+    for columns, table in OF_IMAGES.values():
+        assert {*columns.split(", ")} <= {column.name for column in TABLES[table]}
+
+
+@pytest.mark.parametrize(("value", "text"), [(-1e-9, "0.0000"), (-0.25, "-0.2500"), (7, 7)])
+def test_no_number_is_minus_zero(value: float, text: object) -> None:
+    assert _rounded(value) == text

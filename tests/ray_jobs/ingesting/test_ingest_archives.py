@@ -207,4 +207,4 @@ def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(
     assert all(metrics["images"] == 60 for _, metrics, _ in runs)
     (tmp_path / "plain" / "cat" / "1.heic").write_bytes(b"not read")
     ingested({"kind": "folder", "root": str(roots[-1])}, tmp_path / "other")
-    assert "1 files left out, not images by their extensions: .heic 1; to use" in capsys.readouterr().out
+    assert "1 file left out, not images by their extensions: .heic 1; to use" in capsys.readouterr().out

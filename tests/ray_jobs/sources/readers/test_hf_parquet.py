@@ -242,7 +242,7 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
     found = listed(root)
     assert found.entries["split"].to_pylist().count("test") == 1
     assert found.notes == (
-        "1 files left out, because other files name a split (train, val, test) and these do not: "
+        "1 file left out, because other files name a split (train, val, test) and these do not: "
         "unsupervised-00000-of-00001.parquet",
         "2 images without a label are left out",
     )
@@ -270,7 +270,7 @@ def test_a_split_is_a_word_anywhere_in_the_name(train: str, test: str, tmp_path:
         "dev",
     }
     assert len(found.entries) == 4
-    assert found.notes[-1].startswith("1 files left out, because other files name a split")
+    assert found.notes[-1].startswith("1 file left out, because other files name a split")
     assert found.notes[-1].endswith("other.parquet")
 
 

@@ -60,7 +60,7 @@ def test_shards_beside_train_are_of_their_split_or_left_out_by_name(name: str, t
     assert sorted(found.entries["split"].to_pylist()) == ["test", "test", "train", "train"]
     assert found.class_names == ("0", "1")
     [note] = found.notes
-    assert note.startswith("1 files left out") and note.endswith("extra-0.tar")
+    assert note.startswith("1 file left out") and note.endswith("extra-0.tar")
 
 
 def test_numbers_that_are_not_from_0_are_the_classes_and_it_is_said(tmp_path: Path) -> None:
