@@ -127,7 +127,8 @@ def explain(
     if is_shared and (missing := len(plan.stages) - len(wanted)):
         minutes_of_a = _seconds(sides[0]) / 60
         say(
-            f"not run: {quantity(missing, 'repetition')} of A, which took {minutes_of_a:.1f} minutes;"
+            f"not run: {quantity(missing, 'repetition')} of A (one per field"
+            f"{', and one with all fields' if plan.together else ''}), which took {minutes_of_a:.1f} minutes;"
             f" `--minutes {math.ceil((len(plan.stages) - 2) * minutes_of_a)}` runs all"
         )
 
@@ -199,7 +200,6 @@ def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
         heading = ", ".join(filter(None, (line["protocol"], labels, line["scored"])))
         table.add_column(Text(heading), justify="right")
     table.add_row("A", *(_percent(line["a"]) for line in lines))
-    table.add_section()
     effects = [{field["field"]: field for field in line["fields"]} for line in lines]
     largest = sorted(fields, key=lambda field: -max(abs(row[field.name]["effect"] or 0.0) for row in effects))
     for field in largest:
@@ -214,7 +214,6 @@ def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
     table.add_row(rest, *(_points(line["rest"], "–") for line in lines), style="dim")
     if any(line["together"] is not None for line in lines):
         table.add_row("all fields together", *(_points(line["together"], "not run") for line in lines))
-    table.add_section()
     table.add_row("B", *(_percent(line["b"]) for line in lines))
     return table
 

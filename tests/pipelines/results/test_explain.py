@@ -1,10 +1,13 @@
 """What `explain` repeats: A with one field of B at a time, of the stage and of what it takes."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pipelines.commands.protocols import _table
 from pipelines.recipe.load import parse_pipeline
 from pipelines.results.explain import (
     Difference,
@@ -107,6 +110,9 @@ def test_effects_are_of_a_and_the_rest_is_what_they_do_not_add_up_to() -> None:
     assert [field["effect"] for field in line["fields"]] == [pytest.approx(0.1), pytest.approx(0.01), None]
     assert line["together"] == pytest.approx(0.2)
     assert line["rest"] == pytest.approx(0.09)
+    console = Console(width=200, file=io.StringIO())
+    console.print(_table([line], FOUND))
+    assert all(row.strip() for row in console.file.getvalue().strip().splitlines())  # type: ignore[attr-defined]
 
 
 def test_results_without_a_common_setting_are_shown_beside_each_other() -> None:
