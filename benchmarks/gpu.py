@@ -88,7 +88,7 @@ def main() -> None:
             )
             name = "tiny" if options.cpu else str(model)
             rows.append(row(name, config, world, is_cpu=options.cpu))
-            print(rows[-1], flush=True)
+            print(rows[-1], file=sys.stderr, flush=True)  # a lent GPU may not have time for all of them
     card = "CPU" if options.cpu else f"{world} x {torch.cuda.get_device_name()}"
     head = "| model | engine | images/s | MFU | peak GiB | continued | repeated |"
     keep(

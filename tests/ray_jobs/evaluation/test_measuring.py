@@ -62,7 +62,9 @@ def test_the_peak_is_of_what_the_passes_take_beyond_what_was_there() -> None:
 
 def test_a_larger_model_costs_more_and_training_more_than_a_forward_pass(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    config = configuration(resolution=16, batch_size=8, gradient_accumulation_steps=2, learning_rates=(1e-3,))
+    config = configuration(
+        resolution=16, batch_size=8, gradient_accumulation_steps=2, learning_rates=(1e-3,), threads=1
+    )
     found = [
         finetuning_cost(Task(config, contract(width, depth), None)) for width, depth in ((16, 1), (256, 4))
     ]

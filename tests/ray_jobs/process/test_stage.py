@@ -84,7 +84,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     module: Any = ModuleType("failing")
     module.main = main
     monkeypatch.setitem(stage.sys.modules, "ray_jobs.failing", module)
-    context = SimpleNamespace(attempt=make_attempt(), open_store=MemoryStore)
+    context = SimpleNamespace(attempt=make_attempt(), open_store=MemoryStore, config=SimpleNamespace())
     monkeypatch.setattr(stage, "read_context", lambda _: context)
     monkeypatch.setattr(stage, "join_ray", lambda: None)
     monkeypatch.setattr(stage.sys, "argv", ["failing", "--spec", "/s/attempt.json"])
