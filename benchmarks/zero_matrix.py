@@ -50,7 +50,8 @@ def main() -> None:
             f"{len(results) - len(wrong)} are within the bounds.",
             "",
             "The columns of optimizers show the largest difference of a weight tensor from a plain torch loop over"
-            f" the whole batch, by norm, relative to the tensor's norm: at most {LIMITS['float32']:.0e} in float32 and"
+            f" the whole batch, by norm, relative to the tensor's norm: at most {LIMITS['float32']:.0e} in float32 (or"
+            " twice what the loop in eight parts differs from itself on this CPU) and"
             f' {LIMITS["bfloat16"]:.0e} in bfloat16. "Of the change" is the same for all weights together, relative'
             ' to how far the training moved them. "Continued" compares a new engine of the same kind with the'
             ' undisturbed training; "continued by others" compares one process, and another stage. Rates are at most'

@@ -64,7 +64,7 @@ _LAYERS_ABOVE = defaultdict(
     int, {"cls_token": 3, "pos_embed": 3, "patch_embed.proj": 3, "blocks.0": 2, "blocks.1": 1}
 )
 LIMITS = {"float32": 1e-6, "bfloat16": 5e-3}
-"""The largest difference of a tensor, relative to its norm."""
+"""The largest difference of a tensor, relative to its norm; in float32 on some CPUs more, see `Result.holds`."""
 CHANGE_LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
 """The difference of all weights, relative to how far training has moved them."""
 MUON_LIMITS = {"float32": (2e-4, 0.03), "bfloat16": (5e-3, 0.2)}
@@ -139,11 +139,18 @@ class Result(NamedTuple):
     """whether gradients that are not finite change no weight, and the norm tells"""
     resumed: dict[str, float]
     """from this case undisturbed, when others continue: {ZeRO stage and workers: difference}"""
+    rounding: float
+    """of the reference with its batch in eight parts from the reference; 0 in bfloat16 and if images are compared"""
 
     @property
     def holds(self) -> bool:
+        """Whether the case gives the reference's weights, up to rounding, and continues exactly.
+
+        AdamW enlarges rounding errors of small gradients. On an Intel Xeon with AMX, plain torch in eight parts is
+        1.2e-6 from itself with clipping, and 4.5e-6 without; an engine may be twice as far.
+        """
         worst = max(self.difference, *self.resumed.values())
-        limits = LIMITS[self.case.dtype], CHANGE_LIMITS[self.case.dtype]
+        limits = max(LIMITS[self.case.dtype], 2 * self.rounding), CHANGE_LIMITS[self.case.dtype]
         if self.case.optimizer.startswith("Muon"):
             limits = MUON_LIMITS[self.case.dtype]
         is_near = worst <= limits[0] and self.of_change <= limits[1]
@@ -169,11 +176,12 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
     # ZeRO-3 replaces functions of torch in the process, so the references come first.
     kinds = {(case.dtype, case.clips, case.optimizer, case.objective) for case in cases}
     expected = {kind: expected_weights(*kind) for kind in sorted(kinds)}
+    rounding = {kind: _rounding(*kind, expected[kind]) for kind in sorted(kinds)}
     gc.freeze()  # what the libraries have loaded stays; each collection would look through it, for 0.4 s
     results = []
     for case in cases:
         kind = (case.dtype, case.clips, case.optimizer, case.objective)
-        results.append(_result(case, expected[kind], rank))
+        results.append(_result(case, expected[kind], rank)._replace(rounding=rounding[kind]))
         gc.collect()  # DeepSpeed's engines refer to themselves
     if rank == 0:
         output.write_text(json.dumps(results))
@@ -198,7 +206,7 @@ def _result(case: Case, expected: Weights, rank: int) -> Result:
         resumed[where(stage, count)] = difference(other, weights)
     is_same = all(torch.equal(values, weights[name]) for name, values in again.items())
     change = of_change(weights, expected, case.objective)
-    return Result(case, difference(weights, expected), change, is_same, is_guarded, resumed)
+    return Result(case, difference(weights, expected), change, is_same, is_guarded, resumed, 0.0)
 
 
 def _is_guarded(engine: Engine, method: Method, case: Case, rank: int) -> bool:
@@ -269,7 +277,13 @@ def loss_of(
         return method.loss(network, part)
 
 
-def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str) -> Weights:
+def _rounding(dtype: str, clips: bool, optimizer: str, objective: str, expected: Weights) -> float:
+    if dtype != "float32" or OBJECTIVES[objective].properties.compares_images:
+        return 0.0
+    return difference(expected_weights(dtype, clips, optimizer, objective, parts=8), expected)
+
+
+def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str, parts: int = 1) -> Weights:
     """The reference: one process, the whole batch at once, float32 master weights, torch's own clipping."""
     method, masters = make_task(objective, dtype)
     working = copy.deepcopy(masters).to(getattr(torch, dtype))
@@ -294,7 +308,8 @@ def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str) ->
     for step in range(STEPS):
         working.load_state_dict(masters.state_dict())
         working.zero_grad()
-        loss_of(working, method, *batch(step)).backward()
+        for part in zip(*(values.chunk(parts) for values in batch(step)), strict=True):
+            (loss_of(working, method, *part) / parts).backward()
         for master, rounded in zip(masters.parameters(), working.parameters(), strict=True):
             master.grad = None if rounded.grad is None else rounded.grad.float()
         if clips:
