@@ -176,8 +176,8 @@ def fed(batch: int, steps: int, is_cpu: bool) -> list[str]:
     folder, _ = prepare("short side 256", 8 * batch if is_cpu else IMAGES)
     config = configuration(TINY | {"patch_size": 16} if is_cpu else "B/16", 0, batch, steps, 224)
     assert config.model is not None
-    engine = start(config, config.model.architecture(config.resolution, 3, 1000), 1, on)
-    method = make_method(config, contract_for(config.model.architecture(config.resolution, 3, 1000)), on)
+    architecture = config.model.architecture(config.resolution, 3, 1000)
+    engine, method = start(config, architecture, 1, on), make_method(config, contract_for(architecture), on)
     threads = max(1, (os.cpu_count() or 1) // (1 if is_cpu else torch.cuda.device_count()) - 1)
     lines = ["| on one device | images/s |", "|---|---:|"]
     with open_loader(folder, threads, batch_size=batch) as batches:
@@ -246,7 +246,7 @@ def differences_of(
     on: torch.device,
     batch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[float, float]:
-    """Return how far weights are from those of six steps: after three steps, a save and three more; after six again."""
+    """Return the largest difference of a weight after six steps: if they were saved and continued; if repeated."""
     case = Case(config.zero_stage, config.dtype, 1, True, "AdamW", world)
     engine = start(config, architecture, world, on)
     for _ in range(3):

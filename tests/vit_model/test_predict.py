@@ -1,4 +1,4 @@
-"""Of several classes per image, an answer has all that reach their thresholds, and the likeliest if none does."""
+"""With several labels per image, an answer has every class that reaches its threshold, or else the likeliest."""
 
 import numpy as np
 import torch

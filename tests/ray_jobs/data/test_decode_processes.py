@@ -1,4 +1,4 @@
-"""Decoding in other processes: batches, reports and errors are those of threads, and no process is left alone."""
+"""Decoding in processes: the same batches, reports and errors as with threads; no process outlives the training."""
 
 import shutil
 import signal
