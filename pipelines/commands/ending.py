@@ -9,10 +9,12 @@ from pipelines.commands.common import store_option
 from pipelines.engine.durations import in_hours, longest
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.spec import Finetune
+from pipelines.spec import Finetune, quantity
 from pipelines.store import Manifest, Store
 
 OF_IMAGES = {
+    "ingest": ("key, reason", "quarantine"),
+    "embed": ("key, split, label, feature", "images"),
     "predict": ("key, split, prediction, probability", "images"),
     "audit": ("file, split, label, suggested", "label_issues"),
 }
@@ -50,8 +52,12 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     tuned = [stage for stage in stages if isinstance(stage.config, Finetune) and stage.manifest is not None]
     where = store_option(store.uri)
     for stage in stages:
-        if stage.manifest is not None and stage.config.job in OF_IMAGES:
-            yield f"{_images(stage.manifest, *OF_IMAGES[stage.config.job])}{where}"
+        if stage.manifest is None or stage.config.job not in OF_IMAGES:
+            continue
+        left_out = stage.manifest.metrics.get("quarantined")  # of an ingest
+        if left_out != 0:
+            why = f"  # why {stage.name} left out {quantity(int(left_out), 'image')}" if left_out else ""
+            yield f"{_images(stage.manifest, *OF_IMAGES[stage.config.job])}{where}{why}"
     if not tuned:
         return
     best = max(tuned, key=_rank)

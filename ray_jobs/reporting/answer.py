@@ -130,7 +130,7 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
     elif verdict["reference"].startswith(CLASS_FREQUENCIES):
         reference = "answering each class's frequency"
     elif verdict["reference_kind"] == "pixels":
-        reference += f", {verdict['reference']}"
+        reference += f", {verdict['reference'].replace('pixels', 'the same probe')}"
     reference += f" at {percent(verdict['reference_' + verdict['metric']])}"
     interval = f"95% interval {points(verdict['low'], sign='')} to {points(verdict['high'], sign='')}"
     if verdict["conclusion"] == "not told from zero":

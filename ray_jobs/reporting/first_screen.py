@@ -57,17 +57,16 @@ def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
 
 
 def power(strongest: Sequence[Line]) -> str:
-    """Say which differences these test images are too few to show; empty without comparisons."""
+    """Say which differences these test images are enough to detect; empty without comparisons."""
     parts: dict[str, None] = {}
     for verdict in strongest:
         draws = f"{quantity(verdict['draws'], 'draw')} of " if verdict["draws"] > 1 else ""
         images = f"{draws}{verdict['labels'].partition(' (')[0]} and {verdict['num_images']:,} test images"
-        size = points(verdict["detectable"], sign="")
-        parts.setdefault(
-            f"with {images} a true difference below {size} points is missed at least one time in five"
-        )
-    text = "; ".join(parts) if len(parts) <= SHOWN else ""
-    return text and f"{text[0].upper()}{text[1:]}."
+        parts.setdefault(f"{points(verdict['detectable'], sign='')} points with {images}")
+    if not 0 < len(parts) <= SHOWN:
+        return ""
+    sizes = ", or of ".join(parts)
+    return f"A true difference of {sizes} is detected with a probability of 80%, a smaller one less often."
 
 
 def trust(numbers: Line) -> list[dict[str, Any]]:

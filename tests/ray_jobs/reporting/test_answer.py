@@ -97,14 +97,17 @@ def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_ca
     said = answer(NOTHING | {"verdicts": [one]})["headline"]
     assert "(fine-tuned, training images unknown)" in said
     assert said.endswith("above always answering the most frequent class at 80.0%.")
+    probe = verdict("a", 0.1, 0.2, protocol="few-shot linear", reference="pixels")
+    assert answer(NOTHING | {"verdicts": [probe]})["headline"].endswith(
+        "above the best classifier on pixels, the same probe at 80.0%."
+    )
 
 
 def test_power_is_said_once_for_each_number_of_labels() -> None:
     few = {"labels_per_class": 5, "labels": "5 labels per class (up to 50 in total)", "draws": 20}
     assert power([verdict("a", 0.1, 0.2, **few), verdict("a", 0.1, 0.2)]) == (
-        "With 20 draws of 5 labels per class and 100 test images a true difference below 3.1 points is missed at least"
-        " one time in five; with"
-        " all labels and 100 test images a true difference below 3.1 points is missed at least one time in five."
+        "A true difference of 3.1 points with 20 draws of 5 labels per class and 100 test images, or of 3.1 points with"
+        " all labels and 100 test images is detected with a probability of 80%, a smaller one less often."
     )
     assert power([]) == ""
 
