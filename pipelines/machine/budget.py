@@ -35,8 +35,11 @@ class Machine(NamedTuple):
     cores: int
 
     def threads(self, trials: int) -> int:
-        """Return the CPU threads of each of several trials."""
-        return max(1, min(MOST_THREADS, self.cores // (self.gpus or trials)))
+        """Return the CPU threads of each of several trials; a core is left for Ray and for decoding images.
+
+        Threads of one training wait for each other: with a busy core among theirs, they are slower than one thread.
+        """
+        return max(1, min(MOST_THREADS, (self.cores - 1) // (self.gpus or trials)))
 
     def parallel(self, trials: int) -> int:
         """Return how many trials run at the same time."""

@@ -20,6 +20,8 @@ from ray_jobs.training.cost import images_per_second
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+ONE_RATE = 1e-3
+SWEPT_IMAGES = 1_000  # below this, dev has fewer than 100 images, and chance decides between learning rates
 
 
 class Choice(NamedTuple):
@@ -48,6 +50,8 @@ GPU_CHOICES = (
     (0, 32, ModelSize(patch_size=4, width=192, depth=12, num_heads=3)),
 )
 CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
+SWEEP = "A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once."
+NO_SWEEP = "Dev has too few images to choose between learning rates; [0.0003, 0.001, 0.003] would try three."
 ADVICE = (
     "{number:,} images are few: a ViT trained on them from scratch will be weak. Pretrained weights help most:"
     " --from {weights} (from the Hugging Face hub), or a file or folder of Google's, timm's or Hugging Face's weights"
@@ -97,19 +101,23 @@ def write_recipe(
 def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return a recipe that trains a new ViT."""
     smoothing = "" if images.is_multi_label else "\n    label_smoothing: 0.1"
-    choice = _chosen(images, machine, len(LEARNING_RATES), say)
+    rates: Sequence[float] = LEARNING_RATES
+    if is_small := len(images.listing.entries) < SWEPT_IMAGES:
+        rates = (ONE_RATE,)
+    trials = 0 if is_small and not images.is_multi_label else len(rates)
+    choice = _chosen(images, machine, trials, say)
     stages = f"""\
-  # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
+  # {NO_SWEEP if is_small else SWEEP}
   vit:
     job: finetune
     data: images
     model: {choice.model_text()}
     resolution: {choice.resolution}
-    learning_rates: [{", ".join(f"{rate:g}" for rate in LEARNING_RATES)}]
+    learning_rates: [{", ".join(f"{rate:g}" for rate in rates)}]
     steps: {choice.steps}
     batch_size: {choice.batch_size}
     augment: crop_flip{smoothing}
-    threads: {machine.threads(len(LEARNING_RATES))}
+    threads: {machine.threads(max(1, trials))}
 
 {pretrained.references(images)}"""
     description = f"A ViT trained on {images.name}, beside baselines on pixels."
