@@ -54,9 +54,9 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     for stage in stages:
         if stage.manifest is None or stage.config.job not in OF_IMAGES:
             continue
-        left_out = stage.manifest.metrics.get("quarantined")  # of an ingest
-        if left_out != 0:
-            why = f"  # why {stage.name} left out {quantity(int(left_out), 'image')}" if left_out else ""
+        left_out = int(stage.manifest.metrics.get("quarantined", 0))
+        if stage.config.job != "ingest" or left_out:
+            why = f"  # why {stage.name} left out {quantity(left_out, 'image')}" * bool(left_out)
             yield f"{_images(stage.manifest, *OF_IMAGES[stage.config.job])}{where}{why}"
     if not tuned:
         return

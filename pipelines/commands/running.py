@@ -44,8 +44,9 @@ from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
 from pipelines.engine.durations import in_hours, last_seconds, longest
+from pipelines.engine.history import is_over
 from pipelines.engine.plan import PlannedStage
-from pipelines.engine.runs import Run, is_over, stop_run
+from pipelines.engine.runs import Run, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
 from pipelines.machine.budget import estimate_unmeasured
@@ -59,7 +60,6 @@ from pipelines.store import (
     StoreDamaged,
     StoreError,
     add_event,
-    all_manifests,
     wait_for_store,
 )
 from pipelines.terminal import ends_once
@@ -219,7 +219,7 @@ def drive(
     opened = wait_for_store(lambda: open_(store, create=False), say)
     started = wait_for_store(lambda: runs.load_run(opened, run), say)
     # an earlier driver may have finished the run before this one was submitted
-    if wait_for_store(lambda: runs.is_over(opened, run), say):
+    if wait_for_store(lambda: is_over(opened, run), say):
         console.print(f"{run} has already ended")
         return
     connecting: AbstractContextManager[Connection] = LocalConnection(say, local_ray)
@@ -363,7 +363,7 @@ def plan(
 ) -> None:
     """Show what `run` would do, and why. Changes nothing.
 
-    `took` is the duration of the newest similar result: of this stage, or of a training with the same work.
+    `took` is the duration of the last similar result: of this stage, or of a training with the same work.
     Other trainings are estimated at the speed that `init` measured on this machine.
     """
     loaded, names, forced = _requested(pipeline, only, force, changes)
@@ -373,9 +373,9 @@ def plan(
         planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
         planned = list(planning.rerun(planned, forced))
         to_make = [stage for stage in planned if stage.state in {"run", "pending"}]
-        manifests = [*all_manifests(current)] if to_make else []
-        why = planning.reasons(current, loaded.name, planned, forced, manifests)
-        seconds = last_seconds(current, manifests, loaded.name, to_make)
+        previous = planning.previous_results(current, loaded.name, planned)
+        why = planning.reasons(planned, previous, forced)
+        seconds = last_seconds(previous, to_make)
     rows = [
         {
             "stage": stage.name,

@@ -163,7 +163,7 @@ def schedule_tick(
         return
     try:
         acted = False
-        for line in attend(opened, name, datetime.now(UTC), token_file, None):
+        for line in attend(opened, schedule, datetime.now(UTC), token_file, None):
             _say(f"{name}: {line}")
             acted = True
     except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:

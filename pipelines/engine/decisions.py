@@ -16,7 +16,9 @@ from pipelines.store import UNREACHABLE_SECONDS, Attempt, Manifest
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
-ASK_SECONDS = 0.5  # between requests to the store and to the cluster, which are slow to answer
+ASK_SECONDS = 0.5  # between requests to the cluster about a job
+# Between reads of a live job's manifest and sign of life: S3 costs money per request, and the end of a job tells more.
+READ_SECONDS = 10.0
 MANIFEST_SECONDS = 60.0  # within which the manifest of a job that SUCCEEDED must appear
 ALIVE_SECONDS = 60.0  # without a new sign of life, after which a running attempt is lost
 # The same before an attempt's first sign of life, while it imports packages, perhaps from a slow network file system.
@@ -46,6 +48,7 @@ class InFlight:
     phase: Phase = Phase.FOUND
     succeeded_at: float = 0.0  # when the job succeeded
     look_at: float = 0.0  # when to observe it next
+    read_at: float = 0.0  # when to read the store next while its job is alive
     watched_at: float | None = None  # when its live job was observed last; None if not since an outage
     sign: tuple[str, bytes | None] | None = None  # its job's status and its sign of life at that time
     silent: float = 0.0  # seconds that this command has watched the job without a change of `sign`
@@ -129,7 +132,9 @@ def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
 def no_answer(flight: InFlight, reason: str, now: float) -> Decision:
     """Return what to do if the store or the cluster does not answer: show it once, and wait."""
     actions = () if flight.is_waiting else (Show(Status.WAITING, f"no answer: {reason}"),)
-    waiting = replace(flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS, watched_at=None)
+    waiting = replace(
+        flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS, watched_at=None, read_at=now
+    )
     return waiting, actions
 
 

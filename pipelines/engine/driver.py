@@ -24,7 +24,7 @@ from pipelines import identity
 from pipelines.cluster.jobs_client import ClusterUnreachable, JobServer, python_entrypoint
 from pipelines.engine import plan
 from pipelines.engine.decisions import (
-    ASK_SECONDS,
+    READ_SECONDS,
     Do,
     End,
     EndAttempt,
@@ -34,6 +34,7 @@ from pipelines.engine.decisions import (
     decide,
     no_answer,
 )
+from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
@@ -61,6 +62,7 @@ from pipelines.store import (
 )
 
 POLL_SECONDS = 0.1  # between the driver's steps
+STOP_SECONDS = 2.0  # between looks for a request to stop
 LOG_SECONDS = 5.0  # that a job may take to end after its commit, before its log is saved
 
 
@@ -141,7 +143,7 @@ class Driver:
             for _, end in self.logs.values():  # end the threads with the walk
                 end.set()
         outcome = run_outcome(self.status.values())
-        self._patiently(lambda: add_event(self.store, self.run.id, "finished", status=outcome))
+        self._patiently(lambda: end_run(self.store, self.run.id, outcome))
         return self.status, [self.planned[name] for name in self.names if self.status[name].succeeded]
 
     def _patiently(self, operation: Callable[[], Any]) -> Any:
@@ -151,7 +153,7 @@ class Driver:
         """Observe every stage once and act; return False when all have ended."""
         self.connection.keep()
         if self.clock.monotonic() >= self.look_for_stop_at:
-            self.look_for_stop_at = self.clock.monotonic() + ASK_SECONDS
+            self.look_for_stop_at = self.clock.monotonic() + STOP_SECONDS
             if stop_requested(self.store, self.run.id):
                 self.stop()
                 return False
@@ -166,6 +168,8 @@ class Driver:
     def stop(self) -> None:
         """Stop the run: first record the request, so that other drivers stop too, then stop the jobs of this run."""
         request_stop(self.store, self.run.id)
+        for name in [*self.flights]:
+            self._commit_if_made(name)
         attempts = [self.attempts[name] for name in self.flights if name in self.attempts]
         # do not stop a job that another run submitted, or this run in a store that this one is a copy of
         own = [each for each in attempts if each.run == self.run.id and is_at(self.store, each.store_uri)]
@@ -226,9 +230,19 @@ class Driver:
         self.planned[name] = replace(self.planned[name], manifest=manifest)
         self._end(name, status, manifest.key[:12], key=manifest.key)
 
+    def _commit_if_made(self, name: str) -> None:
+        """End a stage whose job has committed since the store was last read."""
+        job_type, key = self.planned[name].config.job, self.planned[name].key
+        assert key is not None
+        with suppress(StoreDamaged):  # then it is not made
+            if (manifest := read_manifest(self.store, job_type, key)) is not None:
+                self._commit(name, manifest, Status.SUCCEEDED)
+
     def _end(self, name: str, status: Status, detail: str, **fields: Any) -> None:
         self._add_event(name, status, detail=detail, **fields)
         self.status[name] = status
+        if status == Status.STOPPED:
+            self.look_for_stop_at = 0.0  # before a stage is skipped for want of this one
         self.flights.pop(name, None)
         self._end_log(name)
         self.display.stage(name, status, detail)
@@ -240,7 +254,7 @@ class Driver:
         flight = self.flights[name]
         try:
             observed = self._observe(name)
-            next_flight, actions = decide(flight, observed, self.clock.monotonic())
+            next_flight, actions = decide(self.flights[name], observed, self.clock.monotonic())
             for action in actions:
                 self._act(name, observed, action)
         except (ClusterUnreachable, StoreUnreachable) as error:
@@ -254,9 +268,10 @@ class Driver:
             self.flights[name] = next_flight
 
     def _observe(self, name: str) -> Observation:
-        job_type, key = self.planned[name].config.job, self.planned[name].key
+        flight, job_type, key = self.flights[name], self.planned[name].config.job, self.planned[name].key
         assert key is not None
-        if (manifest := read_manifest(self.store, job_type, key)) is not None:
+        is_due = name not in self.attempts or flight.read_at <= self.clock.monotonic()
+        if is_due and (manifest := read_manifest(self.store, job_type, key)) is not None:
             return Observation(manifest=manifest)
         cluster = self.connection.cluster()
         attempt = self.attempts.get(name) or last_attempt(self.store, job_type, key)
@@ -268,7 +283,10 @@ class Driver:
             return Observation(attempt, stop_requested=wished, lost=f"its store is {attempt.store_uri}")
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
+            if not is_due:
+                return Observation(attempt, job, heartbeat=flight.sign and flight.sign[1])
             heartbeat = self.store.read(Layout.heartbeat(job_type, key, attempt.number), LARGEST_RECORD)
+            self.flights[name] = replace(flight, read_at=self.clock.monotonic() + READ_SECONDS)
             return Observation(attempt, job, heartbeat=heartbeat)
         log = "" if job is None else cluster.logs(attempt.submission_id)
         session = cluster.session_name
@@ -296,7 +314,8 @@ class Driver:
                 self._commit(name, observed.manifest, Status.SUCCEEDED)
             case EndAttempt(status, detail):
                 self._end_log(name)
-                self._add_event(name, status, "attempt ended", detail=detail)
+                number = observed.attempt and observed.attempt.number
+                self._add_event(name, status, "attempt ended", detail=detail, attempt=number or 0)
             case End(status, detail):
                 self._end(name, status, detail)
             case Show(status, detail):

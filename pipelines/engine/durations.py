@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import cache, partial
 from typing import Any
 
-from pipelines.engine.latest import recipe_of
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import base
-from pipelines.store import Manifest, Store
+from pipelines.store import Manifest
 
 # the fields that decide on the time
 _OF_TRAININGS = ("steps", "batch_size", "resolution", "model", "labels", "refits")
@@ -29,36 +27,27 @@ def longest(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{stage} {in_hours(seconds[stage])}" for stage in slowest)
 
 
-def last_seconds(
-    store: Store, manifests: Sequence[Manifest], pipeline: str, stages: Iterable[PlannedStage]
-) -> dict[str, float]:
-    """Return how long the newest similar result of each stage took; stages without one are left out.
+def last_seconds(previous: Mapping[str, Manifest], stages: Iterable[PlannedStage]) -> dict[str, float]:
+    """Return how long the last similar result of each stage took; stages without one are left out.
 
-    Similar are results of a stage of this name in recipes of this name, or for trainings of any stage; trainings must
-    agree in the fields that decide on the time.
+    Similar are results of a stage of this name, or for trainings of any stage; trainings must agree in the fields that
+    decide on the time.
 
     Args:
-        manifests: all of the store, the oldest first.
-        pipeline: the name of the recipe.
+        previous: stage -> its last result.
     """
-    recipe = cache(partial(recipe_of, store))
     trainings: dict[Work, Manifest] = {}
-    of_stage: dict[tuple[str, Work], list[Manifest]] = {}
-    for manifest in manifests:
+    of_stage: dict[tuple[str, Work], Manifest] = {}
+    for name, manifest in previous.items():
         work = _work(manifest.job, manifest.config)
-        of_stage.setdefault((base(manifest.stage), work), []).append(manifest)
+        of_stage[base(name), work] = manifest
         if "steps" in manifest.config:
             trainings[work] = manifest
     found = {}
     for stage in stages:
         work = _work(stage.config.job, stage.config.model_dump(mode="json", include={*_OF_TRAININGS}))
-        own = (
-            each
-            for each in reversed(of_stage.get((base(stage.name), work), []))
-            if recipe(each.run) == pipeline
-        )
-        if (newest := next(own, trainings.get(work))) is not None:
-            found[stage.name] = newest.seconds
+        if (last := of_stage.get((base(stage.name), work), trainings.get(work))) is not None:
+            found[stage.name] = last.seconds
     return found
 
 

@@ -13,9 +13,10 @@ known, there are three cases:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 
 from pipelines import identity
+from pipelines.engine.history import newest_results, runs_of
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import LATEST, AnyStage, Pretrain, RecipeError
 from pipelines.store import (
@@ -23,10 +24,7 @@ from pipelines.store import (
     Manifest,
     Store,
     StoreDamaged,
-    all_manifests,
-    input_ref,
     read_manifest,
-    read_plan,
     successors,
     warn,
 )
@@ -44,37 +42,14 @@ def wants_latest(config: AnyStage) -> bool:
 def newest_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> dict[str, InputRef | None]:
     """Look up the newest models of those stages among `names` that have `init_from: latest`.
 
-    The newest model is the one that a stage of this name committed last in runs of recipes of this name; if two were
-    committed in the same microsecond, the one with the higher key. Artifacts with missing files are skipped with a
-    warning.
+    That is the stage's result in the newest of the recipe's runs that has one. Artifacts with missing files are skipped
+    with a warning.
     """
-    wanting = [name for name in names if wants_latest(pipeline.stages[name])]
+    wanting = {name: "pretrain" for name in names if wants_latest(pipeline.stages[name])}
     if not wanting:
         return {}
-    manifests = sorted(
-        (manifest for manifest in all_manifests(store, "pretrain") if manifest.stage in wanting),
-        key=lambda manifest: (manifest.finished, manifest.key),
-        reverse=True,
-    )
-    recipe = cache(partial(recipe_of, store))  # several stages of a matrix are made by one run
-    found: dict[str, InputRef | None] = dict.fromkeys(wanting)
-    for manifest in manifests:
-        if found[manifest.stage] is not None:
-            continue
-        if recipe(manifest.run) == pipeline.name and _is_complete(store, manifest):
-            found[manifest.stage] = input_ref(store, manifest)
-    return found
-
-
-def recipe_of(store: Store, run: str) -> str:
-    """Return the name of the recipe that a run was made of."""
-    try:
-        plan = read_plan(store, run)
-    except StoreDamaged as error:
-        warn(str(error))
-        plan = None
-    # Without its plan, a run of a schedule is taken for one of the schedule's name.
-    return str(plan["pipeline"]["name"]) if plan else run.rsplit("-", 3)[0]
+    found = newest_results(store, runs_of(store, pipeline.name), wanting, partial(_is_complete, store))
+    return {name: found[name][1] if name in found else None for name in wanting}
 
 
 def _is_complete(store: Store, manifest: Manifest) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 from pipelines import identity
-from pipelines.engine.latest import Newest, newest_models, recipe_of, start_of, wants_latest
+from pipelines.engine.history import RECENT, newest_results, runs_of
+from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
 from pipelines.files.weights import lacks_preprocessing
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
@@ -31,7 +32,6 @@ from pipelines.store import (
     Manifest,
     Store,
     StoreDamaged,
-    all_manifests,
     contract_of,
     is_committed,
     read_current,
@@ -343,35 +343,30 @@ def notes(stage: PlannedStage) -> Iterator[str]:
 
 
 def reasons(
-    store: Store,
-    pipeline: str,
-    planned: Iterable[PlannedStage],
-    forced: Container[str] = (),
-    manifests: Sequence[Manifest] | None = None,
+    planned: Iterable[PlannedStage], previous: Mapping[str, Manifest], forced: Container[str] = ()
 ) -> dict[str, str]:
     """Return a short reason for each stage's state.
 
     Args:
-        pipeline: the recipe's name.
-        manifests: all of the store, the oldest first; None: read them if needed.
+        previous: stage -> its result in the newest of the recipe's RECENT runs that has one.
     """
-    stages = list(planned)
-    wanted = {(stage.config.job, stage.name) for stage in stages if stage.state == "run"}
-    previous: dict[tuple[str, str], Manifest] = {}
-    recipe = cache(partial(recipe_of, store))
-    # reads every manifest, so only if something would run
-    if manifests is None:
-        manifests = [*all_manifests(store)] if wanted else []
-    for manifest in reversed(manifests):
-        place = manifest.job, manifest.stage
-        if place in wanted and place not in previous and recipe(manifest.run) == pipeline:
-            previous[place] = manifest
     return {
         stage.name: "--force"
         if stage.state == "run" and stage.name in forced
-        else _reason(stage, previous.get((stage.config.job, stage.name)))
-        for stage in stages
+        else _reason(stage, previous.get(stage.name))
+        for stage in planned
     }
+
+
+def previous_results(store: Store, pipeline: str, planned: Iterable[PlannedStage]) -> dict[str, Manifest]:
+    """Return the result of each stage that would run, in the newest of the recipe's RECENT runs that has one.
+
+    Args:
+        pipeline: the recipe's name.
+    """
+    jobs = {stage.name: stage.config.job for stage in planned if stage.state in {"run", "pending"}}
+    found = newest_results(store, islice(runs_of(store, pipeline), RECENT), jobs)
+    return {name: manifest for name, (manifest, _) in found.items()}
 
 
 def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
@@ -382,7 +377,7 @@ def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
     if stage.manifest is not None:
         return f"made {stage.manifest.finished[:16].replace('T', ' ')} by {stage.manifest.run}"
     if previous is None:
-        return "not made yet"
+        return "not made in recent runs"
     return (
         "; ".join(_differences(previous, stage))
         or f"never made with{'' if stage.code else 'out'} --strict-code"

@@ -1,4 +1,4 @@
-"""Runs in the store: starting, continuing, listing, showing and stopping them. A run is a plan and its events."""
+"""Runs in the store: starting, continuing, showing and stopping them. A run is a plan and its events."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
+from pipelines.engine.history import RECENT, is_over, plan_of, runs, runs_of, stages_of
 from pipelines.engine.latest import Newest, newest_models, wants_latest
 from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
@@ -21,16 +23,15 @@ from pipelines.spec import RecipeError
 from pipelines.store import (
     InputRef,
     Store,
-    StoreDamaged,
     create_run,
     is_at,
     last_attempt,
     now,
     read_events,
+    read_over,
     read_plan,
     request_stop,
     stop_requested,
-    warn,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def start_run(
         create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
         return load_run(store, run_id)
     while True:
-        run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        moment = datetime.now(UTC)  # ids are sorted by time: the last part is a fraction of the second
+        run = f"{pipeline.name}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond * 2**16 // 10**6:04x}"
         if create_run(store, run, record | {"run": run, "created": now()}):
             return Run(run, pipeline, targets, nonces, False, strict_code, latest)
 
@@ -112,10 +114,15 @@ def _plan(
 
 
 def _unfinished_run(store: Store, pipeline: str, digest: str) -> Run | None:
-    """Return the newest run of a plan that has neither ended nor been requested to stop."""
-    for run in reversed(runs(store, pipeline)):
-        existing = read_plan(store, run)
-        if existing is not None and existing["digest"] == digest and not is_over(store, run):
+    """Return the newest run of a plan, among the recipe's RECENT runs, that is not over.
+
+    Work is found by its key whatever the run: a run that is not continued is only another one over the same results.
+    """
+    for run in islice(runs_of(store, pipeline), RECENT):
+        if is_over(store, run):
+            continue
+        existing = plan_of(store, run)
+        if existing is not None and existing["digest"] == digest:
             return load_run(store, run)
     return None
 
@@ -139,32 +146,6 @@ def load_run(store: Store, run: str) -> Run:
     strict_code = record.get("strict_code", False)
     latest = {name: found and InputRef.model_validate(found) for name, found in record["latest"].items()}
     return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code, latest)
-
-
-def runs(store: Store, pipeline: str | None = None) -> list[str]:
-    """Return the ids of all runs, or of one pipeline's, oldest first."""
-    ids = [
-        name
-        for name in store.names("runs")
-        if pipeline in {None, name.rsplit("-", 3)[0]} and _has_plan(store, name)
-    ]
-    return sorted(ids, key=lambda run: run.rsplit("-", 3)[1:])
-
-
-def _has_plan(store: Store, run: str) -> bool:
-    """Whether a run has a plan; a driver that is killed before it writes the plan leaves a folder without one."""
-    try:
-        return read_plan(store, run) is not None
-    except StoreDamaged as error:
-        warn(f"{error}; ignoring this run")
-        return False
-
-
-def is_over(store: Store, run: str) -> bool:
-    """Whether a run has ended or was requested to stop."""
-    return stop_requested(store, run) or any(
-        event["event"] == "finished" for event in read_events(store, run)
-    )
 
 
 def driver_process() -> dict[str, Any]:
@@ -229,19 +210,28 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     A run's status is one of Ray's five, or UNFINISHED: its driver is gone and the same command continues it. Without
     `clusters`, no cluster is queried, and a run that has not ended is RUNNING.
     """
-    record, events = read_plan(store, run), read_events(store, run)
+    record = read_plan(store, run)
     assert record is not None
-    stages = _stages(record["stages"], events)
-    finished = [event for event in events if event["event"] == "finished"]
-    if finished:
-        status = finished[-1]["status"]
-    elif stop_requested(store, run):
-        status = Status.STOPPED
+    return _status(store, record, clusters)
+
+
+def all_statuses(store: Store, clusters: Clusters | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the status of each run, oldest first; see `run_status`."""
+    for run in runs(store):
+        if (record := plan_of(store, run)) is not None:
+            yield _status(store, record, clusters)
+
+
+def _status(store: Store, record: dict[str, Any], clusters: Clusters | None) -> dict[str, Any]:
+    run = record["run"]
+    over = read_over(store, run)
+    if over is not None:
+        status, stages = over.status, over.model_dump(exclude_unset=True)["stages"]
     else:
-        gone = clusters is not None and driver_alive(events, clusters) is False
-        status = Status.UNFINISHED if gone else Status.RUNNING
+        events = read_events(store, run)
+        status, stages = _status_so_far(store, run, events, clusters), stages_of(record, events)
     if status == Status.STOPPED:  # `stop` also stopped the driver, which could not record its stages' status
-        for stage in stages.values():
+        for stage in stages:
             if stage["status"] in UNDER_WAY:
                 stage["status"] = Status.STOPPED
     return {
@@ -249,21 +239,18 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
         "pipeline": record["pipeline"]["name"],
         "status": status,
         "created": record["created"],
-        "stages": list(stages.values()),
+        "stages": [*stages],
     }
 
 
-def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the state of each stage according to the drivers' events; later events override earlier ones."""
-    stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": Status.PENDING} for name in names}
-    for event in events:
-        if event["event"] in {"stage", "attempt ended"} and event["stage"] in stages:
-            stage = stages[event["stage"]]
-            stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
-            if event["status"] == Status.RUNNING:
-                stage.setdefault("started", event["time"])
-            stage["changed"] = event["time"]
-    return stages
+def _status_so_far(store: Store, run: str, events: list[dict[str, Any]], clusters: Clusters | None) -> str:
+    """Return the status of a run without a record of its end."""
+    if finished := [event for event in events if event["event"] == "finished"]:  # before there was over.json
+        return str(finished[-1]["status"])
+    if stop_requested(store, run):
+        return Status.STOPPED
+    gone = clusters is not None and driver_alive(events, clusters) is False
+    return Status.UNFINISHED if gone else Status.RUNNING
 
 
 def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
@@ -285,7 +272,7 @@ def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
     submitted = [event for event in events if event["event"] == "driver submitted"]
     for event in [event for event in submitted if is_at(store, event.get("store_uri", store.uri))][-1:]:
         yield stop(event["cluster_address"], event["submission_id"])
-    for stage in _stages(record["stages"], read_events(store, run)).values():
+    for stage in stages_of(record, read_events(store, run)):
         if stage["status"] in UNDER_WAY and "submission_id" in stage:
             attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
             if attempt is not None and attempt.run == run and is_at(store, attempt.store_uri):

@@ -18,7 +18,7 @@ from rich.text import Text
 from pipelines.results.accuracies import add_headings, labels_of, table_with_title
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_manifests, local_files
+from pipelines.store import Manifest, Store, local_files, read_manifest
 from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
@@ -54,8 +54,7 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     known = list(dict.fromkeys(["accuracy", *(computed.name for computed in COMPUTED), *OF_SEVERAL]))
     if metric not in known:
         raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
-    manifests = list(all_manifests(store))
-    measured = [measurements(store, _measured(store, manifests, selector)) for selector in (a, b)]
+    measured = [measurements(store, _measured(store, selector)) for selector in (a, b)]
     if metric == ACCURACY and all(side.scored and not side.entries for side in measured):
         metric = MEAN_AP
     sides = [_entries(side, metric) for side in measured]
@@ -204,12 +203,12 @@ def _sort_key(setting: tuple[Any, ...]) -> tuple[Any, ...]:
     return task, protocol, labels is None, labels or 0, method, stage or ""
 
 
-def _measured(store: Store, manifests: list[Manifest], selector: str) -> list[Manifest]:
+def _measured(store: Store, selector: str) -> list[Manifest]:
     """Return the artifacts with measurements that a selector matches; for a report, the ones that it reports."""
-    matches = find_manifests(store, selector, manifests)
+    matches = find_manifests(store, selector)
     if [manifest.kind for manifest in matches] == ["report"]:
-        keys = {reference.key for reference in matches[0].inputs["of"]}
-        matches = [manifest for manifest in manifests if manifest.key in keys]
+        inputs = (read_manifest(store, each.job, each.key) for each in matches[0].inputs["of"])
+        matches = [manifest for manifest in inputs if manifest is not None]
     if not matches:
         raise RecipeError(
             f"{selector}: no committed results yet; `vitflow status` shows what its run is doing"

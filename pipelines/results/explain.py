@@ -22,7 +22,7 @@ from pipelines.results.lookup import find_manifests
 from pipelines.results.query import query
 from pipelines.spec import AnyStage, RecipeError
 from pipelines.spec.search import placed
-from pipelines.store import Manifest, Store, all_manifests, read_manifest
+from pipelines.store import Manifest, Store, read_manifest
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, marks
 
@@ -87,7 +87,7 @@ def find_side(store: Store, selector: str) -> Side:
     Raises:
         RecipeError: none or several match, or its run's recipe cannot be read.
     """
-    matches = find_manifests(store, selector, list(all_manifests(store)), "evaluation or fine-tuning")
+    matches = find_manifests(store, selector)
     found = [manifest for manifest in matches if manifest.job in EXPLAINED]
     if len(found) != 1:
         jobs = ", ".join(sorted({manifest.job for manifest in matches} - set(EXPLAINED)))

@@ -7,6 +7,7 @@ artifact, so the lineage of that artifact is the lineage of the row.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any, Literal
 
 from pipelines.results.lookup import find_manifests
@@ -16,9 +17,7 @@ from pipelines.store import (
     Manifest,
     Store,
     StoreDamaged,
-    all_manifests,
-    input_ref,
-    read_manifest,
+    read_with_reference,
     successor,
     warn,
 )
@@ -65,8 +64,8 @@ def trace(store: Store, selector: str) -> Lineage:
     """
     roots = _roots(store, selector)
     nodes: dict[str, Manifest] = {}
-    shas: dict[str, str] = {}
     edges: list[Edge] = []
+    read_once = cache(partial(_read_input, store))
     pending = list(roots)
     while pending:
         manifest = pending.pop()
@@ -75,24 +74,24 @@ def trace(store: Store, selector: str) -> Lineage:
         nodes[manifest.key] = manifest
         for field, references in manifest.inputs.items():
             for reference in references:
-                source = nodes.get(reference.key) or _read_input(store, reference)
+                source, sha = read_once(reference.job, reference.key)
                 if isinstance(source, Manifest):
                     pending.append(source)
-                    if source.key not in shas:
-                        shas[source.key] = input_ref(store, source).manifest_sha256
-                edges.append(_edge(manifest, field, reference, source, shas.get(reference.key)))
+                edges.append(_edge(manifest, field, reference, source, sha))
     replaced = {key: new for key, node in nodes.items() if (new := _replaced_by(store, node))}
     return Lineage(
         roots=tuple(manifest.key for manifest in roots), nodes=nodes, edges=tuple(edges), replaced=replaced
     )
 
 
-def _read_input(store: Store, reference: InputRef) -> Manifest | Literal["gone", "damaged"]:
+def _read_input(store: Store, job: str, key: str) -> tuple[Manifest | Literal["gone", "damaged"], str | None]:
+    """Return an input, and the sha256 of its manifest as it is now."""
     try:
-        return read_manifest(store, reference.job, reference.key) or "gone"
+        found = read_with_reference(store, job, key)
     except StoreDamaged as error:
         warn(str(error))
-        return "damaged"
+        return "damaged", None
+    return ("gone", None) if found is None else (found[0], found[1].manifest_sha256)
 
 
 def _replaced_by(store: Store, node: Manifest) -> str | None:
@@ -130,7 +129,7 @@ def _edge(
 
 def _roots(store: Store, selector: str) -> list[Manifest]:
     """Return the artifacts that a selector matches, without inputs of others among them."""
-    matches = find_manifests(store, selector, list(all_manifests(store)))
+    matches = find_manifests(store, selector)
     taken = {
         reference.key
         for manifest in matches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, get_args
 
-from pipelines.engine.runs import run_status, runs
+from pipelines.engine.runs import all_statuses
 from pipelines.engine.status import COMMITTED
 from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
@@ -149,12 +149,11 @@ def _runs(store: Store) -> list[dict[str, Any]]:
     from pipelines.cluster.local import connect_running
 
     rows = []
-    for run in runs(store):
-        status = run_status(store, run, connect_running)
+    for status in all_statuses(store, connect_running):
         done = sum(stage["status"] in COMMITTED for stage in status["stages"])
         rows.append(
             {
-                "run": run,
+                "run": status["run"],
                 "pipeline": status["pipeline"],
                 "status": status["status"],
                 "stages": f"{done}/{len(status['stages'])}",

@@ -1,50 +1,84 @@
 """The runs and artifacts that a user names: by an id, a recipe's name, a key or a unique prefix, RUN/STAGE or RUN.
 
-Of several runs of one recipe, RUN is the newest, and RUN/STAGE the result in the newest that has one.
+Of several runs of one recipe, RUN is the newest, and RUN/STAGE the result in the newest that has one. Only a recipe's
+own runs and the keys with the given prefix are listed, so that the number of requests does not grow with the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from itertools import chain
 
-from pipelines.engine.runs import run_status, runs
+from pipelines.engine.history import plan_of, recipe_of, runs, runs_of, stage_keys
 from pipelines.recipe.pipeline import members
-from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_keys, all_manifests
+from pipelines.spec import STAGE_TYPES, RecipeError, nearest
+from pipelines.store import (
+    Manifest,
+    Store,
+    StoreDamaged,
+    all_manifests,
+    is_committed,
+    read_manifest,
+    warn,
+)
+
+Artifact = tuple[str, str]
+"""(job, key)"""
 
 
 def find_run(store: Store, prefix: str | None) -> str:
     """Return the newest run with this id, recipe name or prefix; None: of all runs. Raises RecipeError."""
-    return (_matching_runs(store, "") if prefix is None else _runs_of_one_recipe(store, prefix))[-1]
+    found = reversed(_matching_runs(store, "")) if prefix is None else _runs_of_one_recipe(store, prefix)
+    newest = next((run for run in found if plan_of(store, run) is not None), None)
+    if newest is None:
+        raise RecipeError(f"{store.uri} has no runs" if prefix is None else f"no run matches {prefix!r}")
+    return newest
 
 
 def _matching_runs(store: Store, prefix: str) -> list[str]:
     """Return the runs with this id or prefix of one, oldest first. Raises RecipeError if there are none."""
-    ids = runs(store)
+    ids = runs(store, prefix)
     if not ids:
-        raise RecipeError(f"{store.uri} has no runs")
-    matches = [run for run in ids if run == prefix] or [run for run in ids if run.startswith(prefix)]
-    if not matches:
-        raise RecipeError(f"no run matches {prefix!r}{nearest(prefix, ids[-5:])}")
-    return matches
+        others = runs(store) if prefix else []
+        raise RecipeError(
+            f"no run matches {prefix!r}{nearest(prefix, others[-5:])}"
+            if others
+            else f"{store.uri} has no runs"
+        )
+    return [run for run in ids if run == prefix] or ids
+
+
+def _runs_of_one_recipe(store: Store, prefix: str) -> Iterable[str]:
+    """Return the runs with this id, recipe name or prefix, newest first.
+
+    Raises:
+        RecipeError: there are none, or of several recipes.
+    """
+    of_recipe = runs_of(store, prefix)
+    if (newest := next(of_recipe, None)) is not None:
+        return chain([newest], of_recipe)
+    matches = _matching_runs(store, prefix)
+    if len({recipe_of(run) for run in matches}) > 1:
+        raise RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
+    return reversed(matches)
 
 
 def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
-    """Return the artifact of a kind that a selector (see `_find`) matches; None: the newest.
+    """Return the artifact of a kind that a selector (see `find_keys`) matches; None: the newest.
 
     Raises:
         RecipeError: none or several match.
     """
-    manifests = [manifest for manifest in all_manifests(store) if manifest.kind == kind]
     if selector is None:
-        matches = manifests[-1:]
+        matches = _all(store, kind)[-1:]
     else:
         try:
-            matches = find_manifests(store, selector, manifests, kind)
+            matches = find_manifests(store, selector, kind)
         except RecipeError as error:
             raise RecipeError(f"{error}. `vitflow list --kind {kind}s` shows the keys") from None
     if len(matches) != 1:
-        listed = _names({manifest.key: manifest.stage for manifest in matches or manifests})
+        listed = _names([(manifest.stage, manifest.key) for manifest in matches or _all(store, kind)])
         raise RecipeError(
             f"{selector!r} is ambiguous; it matches the {kind}s {listed}"
             if matches
@@ -58,95 +92,105 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
     return matches[0]
 
 
-def find_manifests(
-    store: Store, selector: str, manifests: Sequence[Manifest], kind: str = "artifact"
-) -> list[Manifest]:
-    """Return the manifests that a selector (see `_find`) matches; messages call one a `kind`. Raises RecipeError."""
-    keys = _find(store, selector, {manifest.key: manifest.stage for manifest in manifests}, kind)
-    return [manifest for manifest in manifests if manifest.key in keys]
+def _all(store: Store, kind: str) -> list[Manifest]:
+    """Return all artifacts of a kind, oldest first."""
+    found = [manifest for job in _jobs(kind) for manifest in all_manifests(store, job)]
+    return sorted(found, key=lambda manifest: manifest.finished)
 
 
-def find_keys(store: Store, selector: str) -> list[tuple[str, str]]:
-    """Return (job, key) of the artifacts that a selector (see `_find`) matches, even of damaged ones.
+def _jobs(kind: str | None) -> list[str]:
+    """Return the jobs that make a kind of artifact; None: all."""
+    return [job for job, stage in STAGE_TYPES.items() if kind in (None, stage.KIND)]
+
+
+def find_manifests(store: Store, selector: str, kind: str | None = None) -> list[Manifest]:
+    """Return the manifests that a selector (see `find_keys`) matches, oldest first; skip damaged ones with a warning.
 
     Raises:
-        RecipeError: nothing matches, or the prefix is ambiguous.
+        RecipeError: nothing matches, or it is ambiguous.
     """
-    artifacts = all_keys(store)
-    keys = _find(store, selector, {key: job for job, key in artifacts}, "artifact")
-    return [(job, key) for job, key in artifacts if key in keys]
+    found = []
+    for job, key in find_keys(store, selector, kind):
+        try:
+            manifest = read_manifest(store, job, key)
+        except StoreDamaged as error:
+            warn(f"{error}; ignoring it. Run `vitflow verify`")
+            continue
+        if manifest is not None:
+            found.append(manifest)
+    return sorted(found, key=lambda manifest: manifest.finished)
 
 
-def _find(store: Store, selector: str, labels: Mapping[str, str], kind: str) -> set[str]:
-    """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; a RUN may have none.
+def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Artifact]:
+    """Return the artifacts that a key, a unique key prefix, RUN/STAGE or RUN matches, even damaged ones.
+
+    A key or its prefix may be of an artifact that is not committed; a RUN may have none that is.
 
     Args:
-        labels: key -> its stage, which messages show beside it.
-        kind: the kind of artifact, for messages.
+        kind: only artifacts of this kind.
 
     Raises:
         RecipeError: there is no such key, run or stage, or it is ambiguous.
     """
-    matches = {key: label for key, label in labels.items() if selector and key.startswith(selector)}
-    if not matches:
-        prefix, _, stage = selector.partition("/")
-        try:
-            if stage:
-                return _newest_result(store, _runs_of_one_recipe(store, prefix), stage, labels)
-            return labels.keys() & _stage_keys(store, find_run(store, prefix)).values()
-        except RecipeError as error:
-            raise RecipeError(f"no {kind} has a key that begins with {selector!r}, and {error}") from None
+    jobs = _jobs(kind)
+    prefix, _, stage = selector.partition("/")
+    matches = [] if stage or not selector else _with_prefix(store, jobs, selector)
     if len(matches) > 1:
         raise RecipeError(f"{selector!r} is ambiguous; it matches the keys {_names(matches)}")
-    return set(matches)
+    if matches:
+        return matches
+    try:
+        found = (
+            _newest_result(store, _runs_of_one_recipe(store, prefix), stage)
+            if stage
+            else _committed(store, find_run(store, prefix))
+        )
+    except RecipeError as error:
+        named = kind or "artifact"
+        raise RecipeError(f"no {named} has a key that begins with {selector!r}, and {error}") from None
+    return [artifact for artifact in found if artifact[0] in jobs]
 
 
-def _runs_of_one_recipe(store: Store, prefix: str) -> list[str]:
-    """Return the runs with this id, recipe name or prefix. Raises RecipeError: none, or of several recipes."""
-    matches = _matching_runs(store, prefix)
-    if of_recipe := [run for run in matches if _recipe(run) == prefix]:
-        return of_recipe
-    if len({_recipe(run) for run in matches}) > 1:
-        raise RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
-    return matches
+def _with_prefix(store: Store, jobs: Sequence[str], prefix: str) -> list[Artifact]:
+    return [(job, key) for job in jobs for key in store.names(f"artifacts/{job}", prefix)]
 
 
-def _recipe(run: str) -> str:
-    return run.rsplit("-", 3)[0]
+def _committed(store: Store, run: str) -> list[Artifact]:
+    """Return the results of a run."""
+    (stages,) = stage_keys(store, [run])
+    return [
+        artifact for artifact in stages.values() if artifact is not None and is_committed(store, *artifact)
+    ]
 
 
-def _newest_result(store: Store, matches: Sequence[str], stage: str, labels: Mapping[str, str]) -> set[str]:
-    """Return the keys in `labels` of a stage, or of all members of a matrix, in the newest run that has all of them.
+def _newest_result(store: Store, newest_first: Iterable[str], stage: str) -> list[Artifact]:
+    """Return the results of a stage, or of all members of a matrix, in the newest run that has all of them.
 
-    If no run has all, return the keys in the newest run that has some.
-
-    Args:
-        matches: the runs, oldest first.
+    If no run has all, return those in the newest run that has some.
 
     Raises:
-        RecipeError: none has this stage.
+        RecipeError: no run has this stage.
     """
-    some: set[str] = set()
-    unknown: list[RecipeError] = []
-    for run in reversed(matches):
-        stages = _stage_keys(store, run)
+    some: list[Artifact] = []
+    unknown: RecipeError | None = None
+    is_known = False
+    is_made = cache(partial(is_committed, store))
+    for stages in stage_keys(store, newest_first):
         try:
-            keys = [stages[name] for name in members(stage, stages)]
+            named = members(stage, stages)
         except RecipeError as error:
-            unknown.append(error)
+            unknown = unknown or error
             continue
-        some = some or labels.keys() & keys
-        if all(key in labels for key in keys):
-            return labels.keys() & keys
-    if len(unknown) == len(matches):
-        raise unknown[0]
+        is_known = True
+        made = [artifact for name in named if (artifact := stages[name]) is not None and is_made(*artifact)]
+        if len(made) == len(named):
+            return made
+        some = some or made
+    if not is_known and unknown is not None:
+        raise unknown
     return some
 
 
-def _stage_keys(store: Store, run: str) -> dict[str, str | None]:
-    """Return {stage: its key} of a run; None: its key is not known yet."""
-    return {entry["stage"]: entry.get("key") for entry in run_status(store, run)["stages"]}
-
-
-def _names(labels: Mapping[str, str]) -> str:
-    return ", ".join(f"{key[:12]} ({label})" for key, label in list(labels.items())[-8:])
+def _names(artifacts: Sequence[Artifact]) -> str:
+    """Name artifacts by the beginnings of their keys, and by their stages or jobs."""
+    return ", ".join(f"{key[:12]} ({label})" for label, key in artifacts[-8:])

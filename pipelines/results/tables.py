@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.engine.runs import run_status, runs
+from pipelines.engine.runs import all_statuses
 from pipelines.spec.vtab import GROUPS
 from pipelines.store import Manifest, Store, all_manifests, finished_log, local_file
 
@@ -396,8 +396,7 @@ def _artifacts(store: Store, manifests: list[Manifest], groups: Groups) -> Recor
 
 
 def _runs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for run in runs(store):
-        status = run_status(store, run)
+    for status in all_statuses(store):
         yield status | {"stages": len(status["stages"])}
 
 

@@ -27,6 +27,7 @@ from pipelines.store import (
     InputRef,
     Layout,
     Manifest,
+    Over,
     Store,
     StoreAbsent,
     StoreDamaged,
@@ -251,8 +252,9 @@ def _records(store: Store, unread: list[Unchecked]) -> Iterator[Damage]:
         folder = f"{Layout.run(run)}/events"
         events = [f"{folder}/{event}" for event in store.names(folder)]
         _, error = _read(plan := f"{Layout.run(run)}/plan.json", unread, read_plan, store, run)
+        records = dict.fromkeys(events, Event) | {f"{Layout.run(run)}/over.json": Over}
         found = {plan: error} | {
-            name: _read(name, unread, read_record, store, name, Event)[1] for name in events
+            name: _read(name, unread, read_record, store, name, model)[1] for name, model in records.items()
         }
         for name, error in found.items():
             if error is not None:

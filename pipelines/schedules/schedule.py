@@ -7,6 +7,7 @@ tick in its id and starts once; Ray accepts the submission id of the run's drive
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from pydantic import AfterValidator
 from pipelines.cluster.jobs_client import Cluster, connect
 from pipelines.cluster.local import connect_running
 from pipelines.engine import plan, submission
-from pipelines.engine.runs import Run, is_over, run_status, start_run
+from pipelines.engine.history import days_back, end_run, is_over
+from pipelines.engine.runs import Run, run_status, start_run
 from pipelines.engine.status import Status
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
@@ -170,29 +172,35 @@ def _write(store: Store, number: int, schedule: Schedule) -> None:
         raise StoreError(f"another process has just changed the schedule {schedule.name}; check it and retry")
 
 
-def tick_run(store: Store, name: str, tick: datetime) -> str:
-    """Return the id of a tick's run; it includes the store, because a cluster may run several stores' schedules."""
-    return f"{name}-{tick:%Y%m%d-%H%M%S}-tick{store.id[:8]}"
+def tick_run(store: Store, schedule: Schedule, tick: datetime) -> str:
+    """Return the id of a tick's run, which is a run of the schedule's recipe, whatever the schedule is called.
+
+    It includes the store, because a cluster may run several stores' schedules.
+    """
+    by = hashlib.sha256(f"{store.id}/{schedule.name}".encode()).hexdigest()[:8]
+    return f"{schedule.pipeline.name}-{tick:%Y%m%d-%H%M%S}-tick{by}"
 
 
 def last_decision(store: Store, name: str) -> Decision | None:
-    """Return the decision on the latest tick that has one."""
+    """Return the decision on the latest tick that has one; list the older ones only if there is no recent one."""
     folder = f"{Layout.schedule(name)}/ticks"
-    names = store.names(folder)
-    return read_record(store, f"{folder}/{names[-1]}", Decision) if names else None
+    for day in days_back():
+        if names := store.names(folder, after=day):
+            return read_record(store, f"{folder}/{names[-1]}", Decision)
+    return None
 
 
-def decide(store: Store, name: str, tick: datetime, blocking_run: str | None) -> Decision | None:
+def decide(store: Store, schedule: Schedule, tick: datetime, blocking_run: str | None) -> Decision | None:
     """Decide to run a tick, or to skip it because of an earlier run; None if there is a decision already."""
     decision = Decision(
         tick=tick.isoformat(),
         decision="run" if blocking_run is None else "skip",
-        run=blocking_run or tick_run(store, name, tick),
+        run=blocking_run or tick_run(store, schedule, tick),
         nonce=secrets.token_hex(8),
         who=who(),
         time=now(),
     )
-    return decision if store.create(_decision_name(name, tick), encode(decision)) else None
+    return decision if store.create(_decision_name(schedule.name, tick), encode(decision)) else None
 
 
 def _decision_name(name: str, tick: datetime) -> str:
@@ -203,7 +211,7 @@ def _decision_name(name: str, tick: datetime) -> str:
 
 
 def attend(
-    store: Store, name: str, moment: datetime, token_file: Path | None, grace: timedelta | None
+    store: Store, schedule: Schedule, moment: datetime, token_file: Path | None, grace: timedelta | None
 ) -> Iterator[str]:
     """Start the runs and drivers that a schedule needs at this moment; yield a line for each action.
 
@@ -219,13 +227,11 @@ def attend(
         StoreError, ClusterUnreachable, LocalRayError: the next call continues.
         ValueError: the schedule's cluster cannot be used.
     """
-    schedule = read_schedule(store, name)
-    if schedule is None or schedule.state != "active":
+    if schedule.state != "active":
         return
     tick = schedule.last_tick(moment)
-    decided = tick and read_record(store, _decision_name(name, tick), Decision)
-    # Listing the ticks takes more requests the more there are, so an idle call does not.
-    previous = decided or last_decision(store, name)
+    decided = tick and read_record(store, _decision_name(schedule.name, tick), Decision)
+    previous = decided or last_decision(store, schedule.name)  # an idle call lists nothing
     blocking_run = None
     if previous is not None and not _is_over(store, previous.run):
         if _status(store, previous.run, schedule, token_file) == Status.UNFINISHED:
@@ -238,7 +244,7 @@ def attend(
         following = next(schedule.next_ticks(moment))
         yield f"missed {_shown(tick)}, because nothing served the schedule then; next {_shown(following)}"
         return
-    decision = decide(store, name, tick, blocking_run)
+    decision = decide(store, schedule, tick, blocking_run)
     if decision is None:
         return  # another process has just decided, and submits it; if it fails, the next call does
     if decision.decision == "skip":
@@ -268,7 +274,7 @@ def _status(store: Store, run: str, schedule: Schedule, token_file: Path | None)
 
 
 def _is_over(store: Store, run: str) -> bool:
-    if (store.id, run) not in _OVER and read_plan(store, run) is not None and is_over(store, run):
+    if (store.id, run) not in _OVER and is_over(store, run):
         _OVER.add((store.id, run))
     return (store.id, run) in _OVER
 
@@ -285,7 +291,7 @@ def _submit(store: Store, schedule: Schedule, run_id: str, token_file: Path | No
         submitted = [event for event in read_events(store, run_id) if event["event"] == "driver submitted"]
         if sum(event["cluster_session"] == session for event in submitted) >= DRIVERS:
             last = submitted[-1]["submission_id"]
-            add_event(store, run_id, "finished", status=Status.FAILED, detail=f"{DRIVERS} drivers died")
+            end_run(store, run_id, Status.FAILED, f"{DRIVERS} drivers died")
             yield f"{run_id}: given up after {DRIVERS} drivers died; see the log of Ray's job {last}"
             return
         driver = submission.submit_driver(store, run, cluster, schedule.parallel, ray_folder)
@@ -308,7 +314,7 @@ def _finish_cached(store: Store, schedule: Schedule, run: Run) -> bool:
         return False
     for stage in planned:
         add_event(store, run.id, "stage", stage=stage.name, status=Status.CACHED, key=stage.key)
-    add_event(store, run.id, "finished", status=Status.SUCCEEDED)
+    end_run(store, run.id, Status.SUCCEEDED)
     return True
 
 

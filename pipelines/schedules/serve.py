@@ -54,17 +54,17 @@ class _Server:
                 line = f"{schedule.cron} {schedule.timezone}, next {ticks[name]:%Y-%m-%d %H:%M:%S} UTC"
                 self.say(f"{name}: {line}")
             if name not in self.attending or self.attending[name].done():
-                self.attending[name] = threads.submit(self._attend, name, now)
+                self.attending[name] = threads.submit(self._attend, schedule, now)
         self.served = active
         return min([LOOK_SECONDS, *((tick - now).total_seconds() for tick in ticks.values())])
 
-    def _attend(self, name: str, now: datetime) -> None:
+    def _attend(self, schedule: Schedule, now: datetime) -> None:
         """Attend to one schedule; print errors, and retry at the next look."""
         try:
-            for line in attend(self.store, name, now, self.token_file, GRACE):
-                self._say_once(name, line)
+            for line in attend(self.store, schedule, now, self.token_file, GRACE):
+                self._say_once(schedule.name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
-            self._say_once(name, f"{error}; retrying")
+            self._say_once(schedule.name, f"{error}; retrying")
         except Exception:  # a bug must not end the other schedules, nor go unnoticed
             traceback.print_exc()
 

@@ -62,11 +62,15 @@ from pipelines.store.records import Heartbeat as Heartbeat
 from pipelines.store.records import InputRef as InputRef
 from pipelines.store.records import Layout as Layout
 from pipelines.store.records import Manifest as Manifest
+from pipelines.store.records import Over as Over
 from pipelines.store.records import now as now
 from pipelines.store.records import who as who
 from pipelines.store.run_records import add_event as add_event
+from pipelines.store.run_records import create_over as create_over
 from pipelines.store.run_records import create_run as create_run
 from pipelines.store.run_records import read_events as read_events
+from pipelines.store.run_records import read_over as read_over
+from pipelines.store.run_records import read_overs as read_overs
 from pipelines.store.run_records import read_plan as read_plan
 from pipelines.store.run_records import request_stop as request_stop
 from pipelines.store.run_records import stop_requested as stop_requested

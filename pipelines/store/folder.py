@@ -142,10 +142,12 @@ class FolderStore:
                 folder.rmdir()
                 folder = folder.parent
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: str, prefix: str = "", after: str = "") -> list[str]:
         try:
             return sorted(
-                entry.name for entry in os.scandir(self.root / folder) if not entry.name.startswith(".")
+                entry.name
+                for entry in os.scandir(self.root / folder)
+                if entry.name.startswith(prefix) and entry.name > after and not entry.name.startswith(".")
             )
         except (FileNotFoundError, NotADirectoryError):
             return []

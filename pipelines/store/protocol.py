@@ -78,8 +78,12 @@ class Store(Protocol):
         In a folder, folders that become empty are removed, too, including killed writers' temporary files.
         """
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names of a folder's immediate children, sorted; empty if there is no such folder."""
+    def names(self, folder: str, prefix: str = "", after: str = "") -> list[str]:
+        """Return the names of a folder's immediate children, sorted; empty if there is no such folder.
+
+        With `prefix`, only names that begin with it; with `after`, only names that are greater. On S3 this takes a
+        request per thousand names that are returned.
+        """
 
     def digest(self, name: str) -> tuple[int, str] | None:
         """Read an object and return its (size, sha256); None if there is no such object."""

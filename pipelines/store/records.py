@@ -38,6 +38,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/log/...          what a training measures while it runs (`training_log`)
     artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        a request for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
+    runs/<run id>/over.json                             its end, with the state of all stages, created once
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
     schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
     """
@@ -242,9 +243,12 @@ class Replaced(Frozen):
     time: str
 
 
-def _with_name(pipeline: dict[str, Any]) -> dict[str, Any]:
+def _with_stages(pipeline: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(pipeline.get("name"), str):
         raise ValueError("a pipeline needs a name")
+    for name, stage in pipeline.get("stages", {}).items():
+        if not isinstance(stage.get("job"), str):
+            raise ValueError(f"stage {name!r} needs a job")
     return pipeline
 
 
@@ -254,7 +258,7 @@ class RunPlan(Frozen):
     model_config = ConfigDict(extra="ignore")
 
     run: str
-    pipeline: Annotated[dict[str, Any], AfterValidator(_with_name)]
+    pipeline: Annotated[dict[str, Any], AfterValidator(_with_stages)]
     targets: list[str]
     stages: list[str]
     digest: str
@@ -263,6 +267,32 @@ class RunPlan(Frozen):
     strict_code: bool = False
     latest: dict[str, InputRef | None] = Field(default_factory=dict)
     """Stage with `init_from: latest` -> its newest model at that time; None if there was none."""
+
+    @model_validator(mode="after")
+    def _has_its_stages(self) -> Self:
+        if unknown := {*self.stages} - {*self.pipeline.get("stages", {})}:
+            raise ValueError(f"the pipeline has no stage {min(unknown)!r}")
+        return self
+
+
+class StageState(Frozen):
+    """The state of a stage of a run; it may have more fields, which are those of its last event."""
+
+    model_config = ConfigDict(extra="allow")
+
+    stage: str
+    job: Name
+    status: str
+    key: Name | None = None
+
+
+class Over(Frozen):
+    """The end of a run: its status, and the state of its stages, in running order."""
+
+    status: str
+    time: Time
+    detail: str = ""
+    stages: tuple[StageState, ...]
 
 
 class Event(Frozen):

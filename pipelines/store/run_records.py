@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.errors import StoreDamaged
 from pipelines.store.objects import check_name, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
-from pipelines.store.records import Event, Layout, RunPlan, now, who
+from pipelines.store.records import Event, Layout, Over, RunPlan, now, who
 
 
 def create_run(store: Store, run: str, plan: Mapping[str, Any]) -> bool:
@@ -47,6 +47,33 @@ def read_events(store: Store, run: str) -> list[dict[str, Any]]:
         except StoreDamaged as error:
             warn(f"{error}; ignoring it. Run `vitflow verify`")
     return sorted(events, key=lambda event: event["time"])  # ULIDs within a millisecond are not ordered
+
+
+def create_over(store: Store, run: str, over: Over) -> None:
+    """Write the end of a run, unless it has one."""
+    store.create(f"{Layout.run(run)}/over.json", encode(over))
+
+
+def read_over(store: Store, run: str) -> Over | None:
+    """Return the end of a run; None if it is not over, or the record is damaged, which a warning says."""
+    return read_overs(store, [run])[0]
+
+
+def read_overs(store: Store, runs: Sequence[str]) -> list[Over | None]:
+    """Do the same for several runs, with concurrent requests."""
+    names = [f"{Layout.run(run)}/over.json" for run in runs]
+    return [
+        _parse_over(store, name, data)
+        for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True)
+    ]
+
+
+def _parse_over(store: Store, name: str, data: bytes | StoreDamaged | None) -> Over | None:
+    try:
+        return None if data is None else parse_record(store, name, data, Over)
+    except StoreDamaged as error:
+        warn(f"{error}; ignoring it. Run `vitflow verify`")
+        return None
 
 
 def request_stop(store: Store, run: str) -> None:

@@ -88,15 +88,17 @@ class S3Store:
             with self._translate_errors(f"remove {name}"):
                 s3_client.client().delete_object(Bucket=self.bucket, Key=self.prefix + name)
 
-    def names(self, folder: str) -> list[str]:
-        prefix = f"{self.prefix}{folder}/" if folder else self.prefix
+    def names(self, folder: str, prefix: str = "", after: str = "") -> list[str]:
+        root = f"{self.prefix}{folder}/" if folder else self.prefix
+        start = {"StartAfter": root + after} if after else {}
         keys = []
         with self._translate_errors(f"list {folder}"):
             lister = s3_client.client().get_paginator("list_objects_v2")
-            for page in lister.paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/"):
+            for page in lister.paginate(Bucket=self.bucket, Prefix=root + prefix, Delimiter="/", **start):
                 keys += [entry["Key"] for entry in page.get("Contents", ())]
                 keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-        return sorted({name for key in keys if (name := key[len(prefix) :].rstrip("/"))})
+        names = {key[len(root) :].rstrip("/") for key in keys}
+        return sorted(name for name in names if name > after)  # a folder of this name is listed, too
 
     def digest(self, name: str) -> tuple[int, str] | None:
         size, digest = 0, hashlib.sha256()

@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from pipelines.cluster.local import hold
-from pipelines.engine.runs import is_over, run_status, runs
+from pipelines.engine.history import is_over, runs
+from pipelines.engine.runs import run_status
 from pipelines.engine.submission import driver_id
 from pipelines.recipe.load import parse_pipeline
 from pipelines.schedules.schedule import Schedule, add_schedule, attend, find_schedule, tick_run
@@ -65,6 +66,10 @@ def first_tick(store: Store) -> datetime:
     return next(find_schedule(store, "often").next_ticks(datetime.now(UTC)))
 
 
+def run_of(store: Store, tick: datetime) -> str:
+    return tick_run(store, find_schedule(store, "often"), tick)
+
+
 def outcome(store: Store, run: str) -> dict[str, str]:
     """Stage -> status of a run, when it is over."""
     wait_for(lambda: is_over(store, run))
@@ -81,16 +86,16 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
     store: Store, images: Path
 ) -> None:
     def at(tick: datetime) -> tuple[list[str], dict[str, str]]:
-        said = list(attend(store, "often", tick, None, MINUTE))
-        return said, outcome(store, tick_run(store, "often", tick))
+        said = list(attend(store, find_schedule(store, "often"), tick, None, MINUTE))
+        return said, outcome(store, run_of(store, tick))
 
     tick = first_tick(store)
     said, stages = at(tick)
-    assert f"{driver_id(store, tick_run(store, 'often', tick), 1)} is running" in said[0]
+    assert f"{driver_id(store, run_of(store, tick), 1)} is running" in said[0]
     assert stages == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
     (images / "a" / "0.png").touch()
     said, stages = at(tick + MINUTE)
-    assert said == [f"{tick_run(store, 'often', tick + MINUTE)}: nothing to do"]
+    assert said == [f"{run_of(store, tick + MINUTE)}: nothing to do"]
     assert stages == {"images": "CACHED", "pixels": "CACHED"}
     add_image(images, "a", 100)
     said, stages = at(tick + 2 * MINUTE)
@@ -99,7 +104,7 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
     images.rename(images.parent / "gone")
     said, stages = at(tick + 3 * MINUTE)
     assert stages == {"images": "FAILED", "pixels": "SKIPPED"}
-    detail = run_status(store, tick_run(store, "often", tick + 3 * MINUTE))["stages"][0]["detail"]
+    detail = run_status(store, run_of(store, tick + 3 * MINUTE))["stages"][0]["detail"]
     assert "does not exist" in detail, "a run says what it failed of"
     (images.parent / "gone").rename(images)
     (images.parent / "elsewhere").rename(images / "b")
@@ -111,7 +116,7 @@ KILLED = """
 import os, signal, sys
 from datetime import datetime
 from pipelines.store import folder
-from pipelines.schedules.schedule import attend, timedelta
+from pipelines.schedules.schedule import attend, find_schedule, timedelta
 from pipelines.store import open_store
 
 uri, tick, when = sys.argv[1:]
@@ -126,7 +131,8 @@ def dying(self, name, data):
     return done
 
 folder.FolderStore.create = dying
-list(attend(open_store(uri), "often", datetime.fromisoformat(tick), None, timedelta(seconds=60)))
+opened = open_store(uri)
+list(attend(opened, find_schedule(opened, "often"), datetime.fromisoformat(tick), None, timedelta(seconds=60)))
 """
 
 
@@ -143,7 +149,7 @@ def test_a_server_that_is_killed_between_claim_and_submission(when: str, store: 
     tick = first_tick(store)
     killed = subprocess.run([sys.executable, "-c", KILLED, store.uri, tick.isoformat(), when], timeout=120)
     assert killed.returncode == -signal.SIGKILL
-    run = tick_run(store, "often", tick)
+    run = run_of(store, tick)
     late = (tick + timedelta(seconds=200)).isoformat()
     command = [sys.executable, "-c", KILLED, store.uri, late, "never"]
     servers = [subprocess.Popen(command) for _ in range(2)]
@@ -159,20 +165,20 @@ def test_a_server_that_is_killed_between_claim_and_submission(when: str, store: 
 @pytest.mark.full
 def test_a_driver_that_dies_is_followed_by_another_until_it_is_given_up(store: Store) -> None:
     tick = first_tick(store)
-    run = tick_run(store, "often", tick)
+    run = run_of(store, tick)
     with hold() as ray:
         cluster = ray.cluster()
         for number in (1, 2, 3):
             moment = tick + timedelta(seconds=number)
-            (line,) = attend(store, "often", moment, None, MINUTE)
+            (line,) = attend(store, find_schedule(store, "often"), moment, None, MINUTE)
             driver = driver_id(store, run, number)
             assert f"{driver} is running" in line
-            assert list(attend(store, "often", moment, None, MINUTE)) == [], "it lives"
+            assert list(attend(store, find_schedule(store, "often"), moment, None, MINUTE)) == [], "it lives"
             cluster.stop(driver)
             wait_for(lambda: cluster.job(driver).status == "STOPPED")  # type: ignore[union-attr]  # noqa: B023
             if is_over(store, run):
                 pytest.skip("the driver was faster than its end")
-        (line,) = attend(store, "often", tick + timedelta(seconds=9), None, MINUTE)
+        (line,) = attend(store, find_schedule(store, "often"), tick + timedelta(seconds=9), None, MINUTE)
     assert "given up after 3 drivers died" in line
     assert run_status(store, run)["status"] == "FAILED"
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
+from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage, plan_pipeline
 from pipelines.engine.runs import start_run
 from pipelines.files.sources import source_files
@@ -87,7 +88,7 @@ def put_quickstart(store: Store) -> None:
             if stage.state == "run":
                 _commit(store, stage, run.id)
                 add_event(store, run.id, "stage", stage=stage.name, status="SUCCEEDED", key=stage.key)
-    add_event(store, run.id, "finished", status="SUCCEEDED")
+    end_run(store, run.id, "SUCCEEDED")
 
 
 def _commit(store: Store, planned: PlannedStage, run: str) -> None:

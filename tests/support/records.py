@@ -1,6 +1,6 @@
 """Records of a store for tests: everything has a default, so that a test gives only what it is about."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from pipelines.engine.plan import PlannedStage
 from pipelines.identity import CODE_SCHEME, code_digest, sha256, source_fingerprint
 from pipelines.spec import STAGE_TYPES
-from pipelines.store import Attempt, Layout, Manifest, Store, commit, now
+from pipelines.store import Attempt, Layout, Manifest, Store, add_event, commit, now
 from ray_jobs.process.context import Context
 
 
@@ -83,6 +83,7 @@ def commit_planned(store: Store, planned: PlannedStage, run: str, **fields: Any)
         "source": planned.source,
         "code": {"version": config.version, "scheme": CODE_SCHEME, "digest": digest, "git": "a" * 40},
     }
+    add_event(store, run, "stage", stage=planned.name, status="SUCCEEDED", key=planned.key)
     return commit(store, make_manifest(config.job, **made | fields))
 
 
@@ -98,11 +99,14 @@ def make_context(store: Store, config: Any, **inputs: Manifest) -> Context[Any]:
     return Context(attempt, config, {name: (given,) for name, given in inputs.items()})
 
 
-def make_plan(run: str, *stages: str) -> dict[str, Any]:
-    """The plan of a run of these stages; its pipeline is called as the run's id begins."""
+def make_plan(run: str, *stages: str, jobs: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The plan of a run of these stages, of job `ingest` by default; its pipeline is called as the run's id begins."""
     return {
         "run": run,
-        "pipeline": {"name": run.rsplit("-", 3)[0]},
+        "pipeline": {
+            "name": run.rsplit("-", 3)[0],
+            "stages": {stage: {"job": (jobs or {}).get(stage, "ingest")} for stage in stages},
+        },
         "targets": list(stages),
         "stages": list(stages),
         "digest": "d",

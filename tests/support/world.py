@@ -15,7 +15,7 @@ from pipelines.engine.runs import start_run
 from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.store import Attempt, Layout, Manifest, read_events
+from pipelines.store import Attempt, Layout, Manifest, read_events, read_over
 from tests.support.cluster import Client, Clock, FakeCluster, Script
 from tests.support.memory_store import MemoryStore
 from tests.support.network import Network
@@ -122,11 +122,13 @@ class World:
         return self.store.objects[name].decode()
 
     def events(self, run: str = "some-20261122-120000-0000") -> list[str]:
-        """What the run's events say, in short."""
-        return [
+        """What the run's events and the record of its end say, in short."""
+        said = [
             " ".join(str(event[name]) for name in ("event", "stage", "status") if name in event)
             for event in read_events(self.store, run)
         ]
+        over = read_over(self.store, run)
+        return said if over is None else [*said, f"finished {over.status}"]
 
     def stop_wish(self, run: str = "some-20261122-120000-0000") -> dict[str, Any] | None:
         data = self.store.objects.get(f"{Layout.run(run)}/stop.json")

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipelines.engine.history import end_run
 from pipelines.engine.runs import driver_process
 from pipelines.store import Store, add_event, open_store
 from tests.support.clusters import wait_for
@@ -143,6 +144,6 @@ def test_status_watches_until_the_run_has_ended(store: Store) -> None:
         assert first(process, r"^pretrain  RUNNING  (.*)").group(1).startswith("step 10/40 (25%)")
         put_lines(store, "pretrain", line(20), number=2)
         assert first(process, r"^pretrain  RUNNING  (.*)").group(1).startswith("step 20/40 (50%)")
-        add_event(store, RUN, "finished", status="FAILED")
+        end_run(store, RUN, "FAILED")
         assert first(process, f"^{RUN}  FAILED")
         assert process.wait(30) == 0

@@ -23,7 +23,7 @@ import pipelines.store.protocol
 from pipelines.cluster.local import LocalConnection
 from pipelines.commands import running
 from pipelines.engine import decisions, driver, runs
-from pipelines.engine.driver import Driver
+from pipelines.engine.driver import STOP_SECONDS, Driver
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
@@ -142,7 +142,7 @@ def test_what_fails_skips_only_what_needs_it() -> None:
 
 
 def test_the_end_of_a_job_is_awaited_after_its_commit_but_not_for_long() -> None:
-    for closing, seconds in ((2.0, 7.0), (60.0, 10.5)):
+    for closing, seconds in ((2.0, 7.0), (60.0, 15.5)):
         world = World(script=scripts(Script(closing=closing)))
         assert walk(world) == {"images": "SUCCEEDED"}
         assert world.clock.now == pytest.approx(seconds, abs=1.0)
@@ -379,7 +379,7 @@ def test_a_wish_to_stop_ends_the_run_and_its_jobs(when: str) -> None:
         assert (status, len(made)) == ({"images": "SUCCEEDED", "pixels": "STOPPED"}, 1)
     else:
         assert (status, made) == ({"images": "STOPPED", "pixels": "STOPPED"}, [])
-        assert world.clock.now < WHEN[when] + 2
+        assert world.clock.now < WHEN[when] + STOP_SECONDS + 1
     world.clock.sleep(100)
     assert all(job.ended for job in world.cluster.started)
     assert len(world.cluster.started) == 1

@@ -9,6 +9,7 @@ import pytest
 
 from pipelines import store as st
 from pipelines.engine import plan, runs
+from pipelines.engine.history import end_run
 from pipelines.engine.latest import newest_models
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
@@ -16,7 +17,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import InputRef, Manifest, Store, open_store
-from tests.support.records import commit_planned, make_manifest
+from tests.support.records import commit_planned
 from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
 
@@ -58,8 +59,10 @@ def finish(store: Store, run: Run, over: bool = True) -> Manifest:
         stage = planned_in(store, run, name)
         if stage.manifest is None:
             commit_planned(store, stage, run.id)
+        else:
+            st.add_event(store, run.id, "stage", stage=name, status="CACHED", key=stage.key)
     if over:
-        st.add_event(store, run.id, "finished", status="SUCCEEDED")
+        end_run(store, run.id, "SUCCEEDED")
     model = planned_in(store, run).manifest
     assert model is not None
     return model
@@ -145,7 +148,7 @@ def test_a_run_killed_behind_its_model_does_not_train_again(store: Store) -> Non
 
 def test_the_run_of_a_tick_keeps_what_it_found(store: Store) -> None:
     first = train(store, recipe(seed=0))
-    tick = runs.start_run(store, recipe(seed=1), TARGETS, run_id="often-20260101-000000-tick")
+    tick = runs.start_run(store, recipe(seed=1), TARGETS, run_id="nightly-20260101-000000-tick")
     train(store, recipe(seed=2))
     again = runs.start_run(store, recipe(seed=1), TARGETS, run_id=tick.id)
     assert again.latest == tick.latest
@@ -154,7 +157,7 @@ def test_the_run_of_a_tick_keeps_what_it_found(store: Store) -> None:
 
 def test_a_schedule_continues_what_was_run_by_hand(store: Store) -> None:
     """Its runs are named after the schedule, but their recipe is the same."""
-    tick = runs.start_run(store, recipe(seed=0), TARGETS, run_id="often-20260101-000000-tick")
+    tick = runs.start_run(store, recipe(seed=0), TARGETS, run_id="nightly-20260101-000000-tick")
     first = finish(store, tick)
     assert start_of(train(store, recipe(seed=1))) == [first.key]
 
@@ -170,14 +173,12 @@ def newest(store: Store) -> InputRef | None:
     return newest_models(store, recipe(), TARGETS)["pretrain"]
 
 
-def test_the_newest_is_by_time_of_commit_then_by_key(store: Store) -> None:
-    run = runs.start_run(store, recipe(), TARGETS)
-    for key, finished in (("b", "10:00:01"), ("c", "10:00:02"), ("d", "10:00:02"), ("e", "09:00:00")):
-        time = f"2026-01-01T{finished}.000001+00:00"
-        st.commit(store, make_manifest("pretrain", key=key, stage="pretrain", run=run.id, finished=time))
-    st.commit(store, make_manifest("finetune", key="f", stage="pretrain", run=run.id))
-    st.commit(store, make_manifest("pretrain", key="g", stage="pretrained", run=run.id))
-    assert (found := newest(store)) is not None and found.key == "d"
+def test_the_newest_is_that_of_the_newest_run_that_has_one_cached_or_not(store: Store) -> None:
+    old, other = train(store, recipe(seed=0)), train(store, recipe(seed=1))
+    assert newest(store) == st.input_ref(store, other)
+    assert train(store, recipe(seed=0, init_from=None)) == old, "cached"
+    runs.start_run(store, recipe(seed=7), TARGETS)  # has not made one
+    assert newest(store) == st.input_ref(store, old)
 
 
 def test_an_artifact_with_missing_files_is_passed_over_and_named(
@@ -209,7 +210,7 @@ def test_a_forced_rerun_starts_where_the_first_one_did_and_becomes_the_newest(st
     key = plan.force_stage(store, stage, run.force["pretrain"], run.id)
     forced = commit_planned(store, replace(stage, key=key, manifest=None), run.id)
     assert (start_of(forced), key == second.key) == ([first.key], False)
-    st.add_event(store, run.id, "finished", status="SUCCEEDED")
+    end_run(store, run.id, "SUCCEEDED")
     assert train(store, recipe(seed=1)).key == forced.key, "unchanged: cached"
     assert start_of(train(store, recipe(seed=2))) == [forced.key]
 
@@ -224,7 +225,8 @@ def test_the_plan_says_what_it_would_start_from(store: Store) -> None:
     first = train(store, recipe())
     assert said(recipe(steps=21)) == [f"pretrain: init_from latest: pretrain {first.key[:12]}"]
     changed = plan.plan_pipeline(store, recipe(steps=21), TARGETS)
-    assert plan.reasons(store, "nightly", changed)["pretrain"] == "init_from has changed; steps 20 -> 21"
+    why = plan.reasons(changed, plan.previous_results(store, "nightly", changed))
+    assert why["pretrain"] == "init_from has changed; steps 20 -> 21"
     assert not said(recipe())
 
 
@@ -237,7 +239,7 @@ def test_another_shape_is_refused_before_training_with_two_ways_out(store: Store
     with store.staging(st.Layout.files("pretrain", planned.key, 1)) as staging:
         (staging.path / "config.json").write_text(contract.model_dump_json())
     commit_planned(store, planned, run.id, files=staging.files)
-    st.add_event(store, run.id, "finished", status="SUCCEEDED")
+    end_run(store, run.id, "SUCCEEDED")
     wide = recipe(model=SIZE | {"width": 32})
     said = r"stages\.pretrain\.init_from: .*width is 16 .*, 32 .*--set pretrain\.init_from=null"
     with pytest.raises(RecipeError, match=said):

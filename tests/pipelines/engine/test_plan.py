@@ -12,14 +12,18 @@ from pipelines import store as st
 from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
 from pipelines.engine.durations import last_seconds
+from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
 from pipelines.identity import code_digest, recorded_key, sha256, source_fingerprint, stage_key
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
+from pipelines.results.lookup import find_run
 from pipelines.spec import Finetune, Ingest, RecipeError
 from pipelines.store import Manifest, Store, open_store
 from tests.support.paths import TINY
-from tests.support.records import commit_planned
+from tests.support.records import commit_planned, make_plan
+
+RUN = "tiny-20260101-000000-aaaa"
 
 
 @pytest.fixture
@@ -34,8 +38,16 @@ def store(tmp_path: Path) -> Store:
 
 def make(store: Store, planned: PlannedStage, content: str = "", **fields: Any) -> Manifest:
     """Commit an artifact for a planned stage, whose content is that of its name."""
+    plan_of_run = make_plan(RUN) | {"pipeline": load_pipeline(str(TINY)).model_dump(mode="json")}
+    st.create_run(store, RUN, plan_of_run | {"stages": [*load_pipeline(str(TINY)).order()]})
     digest = sha256(f"{planned.name}{content}")
-    return commit_planned(store, planned, "tiny-20260101-000000-aaaa", content_digest=digest, **fields)
+    return commit_planned(store, planned, RUN, content_digest=digest, **fields)
+
+
+def reasons(
+    store: Store, recipe: str, planned: list[PlannedStage], forced: tuple[str, ...] = ()
+) -> dict[str, str]:
+    return plan.reasons(planned, plan.previous_results(store, recipe, planned), forced)
 
 
 def make_all(store: Store, pipeline: Pipeline, strict_code: bool = False) -> dict[str, Manifest]:
@@ -65,7 +77,7 @@ def test_a_forced_stage_runs_and_what_is_behind_it_waits(store: Store, pipeline:
     found = {stage.name: stage.state for stage in planned}
     assert {name for name, state in found.items() if state == "run"} == {"pretrain"}
     assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
-    why = plan.reasons(store, "tiny", planned, forced)
+    why = reasons(store, "tiny", planned, forced)
     assert (why["pretrain"], why["report"]) == ("--force", "waits for its inputs")
 
 
@@ -75,7 +87,7 @@ def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipel
     found = states(store, changed)
     assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
     (stage,) = [s for s in plan.plan_pipeline(store, changed, changed.order()) if s.name == "pretrain"]
-    assert plan.reasons(store, "tiny", [stage]) == {"pretrain": "steps 20 -> 21"}
+    assert reasons(store, "tiny", [stage]) == {"pretrain": "steps 20 -> 21"}
 
 
 SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "scale": "log"}, "mixup": [0.0, 0.2]}
@@ -141,8 +153,8 @@ def test_a_stage_of_another_recipe_is_no_reason(store: Store, pipeline: Pipeline
         {"name": "other", "stages": {"digits": {"job": "ingest", "source": {"kind": "glyphs"}}}}, "t"
     )
     planned = plan.plan_pipeline(store, other, ("digits",))
-    assert plan.reasons(store, "other", planned) == {"digits": "not made yet"}
-    assert "source.kind digits -> glyphs" in plan.reasons(store, "tiny", planned)["digits"]
+    assert reasons(store, "other", planned) == {"digits": "not made in recent runs"}
+    assert "source.kind digits -> glyphs" in reasons(store, "tiny", planned)["digits"]
 
 
 def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline: Pipeline) -> None:
@@ -196,7 +208,7 @@ def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline:
         store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
     )
     assert pixels.state == "run"
-    assert plan.reasons(store, "tiny", [pixels]) == {"pixels": "data has changed"}
+    assert reasons(store, "tiny", [pixels]) == {"pixels": "data has changed"}
 
 
 def test_a_checkpoint_that_the_pretraining_does_not_have_is_told_before_anything_runs(
@@ -220,7 +232,7 @@ def test_a_checkpoint_that_the_pretraining_does_not_have_is_told_before_anything
     last = load_pipeline(str(TINY), ("probe.backbone.checkpoint=step:20",))
     (probe,) = [one for one in plan.plan_pipeline(store, last, last.order()) if one.name == "probe"]
     assert probe.inputs is not None and probe.inputs["backbone"] == [st.input_ref(store, made["pretrain"])]
-    assert plan.reasons(store, "tiny", [probe]) == {"probe": "backbone.checkpoint last -> step:20"}
+    assert reasons(store, "tiny", [probe]) == {"probe": "backbone.checkpoint last -> step:20"}
 
 
 def test_what_was_made_of_a_checkpoint_stays_cached_without_it(store: Store, pipeline: Pipeline) -> None:
@@ -299,14 +311,14 @@ def test_strict_code_makes_again_what_other_code_made(
     assert set(states(store, pipeline, strict_code=True).values()) == {"cached"}
     assert states(store, pipeline)["digits"] == "run", "another key than without"
     (stage, *_) = plan.plan_pipeline(store, pipeline, ("digits",))
-    assert plan.reasons(store, "tiny", [stage]) == {"digits": "never made without --strict-code"}
+    assert reasons(store, "tiny", [stage]) == {"digits": "never made without --strict-code"}
     monkeypatch.setattr(
         plan.identity, "code_digest", lambda job: "f" * 64 if job == "baselines" else code_digest(job)
     )
     found = states(store, pipeline, strict_code=True)
     assert {name for name, state in found.items() if state != "cached"} == {"pixels", "report"}
     planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code=True)
-    assert plan.reasons(store, "tiny", planned)["pixels"] == "its code has changed"
+    assert reasons(store, "tiny", planned)["pixels"] == "its code has changed"
     assert [note for stage in planned for note in plan.notes(stage)] == []
 
 
@@ -344,7 +356,7 @@ def test_the_same_plan_continues_its_run_until_it_is_over(store: Store, pipeline
     assert runs.start_run(store, pipeline, targets, ("digits",)).force == forced.force, "the same nonce"
     st.request_stop(store, first.id)
     assert runs.start_run(store, pipeline, targets, ()).id != first.id
-    st.add_event(store, other.id, "finished", status="FAILED")
+    end_run(store, other.id, "FAILED")
     assert runs.run_status(store, other.id)["status"] == "FAILED"
     assert runs.run_status(store, first.id)["status"] == "STOPPED"
 
@@ -365,7 +377,7 @@ def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(
 ) -> None:
     run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
     (store.root / "runs" / "tiny-20200101-000000-abcd").mkdir()
-    assert runs.runs(store) == [run.id]
+    assert find_run(store, "tiny") == run.id
     record = json.loads((store.root / "runs" / run.id / "plan.json").read_text())
     record["pipeline"]["stages"]["digits"]["a field of long ago"] = 1
     (store.root / "runs" / run.id / "plan.json").write_text(json.dumps(record))
@@ -388,11 +400,11 @@ def test_the_last_similar_result_says_how_long_a_stage_takes(store: Store, pipel
     make_all(store, pipeline)
     again = load_pipeline(str(TINY), ("pretrain.learning_rate=0.5", "finetune.steps=61"))
     planned = plan.plan_pipeline(store, again, again.order())
-    manifests = list(st.all_manifests(store))
-    found = last_seconds(store, manifests, "tiny", planned)
+    previous = plan.previous_results(store, "tiny", planned)
+    previous |= {each.stage: each for each in st.all_manifests(store)}
+    found = last_seconds(previous, planned)
     assert set(found) == {*again.stages} - {"finetune"}, "more steps take another time"
-    pretrain = next(each for each in manifests if each.stage == "pretrain")
-    assert found["pretrain"] == pretrain.seconds
+    assert found["pretrain"] == previous["pretrain"].seconds
     other = [replace(stage, name=f"other_{stage.name}") for stage in planned]
-    found = last_seconds(store, manifests, "tiny", other)
+    found = last_seconds(previous, other)
     assert set(found) == {"other_pretrain"}, "of other stages only trainings with the same work are similar"

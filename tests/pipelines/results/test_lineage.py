@@ -57,8 +57,8 @@ def run(store: Store) -> list[Manifest]:
         inputs={"of": [input_ref(store, digits), input_ref(store, probe)]},
     )
     everything = [glyphs, digits, pretrain, probe, pixels, commit(store, report)]
-    names = [manifest.stage for manifest in everything]
-    create_run(store, RUN, make_plan(RUN, *names, "later"))
+    jobs = {manifest.stage: manifest.job for manifest in everything}
+    create_run(store, RUN, make_plan(RUN, *jobs, "later", jobs=jobs))
     for manifest in everything:
         add_event(store, RUN, "stage", stage=manifest.stage, status="SUCCEEDED", key=manifest.key)
     return everything
@@ -92,7 +92,8 @@ def test_a_stage_means_the_newest_run_that_has_its_result(store: Store, run: lis
     *_, probe, pixels, _ = run
     stopped = "p-20260102-000000-0000"
     for newer in (stopped, "p_large-20260103-000000-0000", "p_small-20260104-000000-0000"):
-        create_run(store, newer, make_plan(newer, "probe", "pixels"))
+        jobs = {"probe": "baselines", "pixels": "baselines"}
+        create_run(store, newer, make_plan(newer, *jobs, jobs=jobs))
     add_event(store, stopped, "stage", stage="probe", status="RUNNING", key="0" * 64)
     assert trace(store, "p/probe").roots == (probe.key,)
     add_event(store, stopped, "stage", stage="probe", status="SUCCEEDED", key=pixels.key)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.engine.history import end_run
 from pipelines.results.listing import COLUMNS, KINDS, list_kind
 from pipelines.spec import RecipeError
 from pipelines.store import FileEntry, add_event, commit, create_attempt, create_run, input_ref, open_store
@@ -41,7 +42,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
         commit(store, make_manifest(job, key=job, inputs=taken, metrics={"images": 7}))
     create_run(store, "p-1-1-a", make_plan("p-1-1-a", "x", "y"))
     add_event(store, "p-1-1-a", "stage", stage="x", status="CACHED")
-    add_event(store, "p-1-1-a", "finished", status="FAILED")
+    end_run(store, "p-1-1-a", "FAILED")
 
     for kind in COLUMNS:
         rows = list_kind(store, kind)

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from pipelines.engine import plan, runs
+from pipelines.engine import history, plan, runs
+from pipelines.engine.history import end_run
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.schedules import schedule, serve
+from pipelines.schedules import serve
 from pipelines.schedules.schedule import (
     Schedule,
     add_schedule,
@@ -31,6 +32,7 @@ from pipelines.schedules.schedule import (
 )
 from pipelines.spec import RecipeError
 from pipelines.store import (
+    Store,
     StoreError,
     add_event,
     commit,
@@ -44,6 +46,7 @@ from pipelines.store import (
 from pipelines.store.folder import FolderStore
 from tests.support.paths import TINY
 from tests.support.records import make_manifest, make_plan
+from tests.support.requests import counted
 
 MINUTE = timedelta(minutes=1)
 GRACE = timedelta(seconds=60)
@@ -87,8 +90,12 @@ def begin(store: FolderStore, run: str) -> None:
     add_event(store, run, "driver", **runs.driver_process())
 
 
+def run_of(store: Store, tick: datetime) -> str:
+    return tick_run(store, make_schedule(), tick)
+
+
 def say(store: FolderStore, moment: datetime, grace: timedelta | None = GRACE) -> list[str]:
-    return list(attend(store, "often", moment, None, grace))
+    return list(attend(store, find_schedule(store, "often"), moment, None, grace))
 
 
 # ------------------------------------------------------------------------------------------------- in the store
@@ -159,7 +166,7 @@ def test_where_nothing_is_new_the_run_is_over_at_once_and_ray_is_not_started(
 ) -> None:
     monkeypatch.setenv("VITFLOW_RAY_DIR", str(tmp_path / "ray"))
     tick = first_tick(store)
-    run = tick_run(store, "often", tick)
+    run = run_of(store, tick)
     assert say(store, tick - timedelta(milliseconds=1)) == []
     assert say(store, tick) == [f"{run}: nothing to do"]
     assert say(store, tick + timedelta(seconds=30)) == [], "once"
@@ -167,36 +174,26 @@ def test_where_nothing_is_new_the_run_is_over_at_once_and_ray_is_not_started(
     assert status["status"] == "SUCCEEDED"
     assert [stage["status"] for stage in status["stages"]] == ["CACHED"]
     assert not (tmp_path / "ray").exists()
-    assert runs.runs(store, "often") == [run], "its id is sorted and found as any run's"
+    assert list(history.runs_of(store, "one")) == [run], "it is a run of the recipe, as any other"
 
 
 def test_an_idle_tick_makes_the_same_requests_after_many_ticks(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Counted(FolderStore):
-        requests = 0
-
-        def read(self, name: str, limit: int | None = None) -> bytes | None:
-            self.requests += 1
-            return super().read(name, limit)
-
-        def names(self, folder: str) -> list[str]:
-            assert not folder.endswith("ticks"), "a listing takes a request per 1,000 objects"
-            self.requests += 1
-            return super().names(folder)
-
     def idle_requests() -> int:
-        counted = Counted(store.root)
-        monkeypatch.setattr(schedule, "_OVER", set())  # as in a new process
-        assert say(counted, tick + timedelta(seconds=20)) == []
-        return counted.requests
+        requests.clear()
+        for each in all_schedules(store):
+            assert list(attend(store, each, tick + timedelta(seconds=20), None, GRACE)) == []
+        return requests.total()
 
     tick = first_tick(store)
     say(store, tick)
-    before = idle_requests()
+    requests = counted(monkeypatch)
+    assert idle_requests() == 5, "a new server also looks whether the last run is over"
+    assert idle_requests() == 4
     for number in range(200):
-        decide(store, "often", tick - (number + 1) * MINUTE, "earlier")
-    assert idle_requests() == before < 12
+        decide(store, make_schedule(), tick - (number + 1) * MINUTE, "earlier")
+    assert idle_requests() == 4
 
 
 def test_many_servers_at_once_decide_each_tick_once(store: FolderStore) -> None:
@@ -212,7 +209,7 @@ def test_many_servers_at_once_decide_each_tick_once(store: FolderStore) -> None:
         moment = tick
         try:
             while moment <= last + timedelta(seconds=59):
-                said.extend(attend(opened, "often", moment, None, GRACE))
+                said.extend(attend(opened, find_schedule(opened, "often"), moment, None, GRACE))
                 moment += timedelta(seconds=chance.uniform(5, 45))
         except BaseException as error:
             failed.append(error)
@@ -228,8 +225,8 @@ def test_many_servers_at_once_decide_each_tick_once(store: FolderStore) -> None:
     assert set(found) <= set(expected)
     assert expected[0] in found, "the first of all is not late for anybody"
     ran = [datetime.fromisoformat(text) for text, decision in found.items() if decision == "run"]
-    assert runs.runs(store) == [tick_run(store, "often", moment) for moment in ran]
-    assert all(runs.is_over(store, run) for run in runs.runs(store))
+    assert history.runs(store) == [run_of(store, moment) for moment in ran]
+    assert all(history.is_over(store, run) for run in history.runs(store))
 
 
 class Killed(BaseException):
@@ -256,7 +253,7 @@ def die(store: FolderStore, tick: datetime, write: int, after: bool) -> None:
     dying = DyingStore(store.root)
     dying.writes_left, dying.after = write, after
     with pytest.raises(Killed):
-        list(attend(dying, "often", tick, None, GRACE))
+        list(attend(dying, find_schedule(store, "often"), tick, None, GRACE))
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -267,24 +264,32 @@ def test_whoever_is_killed_at_any_write_is_followed_by_one_who_finishes(
     tick = first_tick(store)
     die(store, tick, write, after)  # the decision, the plan, a stage's event, the end
     for seconds in (7, 90):  # the second: long after the grace
-        list(attend(store, "often", tick + timedelta(seconds=seconds), None, timedelta(seconds=10)))
-    run = tick_run(store, "often", tick)
+        list(
+            attend(
+                store,
+                find_schedule(store, "often"),
+                tick + timedelta(seconds=seconds),
+                None,
+                timedelta(seconds=10),
+            )
+        )
+    run = run_of(store, tick)
     assert decisions(store).get(tick.isoformat()) == "run"
-    assert runs.runs(store) == [run]
+    assert history.runs(store) == [run]
     assert runs.run_status(store, run)["status"] == "SUCCEEDED"
 
 
 def test_a_tick_is_skipped_once_and_for_all_while_the_run_before_is_under_way(store: FolderStore) -> None:
     tick = first_tick(store)
     assert say(store, tick) != []
-    run = tick_run(store, "often", tick + MINUTE)
+    run = run_of(store, tick + MINUTE)
     begin(store, run)
-    assert decide(store, "often", tick + MINUTE, None)
+    assert decide(store, make_schedule(), tick + MINUTE, None)
     assert say(store, tick + 2 * MINUTE)[0].endswith(f": {run} has not ended (`vitflow stop {run}` ends it)")
     assert say(store, tick + 3 * MINUTE) != [], "so is the next, for the same run"
-    add_event(store, run, "finished", status="FAILED")
+    end_run(store, run, "FAILED")
     assert say(store, tick + 3 * MINUTE + timedelta(seconds=20)) == [], "what was skipped stays skipped"
-    assert say(store, tick + 4 * MINUTE) == [f"{tick_run(store, 'often', tick + 4 * MINUTE)}: nothing to do"]
+    assert say(store, tick + 4 * MINUTE) == [f"{run_of(store, tick + 4 * MINUTE)}: nothing to do"]
     assert list(decisions(store).values()) == ["run", "run", "skip", "skip", "run"]
 
 
@@ -296,7 +301,7 @@ def test_a_missed_tick_is_told_and_not_made_up_for_by_a_server_but_by_a_timer(st
     assert line.startswith("missed ")
     assert f"next {hour + timedelta(hours=1):%Y-%m-%d %H:%M}" in line
     assert decisions(store) == {}
-    assert say(store, late, grace=None) == [f"{tick_run(store, 'often', hour)}: nothing to do"]
+    assert say(store, late, grace=None) == [f"{run_of(store, hour)}: nothing to do"]
     assert say(store, late, grace=None) == []
 
 
@@ -306,26 +311,26 @@ def test_what_was_due_before_it_was_added_or_while_it_rested_is_not_due(store: F
     assert say(store, datetime.now(UTC) + 5 * MINUTE, grace=None) == []
     set_state(store, "often", "active")
     assert say(store, datetime.now(UTC), grace=None) == []
-    set_state(store, "often", "removed")
-    assert say(store, datetime.now(UTC) + 5 * MINUTE, grace=None) == []
+    removed = find_schedule(store, "often").model_copy(update={"state": "removed"})
+    assert list(attend(store, removed, datetime.now(UTC) + 5 * MINUTE, None, None)) == []
     assert last_decision(store, "often") is None
 
 
 def test_a_driver_that_another_machine_submitted_to_itself_is_not_taken_for_dead(store: FolderStore) -> None:
     tick = first_tick(store)
-    run = tick_run(store, "often", tick)
+    run = run_of(store, tick)
     die(store, tick, write=2, after=True)
     fields = {"submission_id": f"driver-{run}-1", "cluster_address": "http://127.0.0.1:1"}
     add_event(store, run, "driver submitted", host="elsewhere", cluster_session="s", **fields)
     (line,) = say(store, tick + MINUTE)
     assert line.startswith("skipped ")
-    assert read_plan(store, tick_run(store, "often", tick + MINUTE)) is None
+    assert read_plan(store, run_of(store, tick + MINUTE)) is None
 
 
 def test_two_stores_with_schedules_of_one_name_share_no_run_id(store: FolderStore, tmp_path: Path) -> None:
     """The driver's submission id is made of it, and one cluster may serve both."""
     tick = first_tick(store)
-    assert tick_run(store, "often", tick) != tick_run(open_store(str(tmp_path / "other")), "often", tick)
+    assert run_of(store, tick) != tick_run(open_store(str(tmp_path / "other")), make_schedule(), tick)
 
 
 def test_a_run_keeps_the_pipeline_it_was_begun_with(store: FolderStore) -> None:
@@ -333,7 +338,7 @@ def test_a_run_keeps_the_pipeline_it_was_begun_with(store: FolderStore) -> None:
     tick = first_tick(store)
     die(store, tick, write=2, after=True)
     add_schedule(store, make_schedule(pipeline=load_pipeline(str(TINY)), cron="0 0 1 1 *"))
-    run = tick_run(store, "often", tick)
+    run = run_of(store, tick)
     assert say(store, tick + timedelta(seconds=20)) == [f"{run}: nothing to do"]
     assert [stage["stage"] for stage in runs.run_status(store, run)["stages"]] == ["digits"]
 
@@ -350,12 +355,10 @@ def test_a_store_that_fails_is_said_and_begun_work_goes_on_later(store: FolderSt
             return super().create(name, data)
 
     with pytest.raises(StoreError, match="no space left"):
-        list(attend(Failing(store.root), "often", tick, None, GRACE))
-    assert say(store, tick + timedelta(seconds=5)) == [f"{tick_run(store, 'often', tick)}: nothing to do"]
-    assert [event["event"] for event in read_events(store, tick_run(store, "often", tick))] == [
-        "stage",
-        "finished",
-    ]
+        list(attend(Failing(store.root), find_schedule(store, "often"), tick, None, GRACE))
+    assert say(store, tick + timedelta(seconds=5)) == [f"{run_of(store, tick)}: nothing to do"]
+    assert [event["event"] for event in read_events(store, run_of(store, tick))] == ["stage"]
+    assert history.is_over(store, run_of(store, tick))
 
 
 def test_wrong_requests_from_the_command_line_write_nothing(vitflow_here, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -374,7 +377,7 @@ def test_list_says_when_a_schedule_is_due_and_what_became_of_it(vitflow_here, st
     say(store, tick)
     (row,) = json.loads(vitflow_here("schedule", "list", "--store", store.root, "--json").stdout)
     assert (row["name"], row["state"], row["status"]) == ("often", "active", "SUCCEEDED")
-    assert row["last run"] == tick_run(store, "often", tick)
+    assert row["last run"] == run_of(store, tick)
     assert datetime.fromisoformat(row["next"]) - tick <= 2 * MINUTE
 
 
@@ -400,7 +403,7 @@ def test_a_clock_that_is_set_back_stops_no_schedule_and_repeats_no_tick(
     serve.serve(store, None, said.append, partial(next, clock()))
     signal.signal(signal.SIGTERM, before)
     assert decisions(store) == {moment.isoformat(): "run" for moment in shown}
-    assert len(runs.runs(store)) == len(set(shown))
+    assert len(history.runs(store)) == len(set(shown))
     assert "ending; started runs continue" in said
 
 

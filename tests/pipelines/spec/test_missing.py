@@ -64,7 +64,7 @@ def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(
         "pixels@root=c": "skipped",
         "report": "pending",
     }
-    why = plan.reasons(store, pipeline.name, found.values())
+    why = plan.reasons(found.values(), {})
     assert why["images@root=c"] == f"source.root: {tmp_path / 'c'} does not exist"
     assert why["pixels@root=c"] == "images@root=c cannot be made"
     assert found["report"].config == pipeline.stages["report"].model_copy(
