@@ -30,7 +30,7 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
-from tests.support.cluster import Script, random_script
+from tests.support.cluster import Clock, Script, random_script
 from tests.support.in_process import Jobs
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
@@ -122,6 +122,26 @@ def test_independent_stages_run_at_once_and_no_more_than_allowed() -> None:
         driver.parallel = parallel
         driver.walk()
         assert seconds - 3 < world.clock.now < seconds
+
+
+class Meter(Network):
+    """Counts the requests to the store from the second minute to the third."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.requests = clock, 0
+
+    def after(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
+        self.requests += what in {"read", "list", "create"} and 120 <= self.clock.now < 180
+
+
+@pytest.mark.parametrize("stages", [("images",), ("images", "other")])
+def test_a_running_stage_takes_twelve_requests_a_minute(stages: tuple[str, ...]) -> None:
+    """So ten take 150, with the look for a request to stop every two seconds."""
+    world = World(*stages, script=lambda attempt: Script(running=300.0))
+    meter = Meter(world.clock)
+    walk(world, meter)
+    assert meter.requests == pytest.approx(30 + 12 * len(stages), abs=3)
 
 
 def test_the_stage_with_the_longest_path_behind_it_begins_first() -> None:

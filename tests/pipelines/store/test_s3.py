@@ -363,6 +363,8 @@ def test_listings_are_paged(store: S3Store, proxy: Proxy, bucket: Bucket) -> Non
         list(pool.map(lambda name: bucket.write(f"some/prefix/many/{name}/x", b""), names))
     assert store.names("many") == names
     assert len(proxy.asked("GET", "prefix=")) == 2
+    assert store.names("many", "1", after="1001") == names[-3:]
+    assert len(proxy.asked("GET", "prefix=")) == 3
 
 
 def test_a_file_that_is_here_is_not_fetched_again(store: S3Store, proxy: Proxy) -> None:

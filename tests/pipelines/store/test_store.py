@@ -89,6 +89,25 @@ def test_what_is_removed_is_gone_with_its_folders_and_nothing_else(store: Store,
     assert store.names("") == ["store.json"]
 
 
+def test_names_begin_with_a_prefix_and_follow_another(store: Store) -> None:
+    for run in (
+        "mine-20251231",
+        "mine-20261125",
+        "mine-20261126",
+        "mine-2-20261126",
+        "mine-x-20261126",
+        "other",
+    ):
+        store.create(f"runs/{run}/plan.json", b"{}")
+    store.create("runs/mine-20261127", b"{}")
+    assert store.names("runs", "mine-20") == [
+        f"mine-20{day}" for day in ("251231", "261125", "261126", "261127")
+    ]
+    assert store.names("runs", "mine-2", "mine-20261125") == ["mine-20261126", "mine-20261127"]
+    assert store.names("runs", after="mine-20261126") == ["mine-20261127", "mine-x-20261126", "other"]
+    assert store.names("runs", "none") == store.names("runs", after="z") == []
+
+
 def test_what_killed_writers_left_goes_with_the_last_object_of_a_folder(folder_store: FolderStore) -> None:
     folder_store.create("a/b/c", b"1")
     folder_store.create("a/b/d", b"1")
