@@ -29,7 +29,6 @@ from pipelines.store import (
 )
 
 RECENT = 20  # runs in which a plan looks for earlier results, and a start for one to continue
-_DAYS = (2, 60)
 _READ_AT_ONCE = 16
 
 Results = dict[str, tuple[Manifest, InputRef]]
@@ -70,7 +69,7 @@ def runs_of(store: Store, recipe: str) -> Iterator[str]:
 def days_back() -> Iterator[str]:
     """Yield days, such as 20261126, after which to list names that begin with a date: recent, less recent, all ("")."""
     today = datetime.now(UTC)
-    for days in _DAYS:
+    for days in (2, 60):
         yield f"{today - timedelta(days):%Y%m%d}"
     yield ""
 
@@ -79,9 +78,8 @@ def is_over(store: Store, run: str) -> bool:
     """Whether a run has ended or was requested to stop."""
     if {"over.json", "stop.json"} & {*store.names(Layout.run(run))}:
         return True
-    return any(
-        event["event"] == "finished" for event in read_events(store, run)
-    )  # before there was over.json
+    last = read_events(store, run, newest=1)
+    return bool(last) and last[0]["event"] == "finished"  # the last event, before there was over.json
 
 
 def end_run(store: Store, run: str, status: str, detail: str = "") -> None:

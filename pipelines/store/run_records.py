@@ -34,10 +34,10 @@ def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
     store.create(f"{Layout.run(run)}/events/{ULID()}.json", encode(record))
 
 
-def read_events(store: Store, run: str) -> list[dict[str, Any]]:
-    """Read a run's history, oldest first; skip damaged events with a warning."""
+def read_events(store: Store, run: str, newest: int | None = None) -> list[dict[str, Any]]:
+    """Read a run's history, oldest first, or only the newest events; skip damaged events with a warning."""
     folder = f"{Layout.run(run)}/events"
-    names = [f"{folder}/{name}" for name in store.names(folder)]
+    names = [f"{folder}/{name}" for name in store.names(folder)[-(newest or 0) :]]
     events = []
     for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
         if data is None:
