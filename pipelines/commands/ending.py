@@ -16,7 +16,7 @@ OF_IMAGES = {
     "ingest": ("key, reason", "quarantine"),
     "embed": ("key, split, label, feature", "images"),
     "predict": ("key, split, prediction, probability", "images"),
-    "audit": ("file, split, label, suggested", "label_issues"),
+    "audit": ("sample_id, file, split, label, suggested", "label_issues"),  # as `exclude` reads it
 }
 """Job -> what to show of its images: columns and their table."""
 

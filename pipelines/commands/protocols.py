@@ -88,7 +88,7 @@ def explain(
         typer.Option(
             "--minutes",
             min=0,
-            help="repeat A only as often as fits into this time, estimated from A's duration; default: evaluations"
+            help="repeat A only as often as fits into this time, if each takes as long as A or B; default: evaluations"
             " without a limit, fine-tunings not at all",
         ),
     ] = None,
@@ -113,7 +113,7 @@ def explain(
     except RecipeError:
         _show(opened, sides, explaining.no_repetitions(*sides), [], {}, as_json)
         raise
-    wanted = _affordable(plan, sides[0], minutes)
+    wanted = _affordable(plan, sides, minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         planned = carry_out(plan.pipeline, wanted, store, address, token_file) if len(wanted) > 2 else []
     repeated = {
@@ -125,11 +125,11 @@ def explain(
     if not fields:
         say("the protocols, data and models of A and B are the same")
     if is_shared and (missing := len(plan.stages) - len(wanted)):
-        minutes_of_a = _seconds(sides[0]) / 60
+        each = _seconds(sides) / 60
         say(
             f"not run: {quantity(missing, 'repetition')} of A (one per field"
-            f"{', and one with all fields' if plan.together else ''}), which took {minutes_of_a:.1f} minutes;"
-            f" `--minutes {math.ceil((len(plan.stages) - 2) * minutes_of_a)}` runs all"
+            f"{', and one with all fields' if plan.together else ''}), each of about {each:.1f} minutes;"
+            f" `--minutes {math.ceil((len(plan.stages) - 2) * each)}` runs all"
         )
 
 
@@ -178,17 +178,17 @@ def _check_cached(store: Store, plan: Repetitions, sides: tuple[Side, Side]) -> 
             )
 
 
-def _affordable(plan: Repetitions, a: Side, minutes: float | None) -> tuple[str, ...]:
+def _affordable(plan: Repetitions, sides: tuple[Side, Side], minutes: float | None) -> tuple[str, ...]:
     """Return the stages to run: as many repetitions as fit into the time."""
     both, more = (plan.a, plan.b), plan.stages[2:]
     if minutes is None:
-        return (*both, *more) if a.manifest.job == "evaluate" else both
-    return (*both, *more[: int(60 * minutes / _seconds(a))])
+        return (*both, *more) if sides[0].manifest.job == "evaluate" else both
+    return (*both, *more[: int(60 * minutes / _seconds(sides))])
 
 
-def _seconds(a: Side) -> float:
-    """Return the seconds that A took, at least 1."""
-    return max(1.0, a.manifest.seconds)
+def _seconds(sides: tuple[Side, Side]) -> float:
+    """Return the seconds of a repetition: those of the longer of A and B, whose fields it has; at least 1."""
+    return max(1.0, *(side.manifest.seconds for side in sides))
 
 
 def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:

@@ -10,6 +10,7 @@ are exchanged whole. Stages that both sides share are cached, so only the repeti
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -201,7 +202,8 @@ def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
     if len(found) > 1:
         groups[TOGETHER] = list(found)
     for number, (name, group) in enumerate(groups.items(), 1):
-        stage = TOGETHER if name == TOGETHER else f"a_with_{number}"
+        last = name.rsplit(".", 1)[-1].lower()[:16]
+        stage = TOGETHER if name == TOGETHER else f"a_with_{number}_{re.sub(r'[^a-z0-9]+', '_', last)}"
         changed = _changed(stage, own, stages, b, group)
         try:
             for each, fields in changed.items():

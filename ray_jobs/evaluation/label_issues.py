@@ -158,11 +158,9 @@ def headline(metrics: Mapping[str, float | int | str]) -> str:
     else:
         text = f"{listed:,} of {audited:,} labels are listed as likely wrong; the model agrees with"
         text += f" {float(metrics['agreement']):.1%} of all"
-    if "flip_recall" not in metrics:
+    if why or "flip_recall" not in metrics:
         return text
     text += f". It lists {float(metrics['flip_recall']):.0%} of the labels that the audit replaced to test it"
-    if why:
-        return text
     return f"{text}; at most about {float(metrics['expected_precision']):.0%} of the listed labels are wrong"
 
 

@@ -105,7 +105,7 @@ def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: S
     if lost := sorted({*out["class_name"].to_pylist()} - {class_names[label] for label in left}):
         raise UserError(
             f"exclude: {name} leaves no training image of {listed(lost, NAMED)}: it lists all of them except copies,"
-            " which are left out. Remove one of their lines"
+            " which are left out. Remove at least one line of each class"
         )
 
 

@@ -54,8 +54,8 @@ def test_each_difference_is_exchanged_alone_and_all_together() -> None:
     stages = plan().pipeline.stages
     assert (plan().a, plan().b) == ("a_probe", "b_probe")
     mean = stages[plan().alone["backbone.preprocessing.mean"]]
-    assert mean.inputs() == {"data": ("a_drawn",), "backbone": ("a_with_3_backbone",)}
-    assert stages["a_with_3_backbone"].preprocessing.mean == (0.4,)
+    assert mean.inputs() == {"data": ("a_drawn",), "backbone": ("a_with_3_mean_backbone",)}
+    assert stages["a_with_3_mean_backbone"].preprocessing.mean == (0.4,)
     assert stages["a_vit"].preprocessing.mean == (0.5,)
     assert mean.protocol == "leave_one_out"
     together = stages[plan().together or ""]
@@ -97,8 +97,8 @@ def test_effects_are_of_a_and_the_rest_is_what_they_do_not_add_up_to() -> None:
     values: dict[str, dict[Setting, float]] = {
         "a_probe": {few: 0.5, Setting("linear probe", None): 0.9},
         "b_probe": {few: 0.7},
-        "a_with_2": {few: 0.51},
-        "a_with_3": {few: 0.6},
+        "a_with_2_draws": {few: 0.51},
+        "a_with_3_mean": {few: 0.6},
         "together": {few: 0.7},
     }
     (line,) = attributed(plan(), FOUND, values)
