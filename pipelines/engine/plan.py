@@ -419,4 +419,7 @@ def _changed_fields(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             yield from _changed_fields(before, value, f"{prefix}{name}.")
         elif before != value:
-            yield f"{prefix}{name} {before} -> {value}"
+            old, new = (
+                [*each] if isinstance(each, tuple) else each for each in (before, value)
+            )  # as in YAML
+            yield f"{prefix}{name} {old} -> {new}"

@@ -149,7 +149,8 @@ def recipe_path(pipeline: str) -> Path:
     path = Path(pipeline)
     if path.suffix in {".yaml", ".yml"} or path.is_file():
         if not path.is_file():
-            raise RecipeError(f"{pipeline}: no such file")
+            recipes = [file.name for file in path.parent.glob("*.y*ml")]
+            raise RecipeError(f"{pipeline}: no such file{nearest(path.name, recipes) if recipes else ''}")
         return path
     shipped = Path(__file__).parents[1] / "recipes"
     names = sorted(file.stem for file in shipped.glob("*.yaml"))
@@ -281,7 +282,8 @@ def read_yaml(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise RecipeError(f"larger than {MAX_RECIPE_BYTES:,} bytes, so it is not a recipe")
-        return yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
+        with path.open(encoding="utf-8") as file:
+            return yaml.load(file, Loader=_StrictLoader)
     except _UNREADABLE as error:
         raise RecipeError(f"{path}: {error}") from None
 
