@@ -70,7 +70,7 @@ def exclude(
         UserError: none of the images has one of the ids.
     """
     ids = images["sample_id"].combine_chunks()
-    ids_wanted = pa.array(sorted(set(wanted)), pa.string())
+    ids_wanted = pa.array(sorted(set(wanted)), pa.large_string())
     if unknown := ids_wanted.filter(pc.invert(pc.is_in(ids_wanted, ids))).to_pylist():
         raise UserError(
             f"exclude: {name} lists {len(unknown):,} ids that the source does not have:"
