@@ -131,7 +131,8 @@ def _table(
 ) -> pa.Table:
     named, texts = with_combinations(rows, label_names or ("",))
     labels, names = named["label"].combine_chunks(), pa.array([text or None for text in texts], pa.string())
-    columns = {name: rows[name] for name in ("sample_id", "key", "split")} | {"label": names.take(labels)}
+    columns = {name: rows[name].cast(pa.string()) for name in ("sample_id", "key", "split")}
+    columns |= {"label": names.take(labels)}
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
     if not is_classifier:
         return pa.table(columns | {"feature": vectors})

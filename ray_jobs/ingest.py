@@ -36,12 +36,12 @@ import pyarrow.parquet as pq
 from pipelines.files.sources import source_files
 from pipelines.spec import Ingest, quantity
 from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
-from ray_jobs.data.columns import CONFLICT, each_label, with_combinations
+from ray_jobs.data.columns import CONFLICT, each_label, large, with_combinations
 from ray_jobs.data.images import STORED_QUALITY
 from ray_jobs.data.shards import SPLITS, DatasetInfo, open_dataset
-from ray_jobs.data.writing import Description, write_dataset
+from ray_jobs.data.writing import Description, write_dataset, write_rows
 from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
-from ray_jobs.ingesting.copies import OtherSet, find_copies
+from ray_jobs.ingesting.copies import DUPLICATES, OtherSet, find_copies
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.parts import (
     Written,
@@ -121,10 +121,10 @@ def _dataset(context: Context[Ingest]) -> Result:
     notes = (*listing.notes, *decided, *class_notes(trainable))
     with context.staging() as staging:
         info = _write_index(staging.path, config, name, listing, trainable, written, notes)
-        pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
-        pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")
+        write_rows(staging.path / "duplicates.parquet", copies, DUPLICATES)
+        write_rows(staging.path / "set_aside.parquet", trainable.set_aside, SET_ASIDE)
         if config.exclude is not None:
-            pq.write_table(excluded, staging.path / "excluded.parquet", compression="zstd")
+            write_rows(staging.path / "excluded.parquet", excluded, EXCLUDED)
     made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
     card = _card(context, info, trainable, unusable, copies, made)
     metrics: dict[str, float | int | str] = {
@@ -188,7 +188,7 @@ def _decided(
     salt = getattr(config.source, "salt", None) if class_names else None  # without labels, nothing is drawn
     splits = assign_splits(images, salt, official)
     named, names = with_combinations(images, class_names or ("",))
-    excluded = EXCLUDED.empty_table()
+    excluded = large(EXCLUDED).empty_table()
     if config.exclude is not None and listed is not None:
         is_out, excluded = exclude(config.exclude, listed, _with_splits(named, splits), names)
         images, named = (table.filter(pc.invert(is_out)) for table in (images, named))
@@ -243,7 +243,9 @@ def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> N
 
 
 def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
-    return images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits, pa.string()))
+    return images.set_column(
+        images.schema.get_field_index("split"), "split", pa.array(splits, pa.large_string())
+    )
 
 
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:
@@ -317,7 +319,7 @@ def _trainable(index: pa.Table, listing: Listing, multi_label: bool) -> Trainabl
         UserError: fewer than two classes are left.
     """
     if not listing.class_names or multi_label:
-        return Trainable(index, listing.class_names, SET_ASIDE.empty_table())
+        return Trainable(index, listing.class_names, large(SET_ASIDE).empty_table())
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
     labels = pc.unique(entries.filter(may_train)["label"]).to_pylist()

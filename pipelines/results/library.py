@@ -148,7 +148,7 @@ class StoredDataset:
         import pyarrow as pa
 
         table = self.data.index(self._require(split)).select(SAMPLE_COLUMNS)
-        names = pa.array(self.info.label_names).take(table["label"].combine_chunks())
+        names = pa.array(self.info.label_names, pa.large_string()).take(table["label"].combine_chunks())
         return table.append_column("class_name", names)
 
     def images(

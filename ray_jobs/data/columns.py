@@ -1,6 +1,6 @@
 """The columns of a dataset's tables, each declared once; the schemas are derived from them.
 
-    ENTRIES    the entries of a source, before any image is read        in memory
+    ENTRIES    the entries of a source, before any image is read        in memory (`large`)
     FACTS      ingest's results for each entry, usable or not           facts/*.parquet
     INDEX      the images of a dataset and where their bytes are        index.parquet
     SHARD      the bytes of the images, and what readers need           shards/*.parquet, rows of `Sample`
@@ -93,7 +93,18 @@ def _fields(table: str) -> dict[str, pa.Field]:
     return fields
 
 
-ENTRIES, FACTS, INDEX = (pa.schema(_fields(table).values()) for table in ("entries", "facts", "index"))
+def large(schema: pa.Schema) -> pa.Schema:
+    """Return the schema for use in memory: its strings have 64-bit offsets.
+
+    To take or sort rows, pyarrow joins a column's chunks. With 32-bit offsets this fails for more than 2 GiB, such as
+    27 million names of 80 bytes.
+    """
+    text = pa.large_string()
+    return pa.schema([field.with_type(text) if field.type == pa.string() else field for field in schema])
+
+
+FACTS, INDEX = (pa.schema(_fields(table).values()) for table in ("facts", "index"))
+ENTRIES = large(pa.schema(_fields("entries").values()))
 SHARD = pa.schema([_fields("shard")[name] for name in Sample._fields])
 LISTED = {name: field.name for name, field in _fields("entries").items() if name in FACTS.names}
 """Columns of FACTS that repeat what the source lists -> their names in ENTRIES."""

@@ -46,7 +46,7 @@ from pydantic import (
 
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.cache import Cache
-from ray_jobs.data.columns import INDEX
+from ray_jobs.data.columns import INDEX, large
 from ray_jobs.data.decode_pool import DecodePool, Decoder
 from ray_jobs.data.masks import Mask, decode_mask, mask_file, read_masks
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
@@ -178,10 +178,11 @@ class Dataset:
             raise UserError(f"{path} is missing or damaged: {error}") from error
         if missing := [name for name in _READ if name not in table.schema.names]:
             raise UserError(f"{path}: missing columns: {', '.join(missing)}")
+        table = table.cast(large(table.schema))
         return {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
 
     def index(self, split: Split) -> pa.Table:
-        """Return the rows of a split (INDEX); labels and images are in the same order, by a hash of sample_id."""
+        """Return the rows of a split (`large` INDEX) in the order of labels and images, by a hash of sample_id."""
         return self._index[split]
 
     def require(self, *splits: Split) -> None:

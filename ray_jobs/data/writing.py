@@ -24,6 +24,7 @@ from ray_jobs.data.shards import SPLITS, DatasetInfo, ImageSize, Shard
 from vit_model.errors import UserError
 
 ROW_GROUP_BYTES = 16 * 2**20  # bytes of images: a good size for a ranged read from S3
+_ROW_GROUP = 2**20  # rows of an index: pyarrow's default
 _ONE_PAGE = 2**30  # bytes or rows per page: more than a row group has, so that it is one page
 
 
@@ -141,7 +142,7 @@ def write_dataset(
     masks: Mapping[str, str] | None = None,
     decoding: Mapping[str, int] | None = None,
 ) -> DatasetInfo:
-    """Write dataset.json and index.parquet beside the shards. `index` is a table of INDEX.
+    """Write dataset.json and index.parquet beside the shards. `index` is a table of `large` INDEX.
 
     Args:
         masks: with `mask_classes`, as in `content_digest`; None: the images have no masks.
@@ -156,11 +157,11 @@ def write_dataset(
         pa.table({"split": index["split"], "key": shuffled}),
         sort_keys=[("split", "ascending"), ("key", "ascending")],
     )
-    index = index.take(order).select(INDEX.names).cast(INDEX)
+    index = index.take(order).select(INDEX.names)
     ids = index["sample_id"]
     if len(pc.unique(ids)) < len(ids):
         raise UserError(f"{name}: two images have the same key and the same bytes")
-    pq.write_table(index, folder / "index.parquet", compression="zstd")
+    write_rows(folder / "index.parquet", index, INDEX)
     splits = index["split"].to_pylist()
     info = DatasetInfo(
         name=name,
@@ -189,6 +190,15 @@ def write_dataset(
     text = json.dumps(info.model_dump(mode="json", exclude=without), indent=1, ensure_ascii=False)
     (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
     return info
+
+
+def write_rows(path: Path, table: pa.Table, schema: pa.Schema) -> None:
+    """Write a table of `large` schema as Parquet of `schema`; the same rows give the same bytes."""
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for start in range(0, max(len(table), 1), _ROW_GROUP):
+            # not a slice, whose offsets may be too large for the schema's strings
+            rows = table.take(np.arange(start, min(start + _ROW_GROUP, len(table))))
+            writer.write_table(rows.cast(schema))
 
 
 def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[list[Sample]]:

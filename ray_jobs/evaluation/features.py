@@ -223,7 +223,7 @@ def _embedded(
     folder: Path,
 ) -> list[list[NDArray[np.float32]]]:
     """Return features [n, d] for each of `every` and each part; features of earlier evaluations are reused."""
-    ids = [_image_ids(dataset, split).take(pa.array(rows)) for split, rows in parts]
+    ids = [_image_ids(dataset, split, rows) for split, rows in parts]
     keys = [weights.key(preprocessing, context.attempt.code_digest) for weights in every]
     known = [_earlier(context, key, pa.chunked_array(ids).unique()) for key in keys]
     if len(known[0]):
@@ -242,7 +242,7 @@ def _embedded(
         for start in range(0, len(rows), DECODED)
     ]
     done = run(embed_rows, tasks)
-    new_ids = [_image_ids(dataset, task[3]).take(pa.array(task[4])) for task in tasks]
+    new_ids = [_image_ids(dataset, *task[3:]) for task in tasks]
     features = []
     for place, (key, earlier) in enumerate(zip(keys, known, strict=True)):
         new = Table.of(new_ids, [result[place] for result in done])
@@ -412,10 +412,11 @@ def _file(key: str) -> str:
     return f"features/{key}.parquet"
 
 
-def _image_ids(dataset: Dataset, split: Split) -> pa.Array:
-    """Return an identity of each image of a split: of its original bytes, its stored bytes, and its size."""
-    index, columns = dataset.index(split), ("content_id", "checksum", "format", "width", "height", "channels")
-    parts = [index[name].cast(pa.string()) for name in columns]
+def _image_ids(dataset: Dataset, split: Split, rows: NDArray[np.int64]) -> pa.Array:
+    """Return an identity of these rows of a split: of their original bytes, their stored bytes, and their size."""
+    columns = ["content_id", "checksum", "format", "width", "height", "channels"]
+    index = dataset.index(split).select(columns).take(rows)
+    parts = [column.cast(pa.string()) for column in index.columns]
     return _flat(pc.binary_join_element_wise(*parts, "/"))
 
 

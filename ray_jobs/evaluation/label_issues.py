@@ -205,7 +205,8 @@ def write_probabilities(path: Path, sample_ids: pa.ChunkedArray, probabilities: 
     path.parent.mkdir(parents=True, exist_ok=True)
     flat = pa.array(np.asarray(probabilities, np.float32).ravel())
     column = pa.FixedSizeListArray.from_arrays(flat, probabilities.shape[1])
-    pq.write_table(pa.table({"sample_id": sample_ids, "probabilities": column}), path, compression="zstd")
+    ids = sample_ids.cast(pa.string())
+    pq.write_table(pa.table({"sample_id": ids, "probabilities": column}), path, compression="zstd")
 
 
 def read_probabilities(paths: Iterable[Path], images: pa.Table) -> NDArray[np.float32]:

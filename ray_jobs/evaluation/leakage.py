@@ -50,6 +50,7 @@ from pipelines.store import (
     read_current,
     read_manifest,
 )
+from ray_jobs.data.columns import large
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
@@ -396,8 +397,10 @@ def _index(store: Store, dataset: Manifest) -> pa.Table | None:
         return None
     try:
         with pq.ParquetFile(path) as file:
-            has_columns = set(_READ) <= set(file.schema_arrow.names)
-            return file.read(_READ) if has_columns else None
+            if not set(_READ) <= set(file.schema_arrow.names):
+                return None
+            index = file.read(_READ)
+            return index.cast(large(index.schema))
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is damaged: {error}") from error
 

@@ -33,9 +33,8 @@ _LINES = 5  # of pictures, without classes
 
 def card_shard(index: pa.Table) -> int:
     """Return the number of the shard that the card shows: the one with the first image of `shown_split`."""
-    shown = index.filter(pc.equal(index["split"], shown_split(index["split"].to_pylist()))).sort_by(
-        "sample_id"
-    )
+    is_shown = pc.equal(index["split"], shown_split(index["split"].to_pylist()))
+    shown = index.select(["sample_id", "shard"]).filter(is_shown).sort_by("sample_id")
     return int(shown["shard"][0].as_py())
 
 

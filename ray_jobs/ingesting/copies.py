@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ray_jobs.data.columns import CONFLICT, INDEX
+from ray_jobs.data.columns import CONFLICT, INDEX, large
 from ray_jobs.data.images import Hashes
 from ray_jobs.data.near_duplicates import Hashes as _Hashes
 from ray_jobs.data.near_duplicates import Pairs, near_pairs
@@ -71,8 +71,8 @@ _TURNS: dict[str, _Views] = {
 _CUTS: dict[str, _Views] = {
     "cropped": _both_ways([*combinations(("phash", *_CROPS), 2), ("phash", "phash_inside")])
 }
-_SCHEMA = pa.schema(
-    [INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)]
+_SCHEMA = large(
+    pa.schema([INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)])
 )
 _Ints = NDArray[np.int64]
 _NO_PAIRS: Pairs = (np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -94,7 +94,7 @@ def find_copies(
     duplicates: Literal["keep", "drop"],
     max_distance: int | None,
 ) -> pa.Table:
-    """Return DUPLICATES: a row for each image that is a copy of an image with a lower rank, with one such twin.
+    """Return `large` DUPLICATES: a row for each image that is a copy of an image with a lower rank, with one such twin.
 
     If identical bytes are in several classes, each image has a row, with a twin of another class.
 
@@ -207,14 +207,15 @@ def _first_twins(
 def _table(
     every: _Images, at: _Ints, best: _Ints, kinds: NDArray[np.str_], is_left_out: NDArray[np.bool_]
 ) -> pa.Table:
-    """Return DUPLICATES for the images `at` and their twins `best`."""
+    """Return `large` DUPLICATES for the images `at` and their twins `best`."""
     differs = (every.content[at] == every.content[best]) & (every.class_ids[at] != every.class_ids[best])
     kinds = np.where(differs & (best < every.number), CONFLICT, kinds)
+    keys = every.table["key"].take(np.concatenate([at, best]))  # at once, because it joins all names
     return pa.table(
         [
-            every.table["key"].take(at),
+            keys[: len(at)],
             every.standings[every.standing[at]],
-            every.table["key"].take(best),
+            keys[len(at) :],
             every.standings[every.standing[best]],
             every.datasets[best],
             every.classes.take(at),
@@ -223,13 +224,13 @@ def _table(
             kinds,
             np.where(is_left_out, "left out", "kept"),
         ],
-        schema=DUPLICATES,
+        schema=large(DUPLICATES),
     ).sort_by("key")
 
 
 def _named(tables: Sequence[pa.Table], class_names: Sequence[Sequence[str]]) -> pa.Array:
     """Return the name of every image's class."""
-    names = [pa.array(names_of_table, pa.string()) for names_of_table in class_names]
+    names = [pa.array(names_of_table, pa.large_string()) for names_of_table in class_names]
     return pa.concat_arrays(
         [array.take(table["label"].combine_chunks()) for array, table in zip(names, tables, strict=True)]
     )

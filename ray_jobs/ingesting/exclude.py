@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.spec import quantity
+from ray_jobs.data.columns import large
 from ray_jobs.sources.readers.features import listed
 from vit_model.errors import UserError
 
@@ -58,7 +59,7 @@ def read_list(name: str, data: bytes) -> list[str]:
 def exclude(
     name: str, wanted: list[str], images: pa.Table, class_names: Sequence[str]
 ) -> tuple[pa.Array, pa.Table]:
-    """Return which images leave [n], and EXCLUDED.
+    """Return which images leave [n], and `large` EXCLUDED.
 
     Args:
         name: the list's name, for messages.
@@ -69,7 +70,7 @@ def exclude(
         UserError: none of the images has one of the ids.
     """
     ids = images["sample_id"].combine_chunks()
-    ids_wanted = pa.array(sorted(set(wanted)), pa.string())
+    ids_wanted = pa.array(sorted(set(wanted)), pa.large_string())
     if unknown := ids_wanted.filter(pc.invert(pc.is_in(ids_wanted, ids))).to_pylist():
         raise UserError(
             f"exclude: {name} lists {len(unknown):,} ids that the source does not have:"
@@ -87,7 +88,7 @@ def exclude(
         "done": pc.if_else(tests, "kept", "left out"),
         "reason": pc.if_else(tests, _TEST, _LISTED),
     }
-    return is_out, pa.table(columns, schema=EXCLUDED).sort_by("key")
+    return is_out, pa.table(columns, schema=large(EXCLUDED)).sort_by("key")
 
 
 def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: Sequence[str]) -> None:

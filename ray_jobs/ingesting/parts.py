@@ -21,7 +21,7 @@ from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry
-from ray_jobs.data.columns import FACTS, LISTED, Sample
+from ray_jobs.data.columns import FACTS, LISTED, Sample, large
 from ray_jobs.data.images import Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
 from ray_jobs.data.shards import Shard
@@ -83,8 +83,8 @@ def with_digests(context: Context[Ingest], files: Files, entries: pa.Table) -> p
     of_tops = [
         everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops
     ]
-    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(named.indices)
-    of_rows = pa.array([everything[:32]] * len(entries), pa.string())
+    of_files = pa.array([digest[:32] for digest in of_tops], pa.large_string()).take(named.indices)
+    of_rows = pa.array([everything[:32]] * len(entries), pa.large_string())
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
 
 
@@ -255,10 +255,10 @@ def in_tasks(
 
 
 def numbered(written: Sequence[Written]) -> pa.Table:
-    """Return the FACTS of all parts, with the number of each part's shard."""
+    """Return the `large` FACTS of all parts, with the number of each part's shard."""
     tables, number = [], 0
     for part in written:
         column = pa.array([number] * len(part.facts), pa.int32())
         tables.append(part.facts.set_column(FACTS.get_field_index("shard"), FACTS.field("shard"), column))
         number += part.shard is not None
-    return pa.concat_tables(tables) if tables else FACTS.empty_table()
+    return pa.concat_tables([FACTS.empty_table(), *tables]).cast(large(FACTS))

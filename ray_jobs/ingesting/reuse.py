@@ -122,7 +122,7 @@ def _in_common(store: Store, manifest: Manifest, digests: pa.Array) -> int:
     for name, _ in _committed_parts(manifest)[:1]:
         with suppress(pa.ArrowException, StoreError):  # find_reusable reports it, if the dataset is chosen
             facts = pq.read_table(pa.BufferReader(store.read(name) or b""), columns=["digest"])
-            return pc.sum(pc.is_in(facts["digest"], digests)).as_py() or 0
+            return pc.sum(pc.is_in(facts["digest"].cast(digests.type), digests)).as_py() or 0
     return 0
 
 

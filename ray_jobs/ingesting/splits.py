@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_jobs.data.columns import INDEX
+from ray_jobs.data.columns import INDEX, large
 from ray_jobs.sources import hash_fraction
 
 FRACTIONS = {"test": 0.2, "dev": 0.1}  # shares of the images without an official split; the rest is train
@@ -74,7 +74,7 @@ class Trainable(NamedTuple):
     """INDEX; labels are indices into `class_names`."""
     class_names: tuple[str, ...]
     set_aside: pa.Table
-    """SET_ASIDE: the images of the other classes."""
+    """`large` SET_ASIDE: the images of the other classes."""
     set_aside_classes: tuple[tuple[str, int], ...] = ()
     """(name, number of images) of each other class, including classes without a usable image."""
 
@@ -112,6 +112,8 @@ def without_untrained(index: pa.Table, class_names: Sequence[str], may_train: Co
     return Trainable(
         index,
         tuple(np.delete(names, lost)),
-        pa.table([aside["key"], names[labels[is_lost]], aside["split"]], schema=SET_ASIDE).sort_by("key"),
+        pa.table([aside["key"], names[labels[is_lost]], aside["split"]], schema=large(SET_ASIDE)).sort_by(
+            "key"
+        ),
         tuple((class_names[label], int(counts[label])) for label in lost),
     )

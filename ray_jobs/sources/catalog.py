@@ -67,7 +67,7 @@ def _with_one_spelling(entries: pa.Table) -> pa.Table:
     spelled = one_spelling(texts)
     if all(spelled[text] == text for text in texts):
         return entries
-    new = pa.array([spelled[text] for text in texts], pa.string()).take(groups.indices)
+    new = pa.array([spelled[text] for text in texts], pa.large_string()).take(groups.indices)
     return entries.set_column(entries.schema.get_field_index("group"), ENTRIES.field("group"), new)
 
 

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from ray_jobs.data.columns import ENTRIES, FACTS, INDEX, LISTED, SHARD
+from ray_jobs.data.columns import ENTRIES, FACTS, INDEX, LISTED, SHARD, large
 
 IN_SHARDS = """
     sample_id string, key string, image binary, format string, width int32, height int32, channels int32, label int32
@@ -38,4 +38,4 @@ def test_facts_take_over_what_the_source_lists() -> None:
     """Only the place in the source is called otherwise there: `offset` and `length` are the shard's in FACTS."""
     renamed = {name: entry for name, entry in LISTED.items() if name != entry}
     assert renamed == {"place": "offset", "stored": "length"}
-    assert all(FACTS.field(name).type == ENTRIES.field(entry).type for name, entry in LISTED.items())
+    assert all(large(FACTS).field(name).type == ENTRIES.field(entry).type for name, entry in LISTED.items())
