@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipelines.files.hashing import read_cache, write_cache
 from pipelines.spec import AnyStage, Finetune, Pretrain, quantity
 from vit_model import compute
-from vit_model.config import Architecture, ViTConfig
+from vit_model.config import Architecture, MaeOptions, ViTConfig
 from vit_model.sizes import ModelSize, ResNetSize, size_of
 from vit_model.variants import FAMILIES, RESNETS, SIZES
 
@@ -64,38 +64,49 @@ class Fits(NamedTuple):
     trials: int
     steps: int
     batch_size: int
+    mae: MaeOptions | None = None
 
     @classmethod
     def of(cls, stage: Finetune | Pretrain) -> Fits | None:
         """Return the trainings of a stage; None if its fields alone do not tell their model and number."""
-        trials = 0
-        if isinstance(stage, Finetune):
+        trials, mae = 0, None
+        if isinstance(stage, Pretrain):
+            if stage.objective in {"contrastive", "distillation"} or stage.auxiliary is not None:
+                return None
+            mae = stage.mae if stage.objective == "mae" else None
+        else:
             trials = len(stage.learning_rates) * (len(stage.learning_rates) > 1)
             if stage.search or stage.early_stopping or stage.labels.per_class or stage.refits > 1:
                 return None
         if stage.model is None or stage.resolution is None:
             return None
         architecture = stage.model.architecture(stage.resolution, 3, CLASSES)
-        return cls(architecture, trials, stage.steps, stage.batch_size)
+        return cls(architecture, trials, stage.steps, stage.batch_size, mae)
 
     @property
-    def flops(self) -> float:
-        return (self.trials + 1) * self.steps * self.batch_size * compute.train_flops(self.architecture)
+    def flops_per_image(self) -> int:
+        """Of a training step."""
+        return compute.train_flops(self.architecture, self.mae)
+
+    @property
+    def flops(self) -> int:
+        return (self.trials + 1) * self.steps * self.batch_size * self.flops_per_image
 
 
 def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None = None) -> str | None:
-    """Estimate the run time of all stages from their operations and the speed of the cheapest model's training.
+    """Estimate the run time of all stages from their operations and the speed of a fine-tuning of the cheapest model.
 
     Args:
         measure: `ray_jobs.training.cost.images_per_second`; None: the last measurement on this machine, if any.
     """
-    cheapest = min((stage.architecture for stage in stages), key=compute.train_flops)
-    per_image = compute.train_flops(cheapest)
-    batch_size = min(64, max(8, round(MEASURED_FLOPS / per_image)))
-    resolution = cheapest.image_shape[0]
+    cheapest = min(stages, key=lambda stage: stage.flops_per_image)
+    architecture, per_image = cheapest.architecture, cheapest.flops_per_image
+    finetuning = compute.train_flops(architecture)
+    batch_size = min(64, max(8, round(MEASURED_FLOPS / finetuning)))
+    resolution = architecture.image_shape[0]
     trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
     together = max(1, trials)  # a single training has no trials
-    size, parallel = size_of(cheapest, head=True), machine.parallel(together)
+    size, parallel = size_of(architecture, head=True), machine.parallel(together)
     setting = (size, resolution, batch_size, machine.threads(together))
     known, name = read_cache(SPEEDS), f"{machine}: {setting}"
     if measure is not None:
@@ -103,7 +114,11 @@ def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None =
         write_cache(SPEEDS, known)
     if (rates := known.get(name)) is None:
         return None
-    slowest, fastest = min(now for now, _ in rates), max(alone for _, alone in rates)
+    # A masked autoencoder's operations are the encoder's on some patches, and its decoder's.
+    slowest, fastest = (
+        rate * finetuning / per_image
+        for rate in (min(now for now, _ in rates), max(alone for _, alone in rates))
+    )
     rounds = max(fits / parallel, math.ceil(trials / parallel) + 1)  # a stage's refit waits for its trials
     images = sum(stage.flops for stage in stages) / per_image * rounds / fits
     range_ = _between(images / fastest + OTHER_SECONDS[0], SLOWER * images / slowest + OTHER_SECONDS[1])
@@ -141,12 +156,15 @@ def _between(least: float, most: float) -> str:
     return f"{low} to {high} minutes" if high > low else quantity(high, "minute")
 
 
-def described(architecture: Architecture) -> str:
+def described(architecture: Architecture, mae: MaeOptions | None = None) -> str:
     """Return a model in the terms of the field: ViT-Ti/16 at 224 pixels, its parameters and GFLOPs."""
-    flops = compute.forward_flops(architecture) / 1e9
+    flops, masked = (
+        compute.forward_flops(architecture, mae) / 1e9,
+        " as a masked autoencoder" * (mae is not None),
+    )
     return (
         f"{name_of(architecture)} at {architecture.image_shape[0]} pixels ({architecture.num_parameters / 1e6:,.3g} M"
-        f" parameters, {flops:,.3g} GFLOPs per image)"
+        f" parameters, {flops:,.3g} GFLOPs per image{masked})"
     )
 
 

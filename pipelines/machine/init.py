@@ -17,6 +17,7 @@ from pipelines.machine.budget import Fits, Machine, described, estimate, this_ma
 from pipelines.machine.examined import Examined, examine, write_checked
 from pipelines.spec import ModelSize, RecipeError
 from ray_jobs.training.cost import images_per_second
+from vit_model.config import MaeOptions
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
@@ -31,6 +32,15 @@ class Choice(NamedTuple):
     model: ModelSize
     batch_size: int
     steps: int
+
+    def decoder(self) -> MaeOptions:
+        """Return a masked autoencoder's decoder that fits the model: half its width, a third of its depth.
+
+        The authors' heads are 32 wide, and their decoder is for ViT-B and larger.
+        """
+        width = self.model.width // 2
+        depth = max(2, self.model.depth // 3)
+        return MaeOptions(decoder_width=width, decoder_depth=depth, decoder_heads=width // 32)
 
     def model_text(self) -> str:
         """Return the model as YAML on one line."""
@@ -163,28 +173,35 @@ def _without_labels(
 
 def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return the stage of a pretraining without labels, as YAML."""
-    choice = _chosen(images, machine, 0, say)
+    choice = _chosen(images, machine, 0, say, is_masked=True)
+    decoder = choice.decoder().model_dump(exclude_defaults=True)
+    # On CPUs, as the estimate was measured: workers that wait for each other are slow beside other programs.
+    workers = "" if machine.gpus else f"\n    workers: 1\n    threads: {machine.threads(1)}"
     return f"""\
   # A masked autoencoder: the ViT sees a quarter of an image's patches, and a decoder predicts the others.
   vit:
     job: pretrain
     data: images
     objective: mae
+    mae: {{{", ".join(f"{name}: {value}" for name, value in decoder.items())}}}
     model: {choice.model_text()}
     resolution: {choice.resolution}
     steps: {choice.steps}
     batch_size: {choice.batch_size}
     learning_rate: 1.0e-3
-    augment: resized_crop_flip"""
+    augment: resized_crop_flip{workers}"""
 
 
-def _chosen(images: Examined, machine: Machine, trials: int, say: Callable[[str], None]) -> Choice:
+def _chosen(
+    images: Examined, machine: Machine, trials: int, say: Callable[[str], None], is_masked: bool = False
+) -> Choice:
     """Choose a model for images and `trials` trainings and a refit, or one training; print both, and the run time."""
     side = images.typical_side()
     choice = _choose(side, len(images.listing.entries), machine.gpus)
     architecture = choice.model.architecture(choice.resolution, 3, len(images.listing.class_names))
-    say(f"images are about {side} pixels per side; chose a {described(architecture)}")
-    fits = [Fits(architecture, trials, choice.steps, choice.batch_size)]
+    mae = choice.decoder() if is_masked else None
+    say(f"images are about {side} pixels per side; chose a {described(architecture, mae)}")
+    fits = [Fits(architecture, trials, choice.steps, choice.batch_size, mae)]
     say(estimate(fits, machine, images_per_second) or "")
     return choice
 
