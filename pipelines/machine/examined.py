@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
 from PIL import Image
 from pydantic import ValidationError
 
+from pipelines.file_names import left_by_a_system
 from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline, yaml_text
-from pipelines.spec import SOURCE_TYPES, RecipeError, Source
+from pipelines.spec import SOURCE_TYPES, RecipeError, Source, quantity
 from ray_jobs.data.columns import each_label
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
-from ray_jobs.sources.readers.features import counted
+from ray_jobs.sources.readers.features import counted, listed, split_in
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import open_image
@@ -58,6 +61,8 @@ class Examined(NamedTuple):
         """Yield lines about the images, their classes and splits, and about files that are left out."""
         if not self.listing.class_names:
             yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
+            if (sibling := _sibling_class(self.root.expanduser().resolve())) is not None:
+                yield f"if {self.name} and {sibling.name} are classes, give their parent: --images {sibling.parent}"
             return
         labels = Counter(each_label(self.listing.entries).to_pylist())
         splits = Counter(self.listing.entries["split"].to_pylist())
@@ -68,6 +73,8 @@ class Examined(NamedTuple):
         counts = {name: labels[label] for label, name in enumerate(self.listing.class_names)}
         yield f"found {self.classes} ({counted(counts)}), {drawn}"
         yield from self.listing.notes
+        if self.source.kind == "folder" and (empty := _without_images(self.root.expanduser(), self.listing)):
+            yield f"{quantity(len(empty), 'folder')} without images: {listed(empty, 10)}"
 
     @property
     def name(self) -> str:
@@ -209,6 +216,31 @@ def _is_flat(root: Path) -> bool:
     files = [path for path in root.iterdir() if not path.name.startswith(".")]
     is_labelled = any(path.is_dir() or path.suffix.lower() in LABEL_FILES for path in files)
     return not is_labelled and any(path.suffix.lower() in EXTENSIONS for path in files)
+
+
+def _sibling_class(root: Path) -> Path | None:
+    """Return a folder of images beside a folder of images, if that is likely a class: it has no split's name."""
+    if not _is_flat(root) or split_in(root.name) is not None:
+        return None
+    with suppress(OSError):  # of another user
+        siblings = sorted(path for path in root.parent.iterdir() if not path.name.startswith("."))
+        return next((path for path in siblings if path != root and _is_flat(path)), None)
+    return None
+
+
+def _without_images(root: Path, listing: Listing) -> list[str]:
+    """Return the outermost folders below a root that the listing has no images of, without a system's and hidden ones.
+
+    An archive has none.
+    """
+    used = {str(folder) for key in listing.entries["key"].to_pylist() for folder in PurePath(key).parents}
+    empty = []
+    for folder, folders, _ in os.walk(root):
+        names = [name for name in sorted(folders) if not left_by_a_system(name)]
+        paths = {name: Path(folder, name).relative_to(root).as_posix() for name in names}
+        empty += [path for path in paths.values() if path not in used]
+        folders[:] = [name for name in names if paths[name] in used]
+    return empty
 
 
 def write_checked(file: Path, text: str) -> None:

@@ -86,6 +86,22 @@ def one_spelling(texts: Iterable[str]) -> dict[str, str]:
     }
 
 
+def alike_note(class_names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on names that are likely of one class; names of one letter (A and a) can be two classes."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in class_names:
+        alike[re.sub(r"[\s_-]", "", name).casefold()].append(name)
+    groups = [
+        " and ".join(map(repr, names)) for key, names in alike.items() if len(names) > 1 and len(key) > 1
+    ]
+    if not groups:
+        return ()
+    return (
+        f"classes whose names differ only in case, spaces, - or _: {listed(groups, 10)}. If they are one class, give"
+        " them one name",
+    )
+
+
 def choose_column(field: str, wanted: str | None, fitting: Sequence[str], columns: Iterable[str]) -> str:
     """Return the column `wanted`, else the only fitting one, else the one with the name of the field.
 

@@ -31,7 +31,7 @@ from pipelines.spec import FolderSource, quantity
 from ray_jobs.data.columns import SEVERAL
 from ray_jobs.sources.archives import containers, entries
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
-from ray_jobs.sources.readers.features import SPLIT_WORDS, one_spelling, split_in
+from ray_jobs.sources.readers.features import SPLIT_WORDS, alike_note, one_spelling, split_in
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
     OPTIONS,
@@ -204,7 +204,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
 
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
-    notes = [] if scanned.class_names else ["images without labels"]
+    notes = [*alike_note(scanned.class_names)] if scanned.class_names else ["images without labels"]
     if scanned.entries[0].labels is not None:
         labels = [len(entry.labels or ()) for entry in scanned.entries]
         notes.append(

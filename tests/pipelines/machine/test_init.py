@@ -76,6 +76,35 @@ def test_images_without_labels_are_embedded(
         init.write_recipe(tmp_path / "x.yaml", photos, "folder", weights, "s", init.Console())
 
 
+def test_folders_that_are_no_classes_are_told(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    for key in ("train/a", "train/b", "test/a", "test/b/old", "empty/a", "empty/b/inside/deep"):
+        (photos / key).mkdir(parents=True)
+        (photos / key / "1.png").write_bytes(image(1))
+    for key in ("train/robots/x", "test/.cache", "test/@eaDir"):
+        (photos / key).mkdir(parents=True)
+    for file in (photos / "empty").rglob("*.png"):
+        file.unlink()
+    assert [*examined.examine(photos, "folder").summary()][1:] == [
+        "2 folders without images: empty, train/robots"
+    ]
+
+
+def test_a_folder_of_one_class_leads_to_its_parent(tmp_path: Path) -> None:
+    for key in ("photos/cats", "photos/dogs", "alone/cats", "split/train", "split/test"):
+        (tmp_path / key).mkdir(parents=True)
+        (tmp_path / key / "1.png").write_bytes(image(1))
+    (tmp_path / "alone/notes").mkdir()
+
+    def said(key: str) -> list[str]:
+        return [*examined.examine(tmp_path / key, "folder").summary()][1:]
+
+    assert said("photos/dogs") == [
+        f"if dogs and cats are classes, give their parent: --images {tmp_path}/photos"
+    ]
+    assert not said("alone/cats") and not said("split/train")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

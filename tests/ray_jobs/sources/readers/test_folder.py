@@ -300,6 +300,23 @@ def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(
     )
 
 
+@pytest.mark.parametrize(
+    ("classes", "alike"),
+    [
+        (("Animals", "animals", "food"), "'Animals' and 'animals'"),
+        (("road signs", "road_signs", "Road-Signs", "x"), "'Road-Signs' and 'road signs' and 'road_signs'"),
+        (("cat", "cats", "A", "a", "-", "_"), None),
+    ],
+)
+def test_names_that_are_likely_of_one_class_are_told(
+    classes: tuple[str, ...], alike: str | None, tmp_path: Path
+) -> None:
+    root = touch(tmp_path, *(f"{name}/1.png" for name in classes))
+    found = listing(FolderSource(kind="folder", root=str(root)), {})
+    assert len(found.class_names) == len(classes), "they stay classes of their own"
+    assert [alike in note for note in found.notes] == [True] if alike else not found.notes
+
+
 def test_a_folder_of_images_that_are_not_read_says_which_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"has no images .*3 files: \.heic 2, none 1; to use the \.heic files, convert"
