@@ -20,9 +20,17 @@ from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from pipelines import terminal
-from pipelines.results.lookup import find_run
+from pipelines.results.lookup import find_artifact, find_run, score
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, open_store
+from pipelines.store import (
+    Manifest,
+    Store,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    StoreUnreachable,
+    open_store,
+)
 
 console = terminal.console()
 if not console.is_terminal and not os.environ.get("COLUMNS"):
@@ -149,6 +157,15 @@ def named_run(store: Store, name: str | None) -> str:
     if name not in (None, run):
         errors.print(f"{plain(str(name))}: the newest run is {run}", soft_wrap=True)
     return run
+
+
+def named_model(store: Store, name: str) -> Manifest:
+    """Return the model that an argument names; say on stderr which one it is if that is not its key."""
+    manifest = find_artifact(store, name, "model")
+    if not manifest.key.startswith(name):
+        which = f"model {manifest.key[:12]} of run {manifest.run}"
+        errors.print(plain(", ".join(filter(None, [f"{name}: {which}", score(manifest)]))), soft_wrap=True)
+    return manifest
 
 
 def store_option(uri: str) -> str:

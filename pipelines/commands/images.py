@@ -17,12 +17,12 @@ from pipelines.commands.common import (
     StoreOption,
     console,
     errors,
+    named_model,
     open_,
     plain,
     print_csv,
     print_json,
 )
-from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
 from pipelines.store import model_folder
 from vit_model.errors import UserError
@@ -157,7 +157,7 @@ def _predicted(
         weights = _weights(model, checkpoint, store)
     else:
         opened = open_(store, create=False)
-        manifest = find_artifact(opened, model, "model")
+        manifest = named_model(opened, model)
     from pipelines.results.predictions import of_files, of_split  # with torch
 
     return of_files(weights, images) if split is None else of_split(opened, manifest, checkpoint, split)
@@ -192,7 +192,7 @@ def _weights(model: str, checkpoint: str, store: str) -> Path:
         return path
     opened = open_(store, create=False)
     try:
-        return model_folder(opened, find_artifact(opened, model, "model"), checkpoint)
+        return model_folder(opened, named_model(opened, model), checkpoint)
     except RecipeError:
         if path.exists():
             raise RecipeError(

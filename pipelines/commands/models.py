@@ -20,6 +20,7 @@ from pipelines.commands.common import (
     StoreOption,
     TokenOption,
     console,
+    named_model,
     open_,
     say,
     store_option,
@@ -28,7 +29,6 @@ from pipelines.commands.running import carry_out
 from pipelines.files import hub
 from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.recipe.pipeline import pin, stage_name
-from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _load(store: str, selector: str, checkpoint: str) -> Model:
     from pipelines.machine.export import load  # with torch
 
     opened = open_(store, create=False)
-    return load(opened, find_artifact(opened, selector, "model"), checkpoint)
+    return load(opened, named_model(opened, selector), checkpoint)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pipelines.engine.runs import all_statuses
 from pipelines.engine.status import COMMITTED
+from pipelines.results.lookup import score
 from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
     Attempt,
@@ -174,9 +175,7 @@ def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
     if manifest.kind == "dataset":
         return {"name": names[manifest.key], **counts("images", "classes")}
     if manifest.kind == "model":
-        splits = {split: metrics.get(f"{split}_accuracy") for split in ("test", "dev")}  # dev: pretraining
-        shown = (f"{value:.1%} {split}" for split, value in splits.items() if isinstance(value, float))
-        return {**counts("parameters"), "accuracy": next(shown, None)}
+        return {**counts("parameters"), "accuracy": score(manifest)}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result
         scores = {name: value for name, value in metrics.items() if isinstance(value, float)}
         best = max(scores, key=lambda name: scores[name], default=None)

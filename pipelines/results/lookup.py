@@ -92,6 +92,16 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
     return matches[0]
 
 
+def score(manifest: Manifest) -> str | None:
+    """Return a model's accuracy, or its mAP with several labels per image, on test; of a pretraining, on dev."""
+    for split in ("test", "dev"):
+        for metric, shown in (("accuracy", split), ("mAP", f"{split} mAP")):
+            value = manifest.metrics.get(f"{split}_{metric}")
+            if isinstance(value, float):
+                return f"{value:.1%} {shown}"
+    return None
+
+
 def _all(store: Store, kind: str) -> list[Manifest]:
     """Return all artifacts of a kind, oldest first."""
     found = [manifest for job in _jobs(kind) for manifest in all_manifests(store, job)]

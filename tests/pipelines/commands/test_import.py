@@ -21,10 +21,10 @@ from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lineage import describe_source
 from pipelines.spec import STAGE_TYPES, Import, RecipeError, module
-from pipelines.store import Store, commit, open_store
+from pipelines.store import Store, add_event, commit, create_run, open_store
 from tests.conftest import Vitflow
 from tests.support.checkpoints import CONTRACT, model_at, put_pretraining
-from tests.support.records import committed, make_manifest
+from tests.support.records import committed, make_manifest, make_plan
 from tests.support.s3 import Bucket, Server, used
 from tests.support.vits import contract_for
 from vit_model import formats
@@ -205,14 +205,18 @@ def printed(vitflow_here: Vitflow) -> Callable[..., str]:
 
 
 def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, ModelContract]:
-    """A model of the store, like one that was fine-tuned: exact GELU, as everyone's readers know it."""
+    """A model of the store, like one that was fine-tuned: exact GELU, as everyone's readers know it.
+
+    `fields` are of its manifest (run, metrics) and of its configuration.
+    """
     torch.manual_seed(0)
+    stated = {field: fields.pop(field) for field in ("run", "metrics") if field in fields}
     config = ViTConfig.model_validate(CONTRACT.architecture.model_dump() | fields)
     model = ViT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     contract = contract_for(config, CONTRACT.class_names)
-    with committed(store, "finetune", name, stage="tune") as folder:
+    with committed(store, "finetune", name, stage="tune", **stated) as folder:
         save_model(folder, model, contract)
     return model.eval(), contract
 
@@ -419,6 +423,22 @@ def test_wrong_requests(
     before = set(tmp_path.rglob("*"))
     assert message in printed(*arguments, "--store", store.uri, code=2)
     assert set(tmp_path.rglob("*")) == before, "nothing was begun, and nothing is left"
+
+
+def test_the_model_that_a_run_and_a_stage_name_is_told(
+    store: Store, tmp_path: Path, vitflow_here: Vitflow
+) -> None:
+    """On stderr, because stdout is for programs. A key already says which."""
+    image = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(image)
+    for number, accuracy in enumerate((0.5, 0.4), 1):
+        run, key = f"mine-2026010{number}-000000-0000", f"{number}a{'0' * 12}"
+        put_model(store, key, run=run, metrics={"test_accuracy": accuracy})
+        create_run(store, run, make_plan(run, "tune", jobs={"tune": "finetune"}))
+        add_event(store, run, "stage", stage="tune", status="SUCCEEDED", key=key)
+    asked = vitflow_here("predict", "mine/tune", image, "--store", store.uri)
+    assert asked.stderr == "mine/tune: model 2a0000000000 of run mine-20260102-000000-0000, 40.0% test\n"
+    assert not vitflow_here("predict", "2a", image, "--store", store.uri).stderr
 
 
 def test_predict_takes_folders_and_scores_the_good_beside_the_bad(

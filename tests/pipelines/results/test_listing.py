@@ -33,6 +33,8 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     scores = {"parameters": 9, "validation_accuracy": 0.9, "test_accuracy": 0.625}
     files = (FileEntry(path="a", size=3, sha256="x"), FileEntry(path="b", size=4, sha256="y"))
     commit(store, make_manifest("finetune", key="mb", inputs=taken, metrics=scores, files=files))
+    several = {"validation_mAP": 0.5, "test_mAP": 0.375}
+    commit(store, make_manifest("finetune", key="mc", inputs=taken, metrics=several))
     commit(
         store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75})
     )
@@ -52,7 +54,8 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
             assert all({"metrics", "content_digest", "bytes", "user"} <= row.keys() for row in rows)
     (dataset,) = list_kind(store, "datasets")
     assert (dataset["name"], dataset["images"], dataset["classes"]) == ("zoo", 7, 2)
-    pretrained, tuned = list_kind(store, "models")
+    pretrained, tuned, multi_label = list_kind(store, "models")
+    assert multi_label["accuracy"] == "37.5% test mAP"
     assert (pretrained["parameters"], pretrained["accuracy"]) == (9, "50.0% dev")
     assert (tuned["accuracy"], tuned["bytes"], tuned["metrics"]) == ("62.5% test", 7, scores)
     (evaluation,) = list_kind(store, "evaluations")
