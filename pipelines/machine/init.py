@@ -20,9 +20,7 @@ from ray_jobs.training.cost import images_per_second
 from vit_model.config import MaeOptions
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
-LEARNING_RATES = (3e-4, 1e-3, 3e-3)
-ONE_RATE = 1e-3
-SWEPT_IMAGES = 1_000  # below this, dev has fewer than 100 images, and chance decides between learning rates
+LEARNING_RATES = ("3.0e-4", "1.0e-3", "3.0e-3")
 
 
 class Choice(NamedTuple):
@@ -60,8 +58,6 @@ GPU_CHOICES = (
     (0, 32, ModelSize(patch_size=4, width=192, depth=12, num_heads=3)),
 )
 CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
-SWEEP = "A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once."
-NO_SWEEP = "Dev has too few images to choose between learning rates; [0.0003, 0.001, 0.003] would try three."
 ADVICE = (
     "{number:,} images are few: a ViT trained on them from scratch will be weak. Pretrained weights help most:"
     " --from {weights} (from the Hugging Face hub), or a file or folder of Google's, timm's or Hugging Face's weights"
@@ -111,19 +107,16 @@ def write_recipe(
 def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
     """Return a recipe that trains a new ViT."""
     smoothing = "" if images.is_multi_label else "\n    label_smoothing: 0.1"
-    rates: Sequence[float] = LEARNING_RATES
-    if is_small := len(images.listing.entries) < SWEPT_IMAGES:
-        rates = (ONE_RATE,)
-    trials = 0 if is_small and not images.is_multi_label else len(rates)
+    rates, trials, comment = pretrained.sweep(images, LEARNING_RATES)
     choice = _chosen(images, machine, trials, say)
     stages = f"""\
-  # {NO_SWEEP if is_small else SWEEP}
+  # {comment}
   vit:
     job: finetune
     data: images
     model: {choice.model_text()}
     resolution: {choice.resolution}
-    learning_rates: [{", ".join(f"{rate:g}" for rate in rates)}]
+    learning_rates: [{", ".join(rates)}]
     steps: {choice.steps}
     batch_size: {choice.batch_size}
     augment: crop_flip{smoothing}

@@ -35,6 +35,7 @@ LEARNING_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")  # as pipelines/recipes/bakeoff.
 BATCH_SIZE, MAX_STEPS, MIN_STEPS, PASSES = 64, 500, 100, 100
 # Without a GPU: fewer pixels, rates, images per step, epochs, and images in one training
 CPU_SIDE, CPU_RATES, CPU_BATCH_SIZE, CPU_EPOCHS, CPU_PASSES = 160, LEARNING_RATES[1:], 32, 15, 20_000
+SWEPT_IMAGES = 1_000  # below this, dev has fewer than 100 images, and chance decides between learning rates
 TRAIN_SHARE = 0.7  # of the images, if the source has no splits
 MIN_SIDE = 64  # of the training images of weights that are taken without asking
 # weights that fit a machine without and with a GPU
@@ -208,6 +209,17 @@ def recipe(
     return (_comparison if len(backbones) > 1 else _one)(file, images, backbones, machine, say)
 
 
+def sweep(images: Examined, rates: Sequence[str]) -> tuple[Sequence[str], int, str]:
+    """Return the learning rates that suit the number of images, the trials that they take, and a comment for YAML."""
+    if len(images.listing.entries) >= SWEPT_IMAGES:
+        comment = "Dev chooses the learning rate, the final model is trained on train and dev, and test is scored once."
+        return rates, len(rates), comment
+    comment = (
+        f"Dev has too few images to choose a learning rate; [{', '.join(rates)}] would try {len(rates)}."
+    )
+    return rates[len(rates) // 2 :][:1], int(images.is_multi_label), comment  # a trial for the thresholds
+
+
 def references(images: Examined) -> str:
     """Return the stage `pixels` as YAML."""
     return PIXELS.format("logistic regression" if images.is_multi_label else "RBF SVM")
@@ -218,7 +230,7 @@ def _one(
 ) -> str:
     (backbone,), side = backbones, images.typical_side()
     resolution = _resolution(backbone, side, machine.gpus)
-    rates = LEARNING_RATES if machine.gpus else CPU_RATES
+    rates, trials, comment = sweep(images, LEARNING_RATES if machine.gpus else CPU_RATES)
     train = round(len(images.listing.entries) * TRAIN_SHARE)
     batch_size, steps = BATCH_SIZE, min(MAX_STEPS, PASSES * train // BATCH_SIZE)
     if not machine.gpus:
@@ -226,11 +238,11 @@ def _one(
     steps = max(MIN_STEPS, steps)
     tuned = backbone.architecture.for_finetuning(resolution, len(images.listing.class_names))
     say(f"images are about {side} pixels per side; fine-tuning {described(tuned)}")
-    say(estimate([Fits(tuned, len(rates), steps, batch_size)], machine, images_per_second) or "")
+    say(estimate([Fits(tuned, trials, steps, batch_size)], machine, images_per_second) or "")
     stages = f"""\
 {backbone.stage()}
 
-  # Dev chooses the learning rate, the final model is trained on train and dev, and test is scored once.
+  # {comment}
   vit:
     job: finetune
     data: images
@@ -240,7 +252,7 @@ def _one(
     steps: {steps}
     batch_size: {batch_size}
     augment: crop_flip
-    threads: {machine.threads(len(rates))}
+    threads: {machine.threads(max(1, trials))}
 
 {references(images)}"""
     description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."

@@ -132,6 +132,20 @@ def test_without_weights_few_images_start_from_scratch_and_the_way_to_weights_is
     assert not Path("s").exists()
 
 
+@pytest.mark.parametrize("weights", [(), ("--from", "images.npz")])
+@pytest.mark.parametrize("swept", [12, 13])
+def test_dev_chooses_the_rate_if_it_has_enough_images_whatever_training_starts_from(
+    vitflow_here: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Sequence[str], swept: int
+) -> None:
+    """There are 12 images."""
+    monkeypatch.setattr(init, "estimate", lambda *_: "about 1 minute")
+    monkeypatch.setattr(pretrained, "SWEPT_IMAGES", swept)
+    vitflow_here("init", "x.yaml", "--images", "photos", *weights)
+    stage = load_pipeline("x.yaml").stages["vit"]
+    assert isinstance(stage, Finetune)
+    assert (len(stage.learning_rates) > 1) == (swept == 12) == ("Dev chooses" in Path("x.yaml").read_text())
+
+
 def test_few_images_start_from_weights_that_were_imported(
     vitflow_local: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
