@@ -5,6 +5,7 @@ In: the lines of report.json. Out: texts and plain dictionaries.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -150,7 +151,8 @@ def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
 def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:
     """Return the time in which a stage ran, the three longest stages, and the hours of cores and GPUs.
 
-    Attempts count if their work was used. A stage may have used less of its machine: the hours are an upper bound.
+    Attempts count if their work was used. A stage may have used less of its machine: the hours are an upper bound,
+    rounded up to tenths.
     """
     clock, until = sum(stage["earlier_seconds"] for stage in stages), 0.0
     ends = [(datetime.fromisoformat(stage["finished"]).timestamp(), stage) for stage in stages]
@@ -165,7 +167,8 @@ def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]
             if amount := environment["cluster"].get(unit):
                 hours[name] += amount * sum(took[stage] for stage in environment["stages"]) / 3600
     longest = sorted(stages, key=lambda stage: -stage["seconds"])[:3]
-    return {"clock": clock, "hours": hours, "longest": longest}
+    bounds = {name: math.ceil(10 * amount) / 10 for name, amount in hours.items()}
+    return {"clock": clock, "hours": bounds, "longest": longest}
 
 
 def model(numbers: Line) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipelines.spec import quantity
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.reporting import plots
 from ray_jobs.reporting.first_screen import SHOWN, first_screen
@@ -35,7 +36,7 @@ def render(data: ReportData) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (percent, points, duration, number, day, mebibytes, setting, quoted, metric)
+    filters = (percent, points, quantity, duration, number, day, mebibytes, setting, quoted, metric)
     environment.filters |= {function.__name__: function for function in filters}
     numbers = data.numbers
     screen = first_screen(numbers)

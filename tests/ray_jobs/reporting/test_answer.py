@@ -128,7 +128,8 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
     ]
     found = cost(stages, machines)
     assert found["clock"] == pytest.approx(90 + 30)
-    assert found["hours"] == pytest.approx({"core": (4 * 120 + 2 * 30) / 3600, "GPU": 30 / 3600})
+    # 540 core-seconds and 30 GPU-seconds: a bound is never rounded down
+    assert found["hours"] == {"core": 0.2, "GPU": 0.1}
     assert [each["stage"] for each in found["longest"]] == ["a", "b", "c"]
     # a first attempt of ten minutes, whose work c used, ran before all of them
     stages[2] = stage("c", 630, "11:00:00", earlier_seconds=600)

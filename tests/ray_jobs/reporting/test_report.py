@@ -408,7 +408,7 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert numbers["headline"] == (
         f"The pretrained ViT reaches {few['accuracy']:.1%} with 5 labels per class (linear probe) on 40 test images,"
         f" {100 * few['difference']:.1f} points (95% interval {low} to {high}) above the best classifier on pixels,"
-        f" {few['reference']} at {few['reference_accuracy']:.1%};"
+        f" {few['reference'].replace('pixels', 'the same probe')} at {few['reference_accuracy']:.1%};"
         " with 10 labels per class (fine-tuned), the two cannot be told apart."
     )
     assert [v["reference_kind"] for v in numbers["verdicts"]] == ["untrained", "pixels", "scratch", "pixels"]
@@ -616,6 +616,11 @@ def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, 
         counts = np.bincount(answers[(labels == label) & (answers != label)], minlength=3)
         assert line["confused_with"] == counts.argmax()
         assert line["confused"] == pytest.approx(counts.max() / np.count_nonzero(labels == label))
+    page, line = re.sub("<.*?>", "", files["report.html"].decode()), lines[0]
+    assert (
+        f"{line['name']} {line['recall']:.1%} of {line['num_images']} images right, most often taken for"
+        f" {line['confused_name']} ({line['confused']:.1%})" in page
+    )
 
 
 def test_the_curve_of_every_fine_tuning_is_shown(files: dict[str, bytes]) -> None:
