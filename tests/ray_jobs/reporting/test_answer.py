@@ -1,11 +1,14 @@
 """The sentence that answers a report's question, and what stands beside it, from lines of report.json."""
 
+from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import pytest
 
 from ray_jobs.reporting.answer import answer, subject
 from ray_jobs.reporting.first_screen import cost, model, power, trust
+from ray_jobs.reporting.verdicts import decimals, percent, points
 
 NOTHING: dict[str, Any] = {
     "vtab": [],
@@ -48,6 +51,7 @@ def verdict(task: str, low: float, high: float, **fields: Any) -> dict[str, Any]
             "low": low,
             "high": high,
             "detectable": 0.031,
+            "other_differences": [],
         }
         | {"adjusted_low": low - 0.05, "conclusion": conclusion, "unknown_training": False}
         | fields
@@ -76,7 +80,7 @@ def test_the_best_backbone_is_told_from_the_second_or_not(second: dict[str, floa
     group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines}
     found = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})
     begin = "Small is the most accurate of 2 backbones: 90.0% with all labels (fine-tuned) on 100 test images"
-    assert found == {"question": "Which backbone is best?", "headline": begin + said}
+    assert found == {"question": "Which backbone is best?", "headline": begin + said, "advice": ""}
 
 
 def test_comparisons_on_several_tasks_are_counted() -> None:
@@ -233,8 +237,9 @@ def test_the_model_to_use_has_seen_the_most_labels_and_was_best_on_held_out_imag
 def test_training_from_scratch_that_does_not_beat_pixels_is_advised_against(
     method: str, low: float, is_advised: bool
 ) -> None:
-    said = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})["headline"]
-    assert ("start from pretrained weights" in said) == is_advised
+    found = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})
+    assert ("start from pretrained weights" in found["advice"]) == is_advised
+    assert "vitflow" not in found["headline"], "a headline is an answer"
 
 
 def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
@@ -244,9 +249,34 @@ def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
     assert said == (
         "It cannot be told: the ViT trained from scratch reaches 46.9% with all labels (all weights trained) on 100"
         " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points,"
-        " 95% interval −25.0 to 12.5); start from pretrained weights (vitflow init"
-        " FILE --images FOLDER --from hf:ORG/NAME)."
+        " 95% interval −25.0 to 12.5)."
     )
+
+
+def test_another_metric_that_is_told_is_said_beside_the_one_that_is_not() -> None:
+    """mAP was not told from zero, and macro-F1 clearly lower, which only small print said."""
+    lower = {"metric": "macro-F1", "value": -0.095, "low": -0.172, "high": -0.019}
+    open_ = {"metric": "micro-F1", "value": -0.05, "low": -0.12, "high": 0.02}
+    fields = {"metric": "mAP", "mAP": 0.31, "reference_mAP": 0.38, "difference": -0.07}
+    one = verdict("pets", -0.15, 0.01, other_differences=[lower, open_], **fields)
+    said = answer(NOTHING | {"verdicts": [one]})["headline"]
+    assert said.startswith("It cannot be told by mAP: the pretrained ViT reaches 31.0% mAP")
+    assert said.endswith("; macro-F1 is lower (−9.5 points, 95% interval −17.2 to −1.9).")
+    assert answer(NOTHING | {"verdicts": [one | {"other_differences": [open_]}]})["headline"].startswith(
+        "It cannot be told: "
+    )
+
+
+def test_the_numbers_of_a_sentence_subtract() -> None:
+    """31.04% and 37.78% were 31.0% and 37.8%, with a difference of −6.7 points."""
+    assert decimals(0.5204, 0.4694, 0.0510) == 1
+    assert decimals(0.3104, 0.3778, -0.0674) == 2
+    for ours, theirs in product(range(0, 98, 7), range(42)):
+        value, reference = ours / 98, theirs / 42
+        digits = decimals(value, reference, value - reference)
+        shown = percent(value, digits), percent(reference, digits), points(value - reference, "", digits)
+        first, second, gap = (Decimal(text.strip("%").replace("−", "-")) for text in shown)
+        assert first - second == gap, shown
 
 
 def test_methods_become_subjects() -> None:

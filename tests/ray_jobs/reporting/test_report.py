@@ -484,8 +484,9 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert numbers["headline"] == (
         "The ViT trained from scratch reaches 25.0% with all labels (all weights trained) on 40 test images,"
         f" 67.5 points (95% interval {low} to {high}) below the best classifier on pixels, k-NN at"
-        " 92.5%; start from pretrained weights (vitflow init FILE --images FOLDER --from hf:ORG/NAME)."
+        " 92.5%."
     )
+    assert verdict_lines(numbers)[1] == numbers["advice"] != ""
 
 
 @pytest.mark.slow
