@@ -155,6 +155,11 @@ def points(difference: float, sign: str = "+", digits: int = 1) -> str:
     return f"{100 * difference:{sign}.{digits}f}".replace("-", "−")
 
 
+def quoted(name: str) -> str:
+    """Return a class name; one of digits, which reads as a count, in quotes."""
+    return f"‘{name}’" if name.isdigit() else name
+
+
 def decimals(value: float, reference: float, difference: float) -> int:
     """Return with how many decimals percentages show that `difference` is `value` minus `reference`: one, if it can."""
 

@@ -163,16 +163,31 @@ def test_lines_apart_are_no_answer_but_the_others_are() -> None:
 def test_labels_that_limit_the_numbers_are_said() -> None:
     names = [f"c{number}" for number in range(6)]
     sound = {"name": "pets", "quarantined": 0, "num_classes": 7, "conflicting": 0, "untested": [], "few": []}
+    sound["few_dev"] = names[:2]
     poor = sound | {"conflicting": 6, "untested": ["lonely"], "few": names}
     scored = NOTHING | {"accuracies": [accuracy("s")]}
     assert trust(scored | {"datasets": [sound]}) == [] == trust(NOTHING | {"datasets": [poor]})
     notes = trust(scored | {"datasets": [poor]})
     assert [note["text"] for note in notes] == [
         "pets: 6 images have the same bytes as an image of another class.",
-        "pets: 1 of 7 classes with no test image ('lonely').",
-        "pets: 6 of 7 classes with fewer than 5 training images ('c0', 'c1', 'c2', 'c3' and 2 more).",
+        "pets: 1 of 7 classes with no test image (lonely).",
+        "pets: 6 of 7 classes with fewer than 5 training images (c0, c1, c2, c3 and 2 more).",
     ]
     assert not any(note["is_good"] for note in notes)
+    line = {"task": "pets", "settings": [{"thresholds": "dev, by mAP"}]}
+    for dev, said in (("pets", ["c0, c1"]), ("others", [])):
+        notes = trust(NOTHING | {"datasets": [sound], "other_metrics": [line | {"task": dev}]})
+        assert [note["text"].rpartition("(")[2].rstrip(").") for note in notes] == said
+        assert all("a threshold from fewer than 10 dev images" in note["text"] for note in notes)
+
+
+def test_groups_are_the_choice_of_the_report_and_few_images_make_weak_features() -> None:
+    data = {"name": "flat", "quarantined": 0, "splits": {"train": 300}}
+    grouped = NOTHING | {"datasets": [data], "embeddings": [{"clusters": [{"images": 150}] * 2}]}
+    for job, weak in (("pretrain", True), ("import", False)):
+        notes = trust(grouped | {"stages": [stage("vit", 1, "10:00:00") | {"job": job}]})
+        assert notes[0]["text"] == "2 groups: the report's choice, not a property of the images."
+        assert ["300 training images are few" in note["text"] for note in notes[1:]] == [True] * weak
 
 
 def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
@@ -182,9 +197,8 @@ def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
         assert [f"{said} of the 3 tried" in note["text"] and not note["is_good"] for note in notes] == [
             True
         ] * bool(said)
-    one = {"stage": "vit", "chosen": 0.1, "trials": trials[:1]}
     search = {"stage": "vit", "kind": "random", "chosen_trial": 0, "trials": trials}
-    assert trust(NOTHING | {"sweeps": [one, search]}) == []
+    assert trust(NOTHING | {"sweeps": [search]}) == []
 
 
 def test_settings_chosen_on_test_are_not_trusted() -> None:

@@ -489,6 +489,31 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert verdict_lines(numbers)[1] == numbers["advice"] != ""
 
 
+def test_nothing_is_said_of_a_choice_that_was_none(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One learning rate is no sweep, and the most frequent class is no method that got an image right."""
+    monkeypatch.setitem(SWEEPS, None, SWEEP | {"trials": SWEEP["trials"][1:]})
+    truth = _tested(artifacts)
+    wrong = (truth.labels + 1) % 3
+    tuned = [Scores("ViT, from scratch", "fine-tuning", None, wrong[None], truth)]
+    artifacts.scores("given", tuned, finetune(None), data="digits")
+    others = [
+        Scores(name, "baseline", None, truth.labels[None], truth) for name in ("k-NN", "most frequent class")
+    ]
+    artifacts.scores("simple", others, baselines(None), data="digits")
+    files = artifacts.make("digits", "given", "simple")
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert numbers["sweeps"] == [] and "sweep" not in page.replace("the sweep's", "")
+    assert "chosen learning rate" not in page
+    assert {(each["methods"], each["methods_right"]) for each in numbers["mistakes"]["worst"]} == {(2, 1)}
+    selected = {line["method"]: line["selected_on"] for line in numbers["accuracies"]}
+    assert selected["most frequent class"] == [] != selected["k-NN"]
+    splits = numbers["datasets"][0]["splits"]
+    learned = f"learn from training and dev images, {splits['train'] + splits['dev']}."
+    assert (learned in page) == (splits["dev"] > 0)
+
+
 @pytest.mark.slow
 def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
     truth = _tested(artifacts)
@@ -565,6 +590,7 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
         }
     page = files["report.html"].decode()
     assert "Calibration<br>error" in page and "Top-5" not in page
+    assert "NLL,<br>calibrated" not in page and "minimises the NLL" not in page, "no value, no column"
 
 
 def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
