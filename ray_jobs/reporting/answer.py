@@ -103,10 +103,9 @@ def _compared(verdicts: Sequence[Line]) -> str:
     more = ", training images unknown" * first["unknown_training"] + _best_of(first, strongest)
     is_open = all(verdict["conclusion"] == "not told from zero" for verdict in (first, last))
     told = _told_by_others(first) * is_open
-    digits = decimals(first[metric], first[f"reference_{metric}"], first["difference"])
     said = (
         f"{('it cannot be told' + f' by {metric}' * bool(told) + ': ') * is_open}{subject(first['method'])} reaches"
-        f" {percent(first[metric], digits)}{of_metric(metric)} with {_setting(first, more)} on"
+        f" {percent(first[metric], _digits(first))}{of_metric(metric)} with {_setting(first, more)} on"
         f" {first['num_images']:,} test images, {_difference(first)}{told}"
     )
     if last is first:
@@ -153,19 +152,25 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
         reference = "answering each class's frequency"
     elif verdict["reference_kind"] == "pixels":
         reference += f", {verdict['reference'].replace('pixels', 'the same probe')}"
-    metric = verdict["metric"]
-    digits = decimals(verdict[metric], verdict[f"reference_{metric}"], value)
-    reference += f" at {percent(verdict[f'reference_{metric}'], digits)}"
-    interval = f"95% interval {points(verdict['low'], sign='')} to {points(verdict['high'], sign='')}"
+    reference += f" at {percent(verdict['reference_' + verdict['metric']], _digits(verdict))}"
     if verdict["conclusion"] == "not told from zero":
         if is_again:
             return "the two cannot be told apart"
-        return f"not clearly different from {reference} ({points(value, digits=digits)} points, {interval})"
+        ends = f"{points(verdict['low'], sign='')} to {points(verdict['high'], sign='')} points"
+        return f"not clearly different from {reference} (95% interval of the difference: {ends})"
     side = "above" if value > 0 else "below"
     low, high = sorted(abs(verdict[bound]) for bound in ("low", "high"))
     interval = f"95% interval {points(low, sign='')} to {points(high, sign='')}"
-    size = f"{points(abs(value), sign='', digits=digits)} points ({interval}) {side}"
+    size = f"{points(abs(value), sign='', digits=_digits(verdict))} points ({interval}) {side}"
     return f"it is {size} it" if is_again else f"{size} {reference}"
+
+
+def _digits(verdict: Line) -> int:
+    """Return the decimals of a comparison's percentages: one, unless the sentence subtracts them and needs more."""
+    if verdict["conclusion"] == "not told from zero":
+        return 1
+    metric = verdict["metric"]
+    return decimals(verdict[metric], verdict[f"reference_{metric}"], verdict["difference"])
 
 
 def _counted(strongest: Sequence[Line]) -> str:

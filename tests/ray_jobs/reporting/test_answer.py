@@ -262,8 +262,8 @@ def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
     said = answer(NOTHING | {"verdicts": [one | {"reference_accuracy": 0.531}]})["headline"]
     assert said == (
         "It cannot be told: the ViT trained from scratch reaches 46.9% with all labels (all weights trained) on 100"
-        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points,"
-        " 95% interval −25.0 to 12.5)."
+        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (95% interval"
+        " of the difference: −25.0 to 12.5 points)."
     )
 
 
