@@ -24,8 +24,9 @@ BATCH = 64  # images in memory at once
 def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]:
     """Return [{"image": path, "top": [{"class": name, "probability": p}, ...]}] with the five most likely classes.
 
-    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1, "classes"
-    has the names of those that reach their thresholds (0.5 without any), and "top" these, too, if they are more.
+    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1, each class
+    has its "threshold" (0.5 without any), "classes" has the names of those that reach theirs, and "top" these, too, if
+    they are more.
 
     Raises:
         UserError: a file is not an image, or the model has no classifier.
@@ -84,6 +85,7 @@ def answer(model: Network, contract: ModelContract, pixels: NDArray[np.uint8]) -
         {
             "top": [
                 {"class": contract.class_names[label], "probability": probability}
+                | ({"threshold": thresholds[label]} if several else {})
                 for rank, (probability, label) in enumerate(zip(*both, strict=True))
                 if rank < TOP or is_reached[label]
             ]

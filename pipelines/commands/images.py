@@ -181,7 +181,8 @@ def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str
             console.print(f"[bold]{plain(row['image'])}[/]{label}")
             for top in row["top"]:
                 is_chosen = "  predicted" if top["class"] in row.get("classes", ()) else ""
-                console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}{is_chosen}")
+                threshold = f"  (threshold {top['threshold']:.2%})" if "threshold" in top else ""
+                console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}{is_chosen}{threshold}")
         yield row
 
 

@@ -40,7 +40,7 @@ def answering(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verdict_lines(report: dict[str, Any], is_brief: bool = False) -> list[str]:
-    """Return VTAB's means, the question and its answer, and the missing stages.
+    """Return VTAB's means, the question, its answer and advice, and the missing stages.
 
     If it is not brief, also the note, and a sentence per comparison if there are several: the answer is about one.
     """
@@ -48,6 +48,7 @@ def verdict_lines(report: dict[str, Any], is_brief: bool = False) -> list[str]:
     return [
         *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
         f"{report['question']} {report['headline']}",
+        *filter(None, [report.get("advice")]),
         *(verdict["sentence"] for verdict in verdicts if 1 < len(verdicts) <= MOST_SENTENCES),
         *filter(None, [] if is_brief else [report["note"]]),
         *([f"Not made, so not in this report: {', '.join(missing)}."] if missing else []),

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pipelines.results.accuracies import add_headings, labels_of, table_with_title
 from pipelines.results.lookup import find_manifests
-from pipelines.spec import RecipeError, nearest
+from pipelines.spec import RecipeError, nearest, quantity
 from pipelines.store import Manifest, Store, local_files, read_manifest
 from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.evaluation.metrics import COMPUTED
@@ -136,14 +136,19 @@ def _matched_on(
 
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
-    """Return the result of `compare` as a table in percent, at most 80 columns wide."""
+    """Return the result of `compare` as a table in percent, at most 80 columns wide.
+
+    Measurements that A and B share, with an artifact, are counted and not shown.
+    """
     metric = comparison["metric"]
+    compared = [line for line in comparison["both"] if not _is_same(line["a"], line["b"])]
+    shared = len(comparison["both"]) - len(compared)
     table = table_with_title(f"{metric} %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}")
     table.add_column("method", overflow="fold", min_width=18)
-    for name in ("A", "B", *(["B - A"] if comparison["both"] else [])):
+    for name in ("A", "B", *(["B - A"] if compared else [])):
         table.add_column(name, justify="right", no_wrap=True)
     lines = [
-        *comparison["both"],
+        *compared,
         *({"task": line["task"], "a": line} for line in comparison["only_a"]),
         *({"task": line["task"], "b": line} for line in comparison["only_b"]),
     ]
@@ -157,14 +162,15 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
             add_headings(table, *heading)
         last_heading = heading
         cells = [_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
-        if comparison["both"]:
+        if compared:
             difference = _interval(line.get("difference"), "value", "+", " to ")
             cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
         table.add_row(*map(Text, (f"  {method}", *cells)))
     notes = [text for mark, text in _NOTES.items() if any(mark in _marks(line) for line in lines)]
-    if len(comparison["both"]) > 1:
-        count = len(comparison["both"])
+    if (count := len(compared)) > 1:
         notes.insert(0, f"the {count} intervals of B - A are not adjusted for multiple comparisons")
+    if shared:
+        notes.append(f"not shown: {quantity(shared, 'measurement')} that A and B share")
     table.caption = "\n".join([*notes, *comparison["reasons"]]) or None
     return table
 
@@ -173,6 +179,11 @@ _NOTES = {
     "†": "† not paired: different test images or draws of labels",
     "‡": "‡ all three numbers are over the draws of labels that A and B have in common",
 }
+
+
+def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether both sides are one measurement of one artifact."""
+    return all(a[name] == b[name] for name in ("artifact", *_NAMES))
 
 
 def _marks(line: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The answer of a report in words: a question and one sentence.
+"""The answer of a report in words: a question, one sentence, and what to do next.
 
 In: the lines of report.json. Out: texts. Of several references of a method, the sentence takes the strongest; it speaks
 of the fewest labels first, and then of the most.
@@ -12,15 +12,15 @@ from typing import Any
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MOST_FREQUENT, is_reference
-from ray_jobs.reporting.verdicts import REFERENCES, of_metric, percent, points
+from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
-INSTEAD = "; start from pretrained weights (vitflow init FILE --images FOLDER --from hf:ORG/NAME)"
+ADVICE = "Next, start from pretrained weights: vitflow init FILE --images FOLDER --from hf:ORG/NAME"
 PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 
 
 def answer(numbers: Line) -> dict[str, str]:
-    """Return the question of a report and the sentence that answers it."""
+    """Return the question of a report, the sentence that answers it, and advice, which may be empty."""
     trained = [score for score in numbers["vtab"] if score["trained"]]
     whole = [line for line in numbers["accuracies"] if not line["apart"]]
     if trained:
@@ -46,7 +46,21 @@ def answer(numbers: Line) -> dict[str, str]:
         kinds = Counter(stage["kind"] for stage in numbers["stages"])
         listed = ", ".join(quantity(count, kind) for kind, count in sorted(kinds.items()))
         asked, said = "What does this report show?", f"It shows {listed}; nothing was scored."
-    return {"question": asked, "headline": said[:1].upper() + said[1:]}
+    return {
+        "question": asked,
+        "headline": said[:1].upper() + said[1:],
+        "advice": _advice(numbers["verdicts"]),
+    }
+
+
+def _advice(verdicts: Sequence[Line]) -> str:
+    """Advise against training from scratch if it is never better than the best classifier on pixels."""
+    is_in_vain = all(
+        "from scratch" in verdict["method"]
+        and (verdict["reference_kind"], verdict["conclusion"] == "above zero") == ("pixels", False)
+        for verdict in verdicts
+    )
+    return ADVICE if verdicts and is_in_vain else ""
 
 
 def settings(verdicts: Sequence[Line]) -> list[list[Line]]:
@@ -88,19 +102,26 @@ def _compared(verdicts: Sequence[Line]) -> str:
     )
     more = ", training images unknown" * first["unknown_training"] + _best_of(first, strongest)
     is_open = all(verdict["conclusion"] == "not told from zero" for verdict in (first, last))
+    told = _told_by_others(first) * is_open
     said = (
-        f"{'it cannot be told: ' * is_open}{subject(first['method'])} reaches {percent(first[metric])}"
-        f"{of_metric(metric)} with {_setting(first, more)} on {first['num_images']:,} test images, {_difference(first)}"
-    )
-    advice = INSTEAD * all(
-        "from scratch" in each["method"]
-        and (each["reference_kind"], each["conclusion"] == "above zero") == ("pixels", False)
-        for each in strongest
+        f"{('it cannot be told' + f' by {metric}' * bool(told) + ': ') * is_open}{subject(first['method'])} reaches"
+        f" {percent(first[metric], _digits(first))}{of_metric(metric)} with {_setting(first, more)} on"
+        f" {first['num_images']:,} test images, {_difference(first)}{told}"
     )
     if last is first:
-        return f"{said}{advice}."
+        return f"{said}."
     is_again = last["reference_kind"] == first["reference_kind"]
-    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}{advice}."
+    return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}."
+
+
+def _told_by_others(verdict: Line) -> str:
+    """Return '; macro-F1 is lower (−9.5 points, 95% interval −17.2 to −1.9)' for each other metric that is told."""
+    return "".join(
+        f"; {other['metric']} is {'higher' if other['value'] > 0 else 'lower'} ({points(other['value'])} points,"
+        f" 95% interval {points(other['low'], sign='')} to {points(other['high'], sign='')})"
+        for other in verdict["other_differences"]
+        if other["low"] > 0 or other["high"] < 0
+    )
 
 
 def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
@@ -111,10 +132,10 @@ def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
 
 def _clustered(embedding: Line) -> str:
     sizes = [cluster["images"] for cluster in embedding["clusters"]]
-    some = f"of {min(sizes):,} to {max(sizes):,} images " if len(sizes) > 1 else ""
+    some = f" of {min(sizes):,} to {max(sizes):,} images" if len(sizes) > 1 else ""
     return (
-        f"{quantity(sum(sizes), 'training image')} fall into {quantity(len(sizes), 'group')} {some}that the features of"
-        f" {embedding['stage']} find alike; groups.csv beside the page lists them."
+        f"this report sorts {quantity(sum(sizes), 'training image')} into {quantity(len(sizes), 'group')}{some} that"
+        " look alike to the model; groups.csv beside the page lists them."
     )
 
 
@@ -131,17 +152,25 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
         reference = "answering each class's frequency"
     elif verdict["reference_kind"] == "pixels":
         reference += f", {verdict['reference'].replace('pixels', 'the same probe')}"
-    reference += f" at {percent(verdict['reference_' + verdict['metric']])}"
-    interval = f"95% interval {points(verdict['low'], sign='')} to {points(verdict['high'], sign='')}"
+    reference += f" at {percent(verdict['reference_' + verdict['metric']], _digits(verdict))}"
     if verdict["conclusion"] == "not told from zero":
         if is_again:
             return "the two cannot be told apart"
-        return f"not clearly different from {reference} ({points(value)} points, {interval})"
+        ends = f"{points(verdict['low'], sign='')} to {points(verdict['high'], sign='')} points"
+        return f"not clearly different from {reference} (95% interval of the difference: {ends})"
     side = "above" if value > 0 else "below"
     low, high = sorted(abs(verdict[bound]) for bound in ("low", "high"))
     interval = f"95% interval {points(low, sign='')} to {points(high, sign='')}"
-    size = f"{points(abs(value), sign='')} points ({interval}) {side}"
+    size = f"{points(abs(value), sign='', digits=_digits(verdict))} points ({interval}) {side}"
     return f"it is {size} it" if is_again else f"{size} {reference}"
+
+
+def _digits(verdict: Line) -> int:
+    """Return the decimals of a comparison's percentages: one, unless the sentence subtracts them and needs more."""
+    if verdict["conclusion"] == "not told from zero":
+        return 1
+    metric = verdict["metric"]
+    return decimals(verdict[metric], verdict[f"reference_{metric}"], verdict["difference"])
 
 
 def _counted(strongest: Sequence[Line]) -> str:

@@ -5,6 +5,7 @@ In: the lines of report.json. Out: texts and plain dictionaries.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -13,9 +14,10 @@ from typing import Any
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import ACCURACY, CHOSEN_ON_TEST, MEAN_AP
 from ray_jobs.reporting.answer import Line, settings
-from ray_jobs.reporting.pictures import FEW
-from ray_jobs.reporting.verdicts import points
+from ray_jobs.reporting.pictures import FEW, FEW_DEV
+from ray_jobs.reporting.verdicts import points, quoted
 
+FEW_TO_PRETRAIN = 10_000  # images; as for init, which says that a model of its own will be weak
 SHOWN = 4  # groups of comparisons; the others are folded
 
 
@@ -79,9 +81,21 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
             images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
             notes.append((f"{dataset['name']}: {images}.", False))
         if is_scored and not numbers["vtab"]:  # whose data sets are given, and many
-            notes += [(f"{dataset['name']}: {problem}.", False) for problem in _label_problems(dataset)]
+            on_dev = any(
+                line["task"] == dataset["name"] and str(settings.get("thresholds")).startswith("dev")
+                for line in numbers.get("other_metrics", ())
+                for settings in line["settings"]
+            )
+            problems = _label_problems(dataset, has_thresholds=on_dev)
+            notes += [(f"{dataset['name']}: {problem}.", False) for problem in problems]
     if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
         notes.append(("Some settings were chosen on test; these methods say so.", False))
+    if groups := numbers.get("embeddings"):
+        some = quantity(len(groups[0]["clusters"]), "group")
+        notes += [(f"{some}: the report's choice, not a property of the images.", False)]
+        notes += [
+            (text, False) for dataset in numbers["datasets"] if (text := _few_to_learn(numbers, dataset))
+        ]
     notes += [(text, False) for sweep in numbers["sweeps"] if (text := _rate_at_end(sweep))]
     total = len(numbers["verdicts"])
     if total > 1:
@@ -94,27 +108,46 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     return [{"text": text, "is_good": is_good} for text, is_good in notes]
 
 
+def _few_to_learn(numbers: Line, dataset: Line) -> str:
+    """Say that a model was pretrained on few images; empty if there is no such model."""
+    images = dataset["splits"]["train"]
+    if images >= FEW_TO_PRETRAIN or all(stage["job"] != "pretrain" for stage in numbers["stages"]):
+        return ""
+    return (
+        f"{dataset['name']}: {quantity(images, 'training image')} are few to learn from without labels; images of a"
+        " group may share no more than their colours."
+    )
+
+
 def _rate_at_end(sweep: Line) -> str:
     """Say that the chosen learning rate is the lowest or highest of a sweep's; empty if not, or for a search."""
     rates = sorted({trial["learning_rate"] for trial in sweep["trials"]})
-    if "kind" in sweep or len(rates) == 1 or sweep["chosen"] not in (rates[0], rates[-1]):
+    if "kind" in sweep or sweep["chosen"] not in (rates[0], rates[-1]):
         return ""
     end, better = ("lowest", "lower") if sweep["chosen"] == rates[0] else ("highest", "higher")
     tried = f"{sweep['stage']}: the chosen learning rate, {sweep['chosen']:g}, is the {end} of the {len(rates)} tried"
     return f"{tried}; a {better} one may be better (learning_rates)."
 
 
-def _label_problems(dataset: Line) -> Iterator[str]:
-    """Say what limits the labels of a data set: copies in several classes, and classes with next to no images."""
+def _label_problems(dataset: Line, has_thresholds: bool) -> Iterator[str]:
+    """Say what limits the labels of a data set: copies in several classes, and classes with next to no images.
+
+    Args:
+        has_thresholds: methods chose the classes' thresholds on dev.
+    """
     if conflicting := dataset["conflicting"]:
         yield f"{conflicting:,} images have the same bytes as an image of another class"
     for names, images in (
         (dataset["untested"], "no test image"),
         (dataset["few"], f"fewer than {FEW} training images"),
+        (
+            dataset["few_dev"] if has_thresholds else [],
+            f"a threshold from fewer than {FEW_DEV} dev images, so that which images get them is mostly chance",
+        ),
     ):
         if names:
             more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-            named = f"{', '.join(map(repr, names[:SHOWN]))}{more}"
+            named = f"{', '.join(map(quoted, names[:SHOWN]))}{more}"
             yield f"{len(names):,} of {dataset['num_classes']:,} classes with {images} ({named})"
 
 
@@ -150,7 +183,8 @@ def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
 def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]:
     """Return the time in which a stage ran, the three longest stages, and the hours of cores and GPUs.
 
-    Attempts count if their work was used. A stage may have used less of its machine: the hours are an upper bound.
+    Attempts count if their work was used. A stage may have used less of its machine: the hours are an upper bound,
+    rounded up to tenths.
     """
     clock, until = sum(stage["earlier_seconds"] for stage in stages), 0.0
     ends = [(datetime.fromisoformat(stage["finished"]).timestamp(), stage) for stage in stages]
@@ -165,7 +199,8 @@ def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]
             if amount := environment["cluster"].get(unit):
                 hours[name] += amount * sum(took[stage] for stage in environment["stages"]) / 3600
     longest = sorted(stages, key=lambda stage: -stage["seconds"])[:3]
-    return {"clock": clock, "hours": hours, "longest": longest}
+    bounds = {name: math.ceil(10 * amount) / 10 for name, amount in hours.items()}
+    return {"clock": clock, "hours": bounds, "longest": longest}
 
 
 def model(numbers: Line) -> str | None:

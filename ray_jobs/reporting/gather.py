@@ -161,10 +161,21 @@ def _scores(
             _origin(stage, manifest)
             | pictures.describe(datasets[manifest.key])
             | lines.card(datasets[manifest.key].folder)
+            | {"trains_on_dev": _trains_on_dev(manifest.key, parts)}
             for stage, manifest, _ in parts
             if manifest.key in datasets
         ],
     }
+
+
+def _trains_on_dev(key: str, parts: Sequence[provenance.Part]) -> bool:
+    """Return whether stages learn from the labels of a data set's dev split, too."""
+    learning = [
+        manifest.config["labels"]
+        for _, manifest, _ in parts
+        if "labels" in manifest.config and key in {each.key for each in manifest.inputs.get("data", [])}
+    ]
+    return any(labels["per_class"] is None and labels.get("use_dev", True) for labels in learning)
 
 
 def _trainings(parts: Sequence[provenance.Part]) -> dict[str, Any]:
@@ -174,7 +185,7 @@ def _trainings(parts: Sequence[provenance.Part]) -> dict[str, Any]:
         job: [_origin(stage, manifest) | {field: read} for stage, manifest, read in _read_json(parts, name)]
         for job, (name, field) in files.items()
     }
-    return curves | {"sweeps": _sweeps(parts)}
+    return curves | {"sweeps": [sweep for sweep in _sweeps(parts) if len(sweep["trials"]) > 1]}
 
 
 def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ray_jobs.data.columns import CONFLICT
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.intervals import detectable_difference
-from ray_jobs.evaluation.rows import REAL, is_apart, is_reference
+from ray_jobs.evaluation.rows import MOST_FREQUENT, REAL, is_apart, is_reference
 from ray_jobs.reporting import mistakes, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
@@ -103,7 +103,7 @@ def accuracy_line(
         "probabilities": _probabilities(entry, is_calibrated),
         "apart": entry_kind == "apart",
         "seen": "" if entry_kind in ("pixels", "untrained") else provenance.seen_in_training(recorded),
-        "selected_on": list(entry.selected_on),
+        "selected_on": [] if entry.method.startswith(MOST_FREQUENT) else list(entry.selected_on),
         "settings": [json.loads(settings) for settings in entry.settings],
     }
 

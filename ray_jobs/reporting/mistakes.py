@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_jobs.evaluation.rows import REAL
+from ray_jobs.evaluation.rows import MOST_FREQUENT, REAL
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import kind
 
@@ -23,8 +23,8 @@ class Mistake:
     """A test image that the main model got wrong in `wrong_draws` of `draws`.
 
     `prediction` is the most common wrong label, `probability` the mean probability that the model gave it (None if the
-    method has no probabilities). `methods` counts the methods with the same number of labels, including the main one;
-    `methods_right` of them got the image right in most draws.
+    method has no probabilities). `methods` counts the methods with the same number of labels, including the main one,
+    but not the most frequent class; `methods_right` of them got the image right in most draws.
     """
 
     sample_id: str
@@ -62,7 +62,12 @@ def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
     Without probabilities, images that fewer methods get right come first.
     """
     setting = main.task, main.labels_per_class, main.sample_ids
-    peers = [entry for entry in entries if (entry.task, entry.labels_per_class, entry.sample_ids) == setting]
+    peers = [
+        entry
+        for entry in entries
+        if (entry.task, entry.labels_per_class, entry.sample_ids) == setting
+        and (entry is main or not entry.method.startswith(MOST_FREQUENT))
+    ]
     methods_right = np.sum([peer.correct.mean(axis=0) > 0.5 for peer in peers], axis=0)
     wrong = (~main.correct).sum(axis=0)
     usual = {image: _usual_mistake(main, image) for image in np.flatnonzero(wrong).tolist()}

@@ -15,12 +15,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipelines.spec import quantity
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.reporting import plots
 from ray_jobs.reporting.first_screen import SHOWN, first_screen
 from ray_jobs.reporting.gather import ReportData
 from ray_jobs.reporting.svg import Scale, spread
-from ray_jobs.reporting.verdicts import labels_text, percent, points, sort_of_learning
+from ray_jobs.reporting.verdicts import labels_text, percent, points, quoted, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
@@ -35,7 +36,7 @@ def render(data: ReportData) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (percent, points, duration, number, day, mebibytes, setting, quoted, metric)
+    filters = (percent, points, quantity, duration, number, day, mebibytes, setting, quoted, metric)
     environment.filters |= {function.__name__: function for function in filters}
     numbers = data.numbers
     screen = first_screen(numbers)
@@ -97,7 +98,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("cost", "Accuracy and cost"): numbers["costs"],
         ("accuracy", "Test accuracy"): numbers["accuracies"],
         ("accuracy", "Metrics on test"): "other_metrics" in numbers and not numbers["accuracies"],
-        ("curves", "Curves and sweeps"): has_curves(data),
+        ("curves", "Curves and sweeps" if numbers["sweeps"] else "Curves"): has_curves(data),
         ("mistakes", "Mistakes"): numbers["mistakes"],
         ("several-1", "Results by class"): numbers.get("several_labels"),
         ("labels-1", "Likely wrong labels"): numbers.get("label_issues"),
@@ -181,15 +182,12 @@ def number(value: float | int | str) -> str:
 
 
 def metric(value: float | int | str, name: str) -> str:
-    """Return a stage's metric as 'final loss 0.6136', a small training's exaflops as 'teraflops 39.13'."""
+    """Return a stage's metric as 'final loss 0.6136', 'train 8 min 46 s', or small exaflops as 'teraflops 39.13'."""
+    if name.endswith("_seconds") and isinstance(value, int | float):
+        return f"{name.removesuffix('_seconds').replace('_', ' ')} {duration(value)}"
     if name == "exaflops" and isinstance(value, float) and value < 0.001:
         name, value = "teraflops", 1e6 * value
     return f"{name.replace('_', ' ')} {number(value)}"
-
-
-def quoted(name: str) -> str:
-    """Return a class name; one of digits, which reads as a count, in quotes."""
-    return f"‘{name}’" if name.isdigit() else name
 
 
 def day(time: str) -> str:

@@ -30,6 +30,7 @@ from vit_model.weights import CONTRACT_FILE, WEIGHTS_FILE, load_model
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # approximate number of images on a sheet
 FEW = 5  # training images of a class; with fewer, its results are mostly chance
+FEW_DEV = 10  # dev images of a class; with fewer, its threshold is mostly chance
 SMALL = 32  # images up to this side in pixels are enlarged without interpolation
 PHOTO = 112  # larger images are cropped to a square and resized to this side
 MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 24 images takes 0.8 TFLOPs
@@ -48,11 +49,13 @@ class Tiles:
 def describe(dataset: Dataset) -> dict[str, Any]:
     """Describe a dataset: splits, classes, quarantined images, class balance, and its notes.
 
-    `few` names the classes with fewer than FEW training images, `untested` those without an image in a test split.
+    `few` names the classes with fewer than FEW training images, `few_dev` those with fewer than FEW_DEV dev images, and
+    `untested` those without an image in a test split.
     """
     names = dataset.info.label_names
-    counts, tested = (
-        np.bincount(each_label(dataset.index(split)), minlength=len(names)) for split in ("train", "test")
+    counts, held_out, tested = (
+        np.bincount(each_label(dataset.index(split)), minlength=len(names))
+        for split in ("train", "dev", "test")
     )
     return {
         "name": dataset.info.name,
@@ -67,6 +70,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         },
         "notes": list(dataset.info.notes),
         "few": [names[label] for label in np.flatnonzero(counts < FEW)],
+        "few_dev": [names[label] for label in np.flatnonzero(held_out < FEW_DEV)],
         "untested": [names[label] for label in np.flatnonzero(tested == 0) if tested.any()],
         "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3]],
     }

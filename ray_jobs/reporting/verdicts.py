@@ -122,11 +122,12 @@ def sentence(verdict: Verdict, classes: int | None, unknown: Container[str] = ()
     value, low, high = verdict.difference
     metric = of_metric(method.metric)
     images = " (its training images are unknown)" if method.artifact in unknown else ""
+    digits = decimals(verdict.value, verdict.reference_value, value)
     position = {"above zero": "", "below zero": ", below zero"}.get(verdict.conclusion, ", includes zero")
     return (
         f"{method.task}, {labels_text(method.labels_per_class, classes)}: {method.method} ({method.protocol})"
-        f"{images} reaches {percent(verdict.value)}{metric}, {reference.method} ({reference.protocol}) "
-        f"{percent(verdict.reference_value)}: {points(value)} points (95% CI {points(low)} to "
+        f"{images} reaches {percent(verdict.value, digits)}{metric}, {reference.method} ({reference.protocol}) "
+        f"{percent(verdict.reference_value, digits)}: {points(value, digits=digits)} points (95% CI {points(low)} to "
         f"{points(high)}{position})."
     )
 
@@ -144,14 +145,29 @@ def of_metric(metric: str) -> str:
     return "" if metric == ACCURACY else f" {metric}"
 
 
-def percent(fraction: float) -> str:
+def percent(fraction: float, digits: int = 1) -> str:
     """Return '91.2%'."""
-    return f"{100 * fraction:.1f}%"
+    return f"{100 * fraction:.{digits}f}%"
 
 
-def points(difference: float, sign: str = "+") -> str:
+def points(difference: float, sign: str = "+", digits: int = 1) -> str:
     """Return '+7.1', or without a sign '7.1', with a real minus sign."""
-    return f"{100 * difference:{sign}.1f}".replace("-", "−")
+    return f"{100 * difference:{sign}.{digits}f}".replace("-", "−")
+
+
+def quoted(name: str) -> str:
+    """Return a class name; one of digits, which reads as a count, in quotes."""
+    return f"‘{name}’" if name.isdigit() else name
+
+
+def decimals(value: float, reference: float, difference: float) -> int:
+    """Return with how many decimals percentages show that `difference` is `value` minus `reference`: one, if it can."""
+
+    def agree(digits: int) -> bool:
+        shown = [round(round(100 * each, digits) * 10**digits) for each in (value, reference, difference)]
+        return shown[0] - shown[1] == shown[2]
+
+    return next(filter(agree, range(1, 5)), 1)
 
 
 def _is_few_shot(entry: AnyEntry) -> bool:

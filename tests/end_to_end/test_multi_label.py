@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,10 @@ def test_from_a_table_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> N
     )
     command = vitflow_local("predict", "several/vit", "--split", "test", "--csv", "--store", store).stdout
     lines = list(csv.DictReader(io.StringIO(command)))
+    said = vitflow_local("predict", "several/vit", "--split", "test", "--store", store).stdout
+    limits = dict(re.findall(r"%  (\w+).*\(threshold ([\d.]+)%\)", said))
+    expected = dict(zip(CLASSES, contract.thresholds, strict=True))
+    assert {name: float(value) / 100 for name, value in limits.items()} == pytest.approx(expected, abs=1e-4)
     keys = dict(zip(*(stage[name].to_pylist() for name in ("key", "sample_id")), strict=True))
     assert {line["image"]: line["prediction"] for line in lines} == {
         key: "; ".join(named[sample]) for key, sample in keys.items()

@@ -216,7 +216,7 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
     report = json.loads(vitflow_local("report", "show", "--store", tmp_path / "s", "--json").stdout)
     assert [cluster["images"] for cluster in report["embeddings"][0]["clusters"]] == [9]
     assert report["headline"].startswith(
-        "9 training images fall into 1 group that the features of embed find alike"
+        "This report sorts 9 training images into 1 group that look alike to the model"
     )
     (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
     assert page.read_text().index('<h2 id="groups-title">') < page.read_text().index('<h2 id="curves-title">')

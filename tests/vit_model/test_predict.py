@@ -25,4 +25,5 @@ def test_every_class_that_reaches_its_threshold_is_in_the_answer() -> None:
         reached = [label for label in order if probabilities[0, label] >= thresholds[label]]
         expected = [label for rank, label in enumerate(order) if rank < TOP or label in reached]
         assert [line["class"] for line in found["top"]] == [str(label) for label in expected]
+        assert [line["threshold"] for line in found["top"]] == [thresholds[label] for label in expected]
         assert len(expected) == shown and {*found["classes"]} == {str(label) for label in reached}

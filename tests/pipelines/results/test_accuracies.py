@@ -116,6 +116,29 @@ def test_all_three_numbers_are_of_the_draws_in_common(tmp_path: Path) -> None:
     assert "over the draws of labels that A and B have in common" in str(table.caption)
 
 
+def test_what_both_results_share_is_counted_and_not_shown(tmp_path: Path) -> None:
+    """Two runs with the same baselines: the table was mostly rows of +0.0."""
+    store = open_store(str(tmp_path))
+    for key, method, right in (
+        ("k-nn", "k-NN", A),
+        ("svm", "RBF SVM", A),
+        ("one", "ViT", A),
+        ("two", "ViT", B),
+    ):
+        put(store, key, method, right)
+    for key in ("one", "two"):
+        of = [
+            input_ref(store, manifest)
+            for name in ("k-nn", "svm", key)
+            if (manifest := read_manifest(store, "evaluate", name))
+        ]
+        commit(store, make_manifest("report", key=f"report-{key}", inputs={"of": of}, config={"title": "T"}))
+    table = comparison_table(compare(store, "report-one", "report-two"))
+    *headings, only = (str(cell).strip() for cell in table.columns[0].cells)
+    assert only == "ViT" and not {"k-NN", "RBF SVM"} & set(headings)
+    assert table.caption == "not shown: 2 measurements that A and B share", "one interval needs no adjustment"
+
+
 def test_one_method_is_paired_with_others_on_the_same_images(tmp_path: Path) -> None:
     """A ViT with pixels, also if it had other labels; what cannot be paired has a reason."""
     store = open_store(str(tmp_path))
@@ -218,8 +241,8 @@ def test_what_was_not_measured_is_named(store: Store, task: str, stage: str, bes
 def test_the_commands(vitflow_here: Vitflow, store: Store) -> None:
     table = vitflow_here("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
-    several = vitflow_here("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
-    assert "the 2 intervals of B - A are not adjusted for multiple comparisons" in " ".join(several.split())
+    same = vitflow_here("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
+    assert "not shown: 2 measurements that A and B share" in " ".join(same.split()) and "(+0.0 to" not in same
     (line,) = json.loads(
         vitflow_here("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
     )

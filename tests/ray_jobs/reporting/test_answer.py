@@ -1,11 +1,14 @@
 """The sentence that answers a report's question, and what stands beside it, from lines of report.json."""
 
+from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import pytest
 
 from ray_jobs.reporting.answer import answer, subject
 from ray_jobs.reporting.first_screen import cost, model, power, trust
+from ray_jobs.reporting.verdicts import decimals, percent, points
 
 NOTHING: dict[str, Any] = {
     "vtab": [],
@@ -48,6 +51,7 @@ def verdict(task: str, low: float, high: float, **fields: Any) -> dict[str, Any]
             "low": low,
             "high": high,
             "detectable": 0.031,
+            "other_differences": [],
         }
         | {"adjusted_low": low - 0.05, "conclusion": conclusion, "unknown_training": False}
         | fields
@@ -76,7 +80,7 @@ def test_the_best_backbone_is_told_from_the_second_or_not(second: dict[str, floa
     group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines}
     found = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})
     begin = "Small is the most accurate of 2 backbones: 90.0% with all labels (fine-tuned) on 100 test images"
-    assert found == {"question": "Which backbone is best?", "headline": begin + said}
+    assert found == {"question": "Which backbone is best?", "headline": begin + said, "advice": ""}
 
 
 def test_comparisons_on_several_tasks_are_counted() -> None:
@@ -128,7 +132,8 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
     ]
     found = cost(stages, machines)
     assert found["clock"] == pytest.approx(90 + 30)
-    assert found["hours"] == pytest.approx({"core": (4 * 120 + 2 * 30) / 3600, "GPU": 30 / 3600})
+    # 540 core-seconds and 30 GPU-seconds: a bound is never rounded down
+    assert found["hours"] == {"core": 0.2, "GPU": 0.1}
     assert [each["stage"] for each in found["longest"]] == ["a", "b", "c"]
     # a first attempt of ten minutes, whose work c used, ran before all of them
     stages[2] = stage("c", 630, "11:00:00", earlier_seconds=600)
@@ -158,16 +163,31 @@ def test_lines_apart_are_no_answer_but_the_others_are() -> None:
 def test_labels_that_limit_the_numbers_are_said() -> None:
     names = [f"c{number}" for number in range(6)]
     sound = {"name": "pets", "quarantined": 0, "num_classes": 7, "conflicting": 0, "untested": [], "few": []}
+    sound["few_dev"] = names[:2]
     poor = sound | {"conflicting": 6, "untested": ["lonely"], "few": names}
     scored = NOTHING | {"accuracies": [accuracy("s")]}
     assert trust(scored | {"datasets": [sound]}) == [] == trust(NOTHING | {"datasets": [poor]})
     notes = trust(scored | {"datasets": [poor]})
     assert [note["text"] for note in notes] == [
         "pets: 6 images have the same bytes as an image of another class.",
-        "pets: 1 of 7 classes with no test image ('lonely').",
-        "pets: 6 of 7 classes with fewer than 5 training images ('c0', 'c1', 'c2', 'c3' and 2 more).",
+        "pets: 1 of 7 classes with no test image (lonely).",
+        "pets: 6 of 7 classes with fewer than 5 training images (c0, c1, c2, c3 and 2 more).",
     ]
     assert not any(note["is_good"] for note in notes)
+    line = {"task": "pets", "settings": [{"thresholds": "dev, by mAP"}]}
+    for dev, said in (("pets", ["c0, c1"]), ("others", [])):
+        notes = trust(NOTHING | {"datasets": [sound], "other_metrics": [line | {"task": dev}]})
+        assert [note["text"].rpartition("(")[2].rstrip(").") for note in notes] == said
+        assert all("a threshold from fewer than 10 dev images" in note["text"] for note in notes)
+
+
+def test_groups_are_the_choice_of_the_report_and_few_images_make_weak_features() -> None:
+    data = {"name": "flat", "quarantined": 0, "splits": {"train": 300}}
+    grouped = NOTHING | {"datasets": [data], "embeddings": [{"clusters": [{"images": 150}] * 2}]}
+    for job, weak in (("pretrain", True), ("import", False)):
+        notes = trust(grouped | {"stages": [stage("vit", 1, "10:00:00") | {"job": job}]})
+        assert notes[0]["text"] == "2 groups: the report's choice, not a property of the images."
+        assert ["300 training images are few" in note["text"] for note in notes[1:]] == [True] * weak
 
 
 def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
@@ -177,9 +197,8 @@ def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
         assert [f"{said} of the 3 tried" in note["text"] and not note["is_good"] for note in notes] == [
             True
         ] * bool(said)
-    one = {"stage": "vit", "chosen": 0.1, "trials": trials[:1]}
     search = {"stage": "vit", "kind": "random", "chosen_trial": 0, "trials": trials}
-    assert trust(NOTHING | {"sweeps": [one, search]}) == []
+    assert trust(NOTHING | {"sweeps": [search]}) == []
 
 
 def test_settings_chosen_on_test_are_not_trusted() -> None:
@@ -232,8 +251,9 @@ def test_the_model_to_use_has_seen_the_most_labels_and_was_best_on_held_out_imag
 def test_training_from_scratch_that_does_not_beat_pixels_is_advised_against(
     method: str, low: float, is_advised: bool
 ) -> None:
-    said = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})["headline"]
-    assert ("start from pretrained weights" in said) == is_advised
+    found = answer(NOTHING | {"verdicts": [verdict("pets", low, 0.2, method=method)]})
+    assert ("start from pretrained weights" in found["advice"]) == is_advised
+    assert "vitflow" not in found["headline"], "a headline is an answer"
 
 
 def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
@@ -242,10 +262,35 @@ def test_an_open_comparison_answers_that_and_names_both_numbers() -> None:
     said = answer(NOTHING | {"verdicts": [one | {"reference_accuracy": 0.531}]})["headline"]
     assert said == (
         "It cannot be told: the ViT trained from scratch reaches 46.9% with all labels (all weights trained) on 100"
-        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (−6.2 points,"
-        " 95% interval −25.0 to 12.5); start from pretrained weights (vitflow init"
-        " FILE --images FOLDER --from hf:ORG/NAME)."
+        " test images, not clearly different from the best classifier on pixels, k-NN at 53.1% (95% interval"
+        " of the difference: −25.0 to 12.5 points)."
     )
+
+
+def test_another_metric_that_is_told_is_said_beside_the_one_that_is_not() -> None:
+    """mAP was not told from zero, and macro-F1 clearly lower, which only small print said."""
+    lower = {"metric": "macro-F1", "value": -0.095, "low": -0.172, "high": -0.019}
+    open_ = {"metric": "micro-F1", "value": -0.05, "low": -0.12, "high": 0.02}
+    fields = {"metric": "mAP", "mAP": 0.31, "reference_mAP": 0.38, "difference": -0.07}
+    one = verdict("pets", -0.15, 0.01, other_differences=[lower, open_], **fields)
+    said = answer(NOTHING | {"verdicts": [one]})["headline"]
+    assert said.startswith("It cannot be told by mAP: the pretrained ViT reaches 31.0% mAP")
+    assert said.endswith("; macro-F1 is lower (−9.5 points, 95% interval −17.2 to −1.9).")
+    assert answer(NOTHING | {"verdicts": [one | {"other_differences": [open_]}]})["headline"].startswith(
+        "It cannot be told: "
+    )
+
+
+def test_the_numbers_of_a_sentence_subtract() -> None:
+    """31.04% and 37.78% were 31.0% and 37.8%, with a difference of −6.7 points."""
+    assert decimals(0.5204, 0.4694, 0.0510) == 1
+    assert decimals(0.3104, 0.3778, -0.0674) == 2
+    for ours, theirs in product(range(0, 98, 7), range(42)):
+        value, reference = ours / 98, theirs / 42
+        digits = decimals(value, reference, value - reference)
+        shown = percent(value, digits), percent(reference, digits), points(value - reference, "", digits)
+        first, second, gap = (Decimal(text.strip("%").replace("−", "-")) for text in shown)
+        assert first - second == gap, shown
 
 
 def test_methods_become_subjects() -> None:

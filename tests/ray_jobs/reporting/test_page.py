@@ -20,9 +20,9 @@ __all__ = ["artifacts"]  # the fixture
 
 WIDTHS, SCHEMES = (390, 900, 1200), ("light", "dark")
 
-# What is wider than the window or than its own box, except in a region that scrolls or a name with an ellipsis.
+# What is wider than the window or than its own box, except in a region that scrolls.
 OVERFLOW = """(() => {
-  const all = [...document.querySelectorAll("body *")], aside = ".scroll, .file, caption, svg, script";
+  const all = [...document.querySelectorAll("body *")], aside = ".scroll, caption, svg, script";
   const wide = all.filter(each => !each.closest(aside)).filter(each =>
     each.getBoundingClientRect().right > innerWidth || each.clientWidth && each.scrollWidth > each.clientWidth + 1);
   return [document.documentElement.scrollWidth > innerWidth, wide.map(each => each.outerHTML.slice(0, 80))];

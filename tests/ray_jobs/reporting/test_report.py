@@ -408,7 +408,7 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert numbers["headline"] == (
         f"The pretrained ViT reaches {few['accuracy']:.1%} with 5 labels per class (linear probe) on 40 test images,"
         f" {100 * few['difference']:.1f} points (95% interval {low} to {high}) above the best classifier on pixels,"
-        f" {few['reference']} at {few['reference_accuracy']:.1%};"
+        f" {few['reference'].replace('pixels', 'the same probe')} at {few['reference_accuracy']:.1%};"
         " with 10 labels per class (fine-tuned), the two cannot be told apart."
     )
     assert [v["reference_kind"] for v in numbers["verdicts"]] == ["untrained", "pixels", "scratch", "pixels"]
@@ -484,8 +484,34 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert numbers["headline"] == (
         "The ViT trained from scratch reaches 25.0% with all labels (all weights trained) on 40 test images,"
         f" 67.5 points (95% interval {low} to {high}) below the best classifier on pixels, k-NN at"
-        " 92.5%; start from pretrained weights (vitflow init FILE --images FOLDER --from hf:ORG/NAME)."
+        " 92.5%."
     )
+    assert verdict_lines(numbers)[1] == numbers["advice"] != ""
+
+
+def test_nothing_is_said_of_a_choice_that_was_none(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One learning rate is no sweep, and the most frequent class is no method that got an image right."""
+    monkeypatch.setitem(SWEEPS, None, SWEEP | {"trials": SWEEP["trials"][1:]})
+    truth = _tested(artifacts)
+    wrong = (truth.labels + 1) % 3
+    tuned = [Scores("ViT, from scratch", "fine-tuning", None, wrong[None], truth)]
+    artifacts.scores("given", tuned, finetune(None), data="digits")
+    others = [
+        Scores(name, "baseline", None, truth.labels[None], truth) for name in ("k-NN", "most frequent class")
+    ]
+    artifacts.scores("simple", others, baselines(None), data="digits")
+    files = artifacts.make("digits", "given", "simple")
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert numbers["sweeps"] == [] and not re.search("learning-rate sweep|and sweeps", page)
+    assert "chosen learning rate" not in page
+    assert {(each["methods"], each["methods_right"]) for each in numbers["mistakes"]["worst"]} == {(2, 1)}
+    selected = {line["method"]: line["selected_on"] for line in numbers["accuracies"]}
+    assert selected["most frequent class"] == [] != selected["k-NN"]
+    splits = numbers["datasets"][0]["splits"]
+    learned = f"learn from training and dev images, {splits['train'] + splits['dev']}."
+    assert (learned in page) == (splits["dev"] > 0)
 
 
 @pytest.mark.slow
@@ -564,6 +590,7 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
         }
     page = files["report.html"].decode()
     assert "Calibration<br>error" in page and "Top-5" not in page
+    assert "NLL,<br>calibrated" not in page and "minimises the NLL" not in page, "no value, no column"
 
 
 def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
@@ -616,6 +643,11 @@ def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, 
         counts = np.bincount(answers[(labels == label) & (answers != label)], minlength=3)
         assert line["confused_with"] == counts.argmax()
         assert line["confused"] == pytest.approx(counts.max() / np.count_nonzero(labels == label))
+    page, line = re.sub("<.*?>", "", files["report.html"].decode()), lines[0]
+    assert (
+        f"{line['name']} {line['recall']:.1%} of {line['num_images']} images right, most often taken for"
+        f" {line['confused_name']} ({line['confused']:.1%})" in page
+    )
 
 
 def test_the_curve_of_every_fine_tuning_is_shown(files: dict[str, bytes]) -> None:
