@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.engine.runs import all_statuses
+from pipelines.engine.runs import all_runs
 from pipelines.spec.vtab import GROUPS
-from pipelines.store import Manifest, Store, all_manifests, finished_log, local_file
+from pipelines.store import LOG, Manifest, Store, all_manifests, finished_log, local_file
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -72,6 +72,9 @@ _ROWS = (
 )
 # The tables of Parquet files; ray_jobs.evaluation.rows and ray_jobs.segment define the columns after `result`.
 _FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine", "images")
+# The other tables of files.
+_JSON = {"training_log": LOG, "trials": "sweep.json", "costs": "cost.json"}
+_NOT_READ: dict[str, Any] = {"metrics": {}, "code": {}, "environment": {}}
 # The views, each with the tables that it reads.
 _VIEWS = {"accuracies": {"rows"}, "scores": {"rows", "predictions", "accuracies"}}
 TABLES = {
@@ -88,19 +91,11 @@ TABLES = {
         Column(
             "correct", "BOOLEAN", "whether the prediction is right; for a task '... (ReaL)' by ReaL's labels"
         ),
-        Column(
-            "probability",
-            "FLOAT",
-            "the model's probability of its prediction; NULL if the method has no probabilities",
-        ),
+        Column("probability", "FLOAT", "probability of the prediction; NULL if the method has none"),
         Column("nll", "FLOAT", "negative log-likelihood of the label, nats"),
         Column("top5", "INTEGER[]", "the five most probable classes, the most probable first"),
         Column("top5_probabilities", "FLOAT[]", "their probabilities"),
-        Column(
-            "calibrated_probability",
-            "FLOAT",
-            "probability of the prediction after temperature scaling on held-out images; NULL if none were",
-        ),
+        Column("calibrated_probability", "FLOAT", "probability after temperature scaling; NULL without it"),
         Column("calibrated_nll", "FLOAT", "nll after temperature scaling"),
     ),
     "confusion": (
@@ -166,11 +161,7 @@ TABLES = {
         Column("best_step", "BIGINT", "with early stopping, the step with this accuracy; NULL: the last"),
         Column("pruned_at", "BIGINT", "the step after which ASHA ended the trial; NULL if it did not"),
         Column("chosen", "BOOLEAN", "whether the refits have the trial's values"),
-        Column(
-            "selected_on",
-            "VARCHAR",
-            "the images that the sweep held out, and by which metric if not accuracy",
-        ),
+        Column("selected_on", "VARCHAR", "the held-out images, and the metric if not accuracy"),
     ),
     "costs": (
         *_ORIGIN,
@@ -234,7 +225,7 @@ def described_tables() -> list[dict[str, str]]:
 def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str]) -> list[str]:
     """Define TABLES, empty unless named; return the paths of their files, which the connection must be able to read."""
     named = named.union(*(_VIEWS.get(name, ()) for name in named))
-    manifests = list(all_manifests(store)) if named - {"runs"} else []
+    manifests = [*_needed(store, named)] if named - {"runs", "artifacts"} else []
     groups = _vtab_groups(manifests)
     paths: list[str] = []
     for name in (name for name in TABLES if name not in _VIEWS):
@@ -271,6 +262,15 @@ def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
     connection.execute(f"CREATE VIEW scores AS WITH predicted AS ({predicted}) {' UNION ALL '.join(parts)}")
 
 
+def _needed(store: Store, named: set[str]) -> Iterator[Manifest]:
+    """Yield all data sets, and the artifacts with files of these tables, with only what the tables read of them."""
+    for manifest in all_manifests(store):
+        is_data = manifest.kind == "dataset"
+        if is_data or any(_is_of(name, file.path) for file in manifest.files for name in named):
+            source = {"source": manifest.config.get("source")}
+            yield manifest.model_copy(update=_NOT_READ | {"config": source})
+
+
 def _vtab_groups(manifests: list[Manifest]) -> Groups:
     """Return, for each artifact whose `data` is one of VTAB's tasks, the group of that task."""
     sources = {manifest.key: manifest.config.get("source") for manifest in manifests}
@@ -298,7 +298,8 @@ def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Mani
 
 def _is_of(table: str, path: str) -> bool:
     """Return whether a file of an artifact contains rows of a table."""
-    return path == f"{table}.parquet" or (table == "images" and path.startswith(("index.parquet", "images/")))
+    is_image = table == "images" and path.startswith(("index.parquet", "images/"))
+    return is_image or path == _JSON.get(table, f"{table}.parquet")
 
 
 def _define_view(
@@ -390,14 +391,14 @@ def _origin(manifest: Manifest, groups: Groups) -> dict[str, Any]:
 
 
 def _artifacts(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for manifest in manifests:
+    for manifest in all_manifests(store):
         size = sum(file.size for file in manifest.files)
         yield manifest.model_dump(exclude={"files"}) | {"artifact": manifest.key, "bytes": size}
 
 
 def _runs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for status in all_statuses(store):
-        yield status | {"stages": len(status["stages"])}
+    for run in all_runs(store):
+        yield run.model_dump()
 
 
 def _training_log(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
@@ -407,7 +408,7 @@ def _training_log(store: Store, manifests: list[Manifest], groups: Groups) -> Re
 
 
 def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for manifest, sweep in _read_json(store, manifests, "sweep.json"):
+    for manifest, sweep in _read_json(store, manifests, _JSON["trials"]):
         for place, trial in enumerate(sweep["trials"]):
             number, rate = trial.get("number", place), trial["learning_rate"]
             is_chosen = (
@@ -426,7 +427,7 @@ def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
 
 
 def _costs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for manifest, cost in _read_json(store, manifests, "cost.json"):
+    for manifest, cost in _read_json(store, manifests, _JSON["costs"]):
         for name in ("forward", "training"):
             if cost.get(name) is not None:
                 yield _origin(manifest, groups) | cost | {"pass": name} | cost[name]

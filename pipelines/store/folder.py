@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
+from pipelines.files.hashing import file_version
 from pipelines.scratch import named_if_full
 from pipelines.store import protocol
 from pipelines.store.file_checks import OF_THE_FILE, fault, size_fault
@@ -154,6 +155,12 @@ class FolderStore:
         except OSError as error:
             raise self._refused("list", folder, error, StoreError) from None
 
+    def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
+        root = f"{self.root}/{folder}"
+        return {
+            child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self.names(folder)
+        }
+
     def digest(self, name: str) -> tuple[int, str] | None:
         try:
             if (self.root / name).exists() and not (self.root / name).is_file():
@@ -228,6 +235,15 @@ def store_folder(path: str) -> Path:
         if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
             raise StoreError(f"{path}: {error.strerror}") from None
     return root
+
+
+def _versions(paths: Iterable[str]) -> str | None:
+    try:
+        return " ".join(file_version(os.lstat(path)) for path in paths)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return ""
 
 
 def _make_folders(path: Path) -> None:
