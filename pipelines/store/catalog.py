@@ -33,8 +33,8 @@ _TABLE = (
     "CREATE INDEX positions ON records (folder, position, name, version)",
     f"PRAGMA user_version = {VERSION}",
 )
-_PAGE = f"""SELECT position, name, version, record, checksum FROM records
-    WHERE folder = ? AND (position, name) > (?, ?) ORDER BY position, name LIMIT {_BATCH}"""  # noqa: S608 (a number)
+_PAGE = """SELECT position, name, version, record, checksum FROM records
+    WHERE folder = ? AND (position, name) > (?, ?) ORDER BY position, name LIMIT ?"""
 Record = TypeVar("Record", bound=Frozen)
 
 
@@ -161,7 +161,7 @@ def _rows(
 ) -> Iterator[Found[Record]]:
     """Yield the rows of the listed versions, sorted. Raises sqlite3.DatabaseError if one is damaged."""
     after = ("", "")
-    while rows := connection.execute(_PAGE, [folder, *after]).fetchall():
+    while rows := connection.execute(_PAGE, [folder, *after, _BATCH]).fetchall():
         for position, name, version, text, checksum in rows:
             if checksum != _checksum(position, name, version, text):
                 raise sqlite3.DatabaseError(f"the row of {name} is damaged")

@@ -144,12 +144,12 @@ class FolderStore:
                 folder = folder.parent
 
     def names(self, folder: str, prefix: str = "", after: str = "") -> list[str]:
+        return [name for name in self._children(folder) if name.startswith(prefix) and name > after]
+
+    def _children(self, folder: str) -> list[str]:
         try:
-            return sorted(
-                entry.name
-                for entry in os.scandir(self.root / folder)
-                if entry.name.startswith(prefix) and entry.name > after and not entry.name.startswith(".")
-            )
+            children = os.listdir(self.root / folder)  # noqa: PTH208 (faster: there may be 100,000)
+            return sorted(name for name in children if not name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -158,7 +158,7 @@ class FolderStore:
     def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
         root = f"{self.root}/{folder}"
         return {
-            child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self.names(folder)
+            child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self._children(folder)
         }
 
     def digest(self, name: str) -> tuple[int, str] | None:
