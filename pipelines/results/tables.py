@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.engine.runs import all_runs
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 
+_AT_ONCE = 500  # records written to a table; DuckDB takes 100 kB each to parse them
 Groups = dict[str, str | None]  # of VTAB, by artifact
 Records = Iterator[dict[str, Any]]
 
@@ -35,9 +37,7 @@ _ORIGIN = (
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
-    Column(
-        "vtab_group", "VARCHAR", "natural, specialized or structured if the task is one of VTAB's; else NULL"
-    ),
+    Column("vtab_group", "VARCHAR", "natural, specialized or structured for a task of VTAB; else NULL"),
 )
 _RESULT = Column(
     "result",
@@ -88,9 +88,7 @@ TABLES = {
         Column("label_name", "VARCHAR", "its class's name"),
         Column("prediction", "INTEGER", "the predicted class"),
         Column("prediction_name", "VARCHAR", "the predicted class's name"),
-        Column(
-            "correct", "BOOLEAN", "whether the prediction is right; for a task '... (ReaL)' by ReaL's labels"
-        ),
+        Column("correct", "BOOLEAN", "whether it is right; for a task '... (ReaL)' by ReaL's labels"),
         Column("probability", "FLOAT", "probability of the prediction; NULL if the method has none"),
         Column("nll", "FLOAT", "negative log-likelihood of the label, nats"),
         Column("top5", "INTEGER[]", "the five most probable classes, the most probable first"),
@@ -228,7 +226,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
     manifests = [*_needed(store, named)] if named - {"runs", "artifacts"} else []
     groups = _vtab_groups(manifests)
     paths: list[str] = []
-    for name in (name for name in TABLES if name not in _VIEWS):
+    for name in (name for name in TABLES if name not in named & _VIEWS.keys()):
         files = _files(store, manifests, name) if name in named and name in _FILES else {}
         if files:
             _set_class_names(connection, store, name, manifests, [*files.values()])
@@ -236,26 +234,27 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
             paths += files
         else:
             read = _RECORDS.get(name) if name in named else None
-            _define_table(connection, name, [] if read is None else [*read(store, manifests, groups)])
-    connection.execute("CREATE VIEW accuracies AS SELECT * FROM rows WHERE metric = 'accuracy'")
-    _define_scores(connection, is_named="scores" in named)
+            _define_table(connection, name, iter(()) if read is None else read(store, manifests, groups))
+    if "accuracies" in named:  # a view opens all files of its table
+        connection.execute("CREATE VIEW accuracies AS SELECT * FROM rows WHERE metric = 'accuracy'")
+    if "scores" in named:
+        _define_scores(connection)
     return paths
 
 
-def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
+def _define_scores(connection: DuckDBPyConnection) -> None:
     """Define the view of all metrics, including metrics that are computed from predictions."""
-    parts = ["SELECT * FROM rows"]
-    if is_named:
-        from ray_jobs.evaluation.metrics import COMPUTED, of_lists
+    from ray_jobs.evaluation.metrics import COMPUTED, of_lists
 
-        for number, metric in enumerate(COMPUTED):
-            types = ["INTEGER[]", "INTEGER[]"]
-            connection.create_function(f"metric_{number}", of_lists(metric), types, "DOUBLE", type="arrow")  # type: ignore[call-overload]
-            parts.append(
-                f"""SELECT accuracies.* REPLACE (concat(result, ', {metric.name}') AS result,
-                '{metric.name}' AS metric, metric_{number}(labels, predictions) AS value)
-                FROM accuracies JOIN predicted USING (artifact, result, draw)"""  # noqa: S608 (names of ours)
-            )
+    parts = ["SELECT * FROM rows"]
+    for number, metric in enumerate(COMPUTED):
+        types = ["INTEGER[]", "INTEGER[]"]
+        connection.create_function(f"metric_{number}", of_lists(metric), types, "DOUBLE", type="arrow")  # type: ignore[call-overload]
+        parts.append(
+            f"""SELECT accuracies.* REPLACE (concat(result, ', {metric.name}') AS result,
+            '{metric.name}' AS metric, metric_{number}(labels, predictions) AS value)
+            FROM accuracies JOIN predicted USING (artifact, result, draw)"""  # noqa: S608 (names of ours)
+        )
     # With ReaL's labels, an image has several.
     predicted = """SELECT artifact, result, draw, list(label) AS labels, list(prediction) AS predictions
         FROM predictions WHERE NOT ends_with(task, ' (ReaL)') GROUP BY ALL"""
@@ -366,11 +365,12 @@ def _left_out(name: str) -> str:
     return f" WHERE NOT (method = 'majority' AND {drawn})"
 
 
-def _define_table(connection: DuckDBPyConnection, name: str, records: list[dict[str, Any]]) -> None:
-    _set_records(connection, f"{name}_records", TABLES[name], records)
-    connection.execute(
-        f"CREATE TABLE {name} AS SELECT unnest(getvariable('{name}_records'), recursive := true)"
-    )
+def _define_table(connection: DuckDBPyConnection, name: str, records: Records) -> None:
+    write = f"CREATE TABLE {name} AS"
+    while (some := [*islice(records, _AT_ONCE)]) or write.startswith("CREATE"):
+        _set_records(connection, f"{name}_records", TABLES[name], some)
+        connection.execute(f"{write} SELECT unnest(getvariable('{name}_records'), recursive := true)")
+        write = f"INSERT INTO {name}"
 
 
 def _set_records(
