@@ -24,7 +24,7 @@ from pipelines.store.protocol import Store
 from vit_model.fields import Frozen
 
 VERSION = 1  # of the table and of the models in it
-BUSY_SECONDS = 5.0  # another process writes for some 50 ms at a time
+BUSY_SECONDS = 2.0  # another process writes for some 50 ms at a time
 _BATCH = 1_000  # records that are read, or rows that are fetched, at once
 _TABLE = (
     "DROP TABLE IF EXISTS records",
