@@ -83,7 +83,7 @@ def commit_evaluation(store: Store, number: int) -> None:
         job="ingest", key=key, content_digest=sha256("content"), manifest_sha256=sha256("manifest")
     )
     config = Evaluate(job="evaluate", data="digits", backbone="pretrain")
-    time_of_it = f"2026-11-{1 + number // 100:02d}T13:{number // 60 % 60:02d}:{number % 60:02d}.949836+00:00"
+    time_of_it = f"2026-11-{1 + number // 1000:02d}T13:{number // 60 % 60:02d}:{number % 60:02d}.949836+00:00"
     manifest = make_manifest(
         "evaluate",
         key=key,

@@ -228,8 +228,8 @@ def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> N
     from ray_jobs.evaluation.label_issues import FILE, doubts, read_issues  # imports scipy
 
     store = context.open_store()
-    for manifest in all_manifests(store) if listed else ():
-        if manifest.job != "audit" or (why := doubts(manifest.metrics)) is None:
+    for manifest in all_manifests(store, "audit") if listed else ():
+        if (why := doubts(manifest.metrics)) is None:
             continue
         entry = [file for file in manifest.files if file.path == FILE]
         name = f"{manifest.stage} ({manifest.key[:12]})"

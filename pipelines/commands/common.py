@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import Signature, signature
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -17,6 +18,7 @@ import typer
 from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from pipelines import terminal
@@ -214,6 +216,18 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
         shown = [column for column in columns if column not in common]
         shared = ", ".join(f"{column} {cells[0][column]}" for column in common if cells[0][column])
         console.print(plain(shared), soft_wrap=True)
+    widths = _widths(cells, shown)
+    texts = [
+        [column.replace("_", " ") for column in shown],
+        *([row[column] for column in shown] for row in cells),
+    ]
+    if sum(width for _, width in widths) <= console.width and all(map(str.isprintable, chain(*texts))):
+        # rich's tables take 0.4 ms per row
+        head, *lines = (_line(row, widths) for row in texts)
+        console.print(
+            Text(head, "table.header"), Text("\n".join(lines)), sep="\n" if lines else "", soft_wrap=True
+        )
+        return
     table = Table(box=None, pad_edge=False)
     for column in shown:
         table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in WHOLE)
@@ -228,6 +242,11 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
 # Columns that are never folded: ids to copy, numbers, states.
 WHOLE = ("key", "run", "last run", "stage", "job", "mean", "draws", "status", "state", "took")
 FOLDED = 12  # minimum width of the other columns, in characters
+
+
+def _line(texts: list[str], widths: list[tuple[str, int]]) -> str:
+    cells = zip(texts, widths, strict=True)
+    return "".join(text + " " * (width - cell_len(text)) for text, (_, width) in cells)[:-2]
 
 
 def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, int]]:

@@ -42,8 +42,17 @@ def recipe_of(run: str) -> str:
 
 def runs(store: Store, prefix: str = "") -> list[str]:
     """Return the ids of all runs, or of those whose id begins with `prefix`, oldest first."""
-    ids = (name for name in store.names("runs", prefix) if name.count("-") >= 3)
-    return sorted(ids, key=lambda run: run.rsplit("-", 3)[1:])
+    return sorted(filter(is_run, store.names("runs", prefix)), key=position_of)
+
+
+def is_run(name: str) -> bool:
+    """Whether a name is that of a run."""
+    return name.count("-") >= 3
+
+
+def position_of(run: str) -> str:
+    """Return the end of a run's id, by which runs are sorted: its time."""
+    return "-".join(run.rsplit("-", 3)[1:])
 
 
 def plan_of(store: Store, run: str) -> dict[str, Any] | None:

@@ -5,34 +5,41 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
-from pipelines.engine.history import RECENT, is_over, plan_of, runs, runs_of, stages_of
+from pipelines.engine.history import RECENT, is_over, is_run, plan_of, position_of, runs_of, stages_of
 from pipelines.engine.latest import Newest, newest_models, wants_latest
-from pipelines.engine.status import Status
+from pipelines.engine.status import COMMITTED, Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import (
+    Found,
     InputRef,
+    Over,
     Store,
     create_run,
     is_at,
     last_attempt,
+    listed,
     now,
     read_events,
     read_over,
+    read_overs,
     read_plan,
     request_stop,
     stop_requested,
 )
+from vit_model.fields import Frozen
 
 if TYPE_CHECKING:
     from pipelines.cluster.jobs_client import Cluster
@@ -55,6 +62,17 @@ class Run:
     continued: bool
     strict_code: bool = False  # the digest of a stage's code is in its key
     latest: Newest = field(default_factory=dict)  # when it was planned
+
+
+class ListedRun(Frozen):
+    """A run in lists: its recipe's name, its status, when it was created, and its stages, all and committed ones."""
+
+    run: str
+    pipeline: str
+    status: str
+    created: str
+    stages: int
+    done: int
 
 
 def start_run(
@@ -212,19 +230,33 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     """
     record = read_plan(store, run)
     assert record is not None
-    return _status(store, record, clusters)
+    return _status(store, record, read_over(store, run), clusters)
 
 
-def all_statuses(store: Store, clusters: Clusters | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the status of each run, oldest first; see `run_status`."""
-    for run in runs(store):
-        if (record := plan_of(store, run)) is not None:
-            yield _status(store, record, clusters)
+def all_runs(store: Store, clusters: Clusters | None = None) -> Iterator[ListedRun]:
+    """Yield all runs, oldest first; see `run_status`. Runs that are over come from the catalog if it has them."""
+    versions = store.versions("runs", ["plan.json", "over.json"], "events")
+
+    def read(ids: Sequence[str]) -> Iterator[Found[ListedRun]]:
+        with ThreadPoolExecutor() as threads:
+            records = threads.map(partial(plan_of, store), ids)
+        for run, record, over in zip(ids, records, read_overs(store, ids), strict=True):
+            if record is not None:
+                found = _listed(_status(store, record, over, clusters))
+                yield Found(position_of(run), run, found, is_final=over is not None)
+
+    return listed(store, "runs", {run: versions[run] for run in versions if is_run(run)}, ListedRun, read)
 
 
-def _status(store: Store, record: dict[str, Any], clusters: Clusters | None) -> dict[str, Any]:
+def _listed(status: dict[str, Any]) -> ListedRun:
+    done = sum(stage["status"] in COMMITTED for stage in status["stages"])
+    return ListedRun.model_validate(status | {"done": done, "stages": len(status["stages"])})
+
+
+def _status(
+    store: Store, record: dict[str, Any], over: Over | None, clusters: Clusters | None
+) -> dict[str, Any]:
     run = record["run"]
-    over = read_over(store, run)
     if over is not None:
         status, stages = over.status, over.model_dump(exclude_unset=True)["stages"]
     else:

@@ -112,7 +112,7 @@ def imported_before(store: str) -> list[Backbone]:
         opened = open_store(store, create=False)
     except StoreAbsent:
         return []
-    for manifest in reversed([each for each in all_manifests(opened) if each.job == "import"]):
+    for manifest in reversed([*all_manifests(opened, "import")]):
         with suppress(RecipeError):
             backbone = _read(_names([manifest.stage])[0], manifest.stage, _import_of(opened, manifest))
             if backbone.architecture.in_channels == 3 and backbone.resolution >= MIN_SIDE:

@@ -161,8 +161,7 @@ def list_reports(store: Store) -> list[dict[str, Any]]:
             "title": manifest.config["title"],
             "page": f"{store.uri}/{manifest.folder}/report.html",
         }
-        for manifest in all_manifests(store)
-        if manifest.kind == "report"
+        for manifest in all_manifests(store, "report")
     ]
 
 

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipelines.results.compare import measurements
 from pipelines.results.licences import KNOWN, Origin, imported
 from pipelines.results.lineage import printable, trace
+from pipelines.results.lookup import jobs_of
 from pipelines.spec import recorded_checkpoint
 from pipelines.store import Manifest, Store, all_manifests, local_file
 from ray_jobs.data.shards import DatasetInfo
@@ -75,12 +76,11 @@ def _measured(store: Store, manifest: Manifest, checkpoint: str) -> list[dict[st
     """Return the numbers on test of a model and of the evaluations of its features."""
     evaluations = [
         other
-        for other in all_manifests(store)
+        for other in all_manifests(store, *jobs_of("evaluation"))
         if any(
             (reference.key, reference.content_digest) == (manifest.key, manifest.content_digest)
             for reference in other.inputs.get("backbone", ())
         )
-        and other.kind == "evaluation"
         and recorded_checkpoint(other.config, "backbone") == checkpoint
     ]
     measured = measurements(store, [manifest, *evaluations])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, get_args
 
-from pipelines.engine.runs import all_statuses
-from pipelines.engine.status import COMMITTED
-from pipelines.results.lookup import score
+from pipelines.engine.runs import all_runs
+from pipelines.results.lookup import jobs_of, score
 from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
     Attempt,
@@ -15,7 +14,6 @@ from pipelines.store import (
     Manifest,
     Store,
     StoreDamaged,
-    all_keys,
     all_manifests,
     checkpoints,
     kept_checkpoints,
@@ -50,8 +48,9 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
         return _checkpoints(store)
     if kind not in KINDS:
         raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, COLUMNS)}")
-    manifests = list(all_manifests(store))
-    names = {manifest.key: dataset_name(manifest) for manifest in manifests if manifest.kind == "dataset"}
+    names = {}
+    if "task" in COLUMNS[kind]:
+        names = {data.key: dataset_name(data) for data in all_manifests(store, *jobs_of("dataset"))}
     return [
         {
             "key": manifest.key,
@@ -65,15 +64,14 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
             "bytes": sum(file.size for file in manifest.files),
             "metrics": manifest.metrics,
         }
-        for manifest in manifests
-        if manifest.kind == KINDS[kind]
+        for manifest in all_manifests(store, *jobs_of(KINDS[kind]))
     ]
 
 
 def _checkpoints(store: Store) -> list[dict[str, Any]]:
     """Return a row per checkpoint: named ones of finished pretrainings, and unnamed ones to resume from."""
-    manifests = {manifest.key: manifest for manifest in all_manifests(store) if manifest.job == "pretrain"}
-    unfinished = [key for job, key in all_keys(store) if job == "pretrain" and key not in manifests]
+    manifests = {manifest.key: manifest for manifest in all_manifests(store, "pretrain")}
+    unfinished = [key for key in store.names("artifacts/pretrain") if key not in manifests]
     rows = []
     for key in (*manifests, *unfinished):
         try:
@@ -149,19 +147,16 @@ def dataset_name(manifest: Manifest) -> str:
 def _runs(store: Store) -> list[dict[str, Any]]:
     from pipelines.cluster.local import connect_running
 
-    rows = []
-    for status in all_statuses(store, connect_running):
-        done = sum(stage["status"] in COMMITTED for stage in status["stages"])
-        rows.append(
-            {
-                "run": status["run"],
-                "pipeline": status["pipeline"],
-                "status": status["status"],
-                "stages": f"{done}/{len(status['stages'])}",
-                "created": status["created"][:19],
-            }
-        )
-    return rows
+    return [
+        {
+            "run": run.run,
+            "pipeline": run.pipeline,
+            "status": run.status,
+            "stages": f"{run.done}/{run.stages}",
+            "created": run.created[:19],
+        }
+        for run in all_runs(store, connect_running)
+    ]
 
 
 def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
 
     task = ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
     if manifest.kind == "dataset":
-        return {"name": names[manifest.key], **counts("images", "classes")}
+        return {"name": dataset_name(manifest), **counts("images", "classes")}
     if manifest.kind == "model":
         return {**counts("parameters"), "accuracy": score(manifest)}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result

@@ -6,6 +6,7 @@ own runs and the keys with the given prefix are listed, so that the number of re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from itertools import chain
@@ -23,6 +24,7 @@ from pipelines.store import (
     warn,
 )
 
+_NAMED = 8  # artifacts in a message
 Artifact = tuple[str, str]
 """(job, key)"""
 
@@ -71,14 +73,14 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
         RecipeError: none or several match.
     """
     if selector is None:
-        matches = _all(store, kind)[-1:]
+        matches = _newest(store, kind)[-1:]
     else:
         try:
             matches = find_manifests(store, selector, kind)
         except RecipeError as error:
             raise RecipeError(f"{error}. `vitflow list --kind {kind}s` shows the keys") from None
     if len(matches) != 1:
-        listed = _names([(manifest.stage, manifest.key) for manifest in matches or _all(store, kind)])
+        listed = _names([(manifest.stage, manifest.key) for manifest in matches or _newest(store, kind)])
         raise RecipeError(
             f"{selector!r} is ambiguous; it matches the {kind}s {listed}"
             if matches
@@ -102,13 +104,12 @@ def score(manifest: Manifest) -> str | None:
     return None
 
 
-def _all(store: Store, kind: str) -> list[Manifest]:
-    """Return all artifacts of a kind, oldest first."""
-    found = [manifest for job in _jobs(kind) for manifest in all_manifests(store, job)]
-    return sorted(found, key=lambda manifest: manifest.finished)
+def _newest(store: Store, kind: str) -> list[Manifest]:
+    """Return the newest artifacts of a kind, oldest first."""
+    return [*deque(all_manifests(store, *jobs_of(kind)), _NAMED)]
 
 
-def _jobs(kind: str | None) -> list[str]:
+def jobs_of(kind: str | None) -> list[str]:
     """Return the jobs that make a kind of artifact; None: all."""
     return [job for job, stage in STAGE_TYPES.items() if kind in (None, stage.KIND)]
 
@@ -142,7 +143,7 @@ def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Arti
     Raises:
         RecipeError: there is no such key, run or stage, or it is ambiguous.
     """
-    jobs = _jobs(kind)
+    jobs = jobs_of(kind)
     prefix, _, stage = selector.partition("/")
     matches = [] if stage or not selector else _with_prefix(store, jobs, selector)
     if len(matches) > 1:
@@ -203,4 +204,4 @@ def _newest_result(store: Store, newest_first: Iterable[str], stage: str) -> lis
 
 def _names(artifacts: Sequence[Artifact]) -> str:
     """Name artifacts by the beginnings of their keys, and by their stages or jobs."""
-    return ", ".join(f"{key[:12]} ({label})" for label, key in artifacts[-8:])
+    return ", ".join(f"{key[:12]} ({label})" for label, key in artifacts[-_NAMED:])

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.engine.runs import all_statuses
+from pipelines.engine.runs import all_runs
 from pipelines.spec.vtab import GROUPS
-from pipelines.store import Manifest, Store, all_manifests, finished_log, local_file
+from pipelines.store import LOG, Manifest, Store, all_manifests, finished_log, local_file
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 
+_AT_ONCE = 500  # records written to a table; DuckDB takes 100 kB each to parse them
 Groups = dict[str, str | None]  # of VTAB, by artifact
 Records = Iterator[dict[str, Any]]
 
@@ -35,9 +37,7 @@ _ORIGIN = (
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
-    Column(
-        "vtab_group", "VARCHAR", "natural, specialized or structured if the task is one of VTAB's; else NULL"
-    ),
+    Column("vtab_group", "VARCHAR", "natural, specialized or structured for a task of VTAB; else NULL"),
 )
 _RESULT = Column(
     "result",
@@ -72,6 +72,9 @@ _ROWS = (
 )
 # The tables of Parquet files; ray_jobs.evaluation.rows and ray_jobs.segment define the columns after `result`.
 _FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine", "images")
+# The other tables of files.
+_JSON = {"training_log": LOG, "trials": "sweep.json", "costs": "cost.json"}
+_NOT_READ: dict[str, Any] = {"metrics": {}, "code": {}, "environment": {}}
 # The views, each with the tables that it reads.
 _VIEWS = {"accuracies": {"rows"}, "scores": {"rows", "predictions", "accuracies"}}
 TABLES = {
@@ -85,22 +88,12 @@ TABLES = {
         Column("label_name", "VARCHAR", "its class's name"),
         Column("prediction", "INTEGER", "the predicted class"),
         Column("prediction_name", "VARCHAR", "the predicted class's name"),
-        Column(
-            "correct", "BOOLEAN", "whether the prediction is right; for a task '... (ReaL)' by ReaL's labels"
-        ),
-        Column(
-            "probability",
-            "FLOAT",
-            "the model's probability of its prediction; NULL if the method has no probabilities",
-        ),
+        Column("correct", "BOOLEAN", "whether it is right; for a task '... (ReaL)' by ReaL's labels"),
+        Column("probability", "FLOAT", "probability of the prediction; NULL if the method has none"),
         Column("nll", "FLOAT", "negative log-likelihood of the label, nats"),
         Column("top5", "INTEGER[]", "the five most probable classes, the most probable first"),
         Column("top5_probabilities", "FLOAT[]", "their probabilities"),
-        Column(
-            "calibrated_probability",
-            "FLOAT",
-            "probability of the prediction after temperature scaling on held-out images; NULL if none were",
-        ),
+        Column("calibrated_probability", "FLOAT", "probability after temperature scaling; NULL without it"),
         Column("calibrated_nll", "FLOAT", "nll after temperature scaling"),
     ),
     "confusion": (
@@ -166,11 +159,7 @@ TABLES = {
         Column("best_step", "BIGINT", "with early stopping, the step with this accuracy; NULL: the last"),
         Column("pruned_at", "BIGINT", "the step after which ASHA ended the trial; NULL if it did not"),
         Column("chosen", "BOOLEAN", "whether the refits have the trial's values"),
-        Column(
-            "selected_on",
-            "VARCHAR",
-            "the images that the sweep held out, and by which metric if not accuracy",
-        ),
+        Column("selected_on", "VARCHAR", "the held-out images, and the metric if not accuracy"),
     ),
     "costs": (
         *_ORIGIN,
@@ -234,10 +223,10 @@ def described_tables() -> list[dict[str, str]]:
 def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str]) -> list[str]:
     """Define TABLES, empty unless named; return the paths of their files, which the connection must be able to read."""
     named = named.union(*(_VIEWS.get(name, ()) for name in named))
-    manifests = list(all_manifests(store)) if named - {"runs"} else []
+    manifests = [*_needed(store, named)] if named - {"runs", "artifacts"} else []
     groups = _vtab_groups(manifests)
     paths: list[str] = []
-    for name in (name for name in TABLES if name not in _VIEWS):
+    for name in (name for name in TABLES if name not in named & _VIEWS.keys()):
         files = _files(store, manifests, name) if name in named and name in _FILES else {}
         if files:
             _set_class_names(connection, store, name, manifests, [*files.values()])
@@ -245,30 +234,40 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
             paths += files
         else:
             read = _RECORDS.get(name) if name in named else None
-            _define_table(connection, name, [] if read is None else [*read(store, manifests, groups)])
-    connection.execute("CREATE VIEW accuracies AS SELECT * FROM rows WHERE metric = 'accuracy'")
-    _define_scores(connection, is_named="scores" in named)
+            _define_table(connection, name, iter(()) if read is None else read(store, manifests, groups))
+    if "accuracies" in named:  # a view opens all files of its table
+        connection.execute("CREATE VIEW accuracies AS SELECT * FROM rows WHERE metric = 'accuracy'")
+    if "scores" in named:
+        _define_scores(connection)
     return paths
 
 
-def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
+def _define_scores(connection: DuckDBPyConnection) -> None:
     """Define the view of all metrics, including metrics that are computed from predictions."""
-    parts = ["SELECT * FROM rows"]
-    if is_named:
-        from ray_jobs.evaluation.metrics import COMPUTED, of_lists
+    from ray_jobs.evaluation.metrics import COMPUTED, of_lists
 
-        for number, metric in enumerate(COMPUTED):
-            types = ["INTEGER[]", "INTEGER[]"]
-            connection.create_function(f"metric_{number}", of_lists(metric), types, "DOUBLE", type="arrow")  # type: ignore[call-overload]
-            parts.append(
-                f"""SELECT accuracies.* REPLACE (concat(result, ', {metric.name}') AS result,
-                '{metric.name}' AS metric, metric_{number}(labels, predictions) AS value)
-                FROM accuracies JOIN predicted USING (artifact, result, draw)"""  # noqa: S608 (names of ours)
-            )
+    parts = ["SELECT * FROM rows"]
+    for number, metric in enumerate(COMPUTED):
+        types = ["INTEGER[]", "INTEGER[]"]
+        connection.create_function(f"metric_{number}", of_lists(metric), types, "DOUBLE", type="arrow")  # type: ignore[call-overload]
+        parts.append(
+            f"""SELECT accuracies.* REPLACE (concat(result, ', {metric.name}') AS result,
+            '{metric.name}' AS metric, metric_{number}(labels, predictions) AS value)
+            FROM accuracies JOIN predicted USING (artifact, result, draw)"""  # noqa: S608 (names of ours)
+        )
     # With ReaL's labels, an image has several.
     predicted = """SELECT artifact, result, draw, list(label) AS labels, list(prediction) AS predictions
         FROM predictions WHERE NOT ends_with(task, ' (ReaL)') GROUP BY ALL"""
     connection.execute(f"CREATE VIEW scores AS WITH predicted AS ({predicted}) {' UNION ALL '.join(parts)}")
+
+
+def _needed(store: Store, named: set[str]) -> Iterator[Manifest]:
+    """Yield all data sets, and the artifacts with files of these tables, with only what the tables read of them."""
+    for manifest in all_manifests(store):
+        is_data = manifest.kind == "dataset"
+        if is_data or any(_is_of(name, file.path) for file in manifest.files for name in named):
+            source = {"source": manifest.config.get("source")}
+            yield manifest.model_copy(update=_NOT_READ | {"config": source})
 
 
 def _vtab_groups(manifests: list[Manifest]) -> Groups:
@@ -298,7 +297,8 @@ def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Mani
 
 def _is_of(table: str, path: str) -> bool:
     """Return whether a file of an artifact contains rows of a table."""
-    return path == f"{table}.parquet" or (table == "images" and path.startswith(("index.parquet", "images/")))
+    is_image = table == "images" and path.startswith(("index.parquet", "images/"))
+    return is_image or path == _JSON.get(table, f"{table}.parquet")
 
 
 def _define_view(
@@ -365,11 +365,12 @@ def _left_out(name: str) -> str:
     return f" WHERE NOT (method = 'majority' AND {drawn})"
 
 
-def _define_table(connection: DuckDBPyConnection, name: str, records: list[dict[str, Any]]) -> None:
-    _set_records(connection, f"{name}_records", TABLES[name], records)
-    connection.execute(
-        f"CREATE TABLE {name} AS SELECT unnest(getvariable('{name}_records'), recursive := true)"
-    )
+def _define_table(connection: DuckDBPyConnection, name: str, records: Records) -> None:
+    write = f"CREATE TABLE {name} AS"
+    while (some := [*islice(records, _AT_ONCE)]) or write.startswith("CREATE"):
+        _set_records(connection, f"{name}_records", TABLES[name], some)
+        connection.execute(f"{write} SELECT unnest(getvariable('{name}_records'), recursive := true)")
+        write = f"INSERT INTO {name}"
 
 
 def _set_records(
@@ -390,14 +391,14 @@ def _origin(manifest: Manifest, groups: Groups) -> dict[str, Any]:
 
 
 def _artifacts(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for manifest in manifests:
+    for manifest in all_manifests(store):
         size = sum(file.size for file in manifest.files)
         yield manifest.model_dump(exclude={"files"}) | {"artifact": manifest.key, "bytes": size}
 
 
 def _runs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for status in all_statuses(store):
-        yield status | {"stages": len(status["stages"])}
+    for run in all_runs(store):
+        yield run.model_dump()
 
 
 def _training_log(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
@@ -407,7 +408,7 @@ def _training_log(store: Store, manifests: list[Manifest], groups: Groups) -> Re
 
 
 def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for manifest, sweep in _read_json(store, manifests, "sweep.json"):
+    for manifest, sweep in _read_json(store, manifests, _JSON["trials"]):
         for place, trial in enumerate(sweep["trials"]):
             number, rate = trial.get("number", place), trial["learning_rate"]
             is_chosen = (
@@ -426,7 +427,7 @@ def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
 
 
 def _costs(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
-    for manifest, cost in _read_json(store, manifests, "cost.json"):
+    for manifest, cost in _read_json(store, manifests, _JSON["costs"]):
         for name in ("forward", "training"):
             if cost.get(name) is not None:
                 yield _origin(manifest, groups) | cost | {"pass": name} | cost[name]

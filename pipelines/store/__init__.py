@@ -26,6 +26,8 @@ from pipelines.store.artifacts import rebuild_command as rebuild_command
 from pipelines.store.artifacts import replace_artifact as replace_artifact
 from pipelines.store.artifacts import successor as successor
 from pipelines.store.artifacts import successors as successors
+from pipelines.store.catalog import Found as Found
+from pipelines.store.catalog import listed as listed
 from pipelines.store.checkpoints import checkpoint_requested as checkpoint_requested
 from pipelines.store.checkpoints import checkpoints as checkpoints
 from pipelines.store.checkpoints import choose_start as choose_start

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from pipelines.errors import StoreDamaged, StoreError, Superseded
+from pipelines.store.catalog import Found, listed
 from pipelines.store.objects import check_name, numbers, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
 from pipelines.store.records import (
@@ -49,24 +53,37 @@ def is_committed(store: Store, job: str, key: str) -> bool:
     return "manifest.json" in store.names(Layout.artifact(job, key))
 
 
-def all_manifests(store: Store, only: str | None = None) -> Iterator[Manifest]:
-    """Yield the manifests of all committed artifacts, or of one job's, oldest first; warn of damaged ones."""
-    names = [Layout.manifest(job, key) for job, key in all_keys(store, only)]
-    manifests = []
-    for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
-        if data is None:
-            continue
-        try:
-            manifests.append(_parse_manifest(store, name, data))
-        except StoreDamaged as error:
-            warn(f"{error}; ignoring it. Run `vitflow verify`")
-    yield from sorted(manifests, key=lambda manifest: manifest.finished)
+def all_manifests(store: Store, *jobs: str) -> Iterator[Manifest]:
+    """Yield the manifests of all committed artifacts, or of these jobs', oldest first; warn of damaged ones.
+
+    Manifests that have not changed since they were last read come from the catalog; see `pipelines.store.catalog`.
+    """
+    folders = [f"artifacts/{job}" for job in jobs or store.names("artifacts")]
+    with ThreadPoolExecutor() as threads:
+        versions = threads.map(lambda folder: store.versions(folder, ["manifest.json"], "attempts"), folders)
+    of_jobs = map(partial(_manifests_in, store), folders, versions)
+    yield from heapq.merge(*of_jobs, key=lambda manifest: manifest.finished)
 
 
-def all_keys(store: Store, only: str | None = None) -> list[tuple[str, str]]:
-    """Return (job, key) of all artifacts, or of one job's, committed or not."""
-    jobs = store.names("artifacts") if only is None else [only]
-    return [(job, key) for job in jobs for key in store.names(f"artifacts/{job}")]
+def _manifests_in(store: Store, folder: str, versions: Mapping[str, str | None]) -> Iterator[Manifest]:
+    committed = {key: version for key, version in versions.items() if version is not None}
+
+    def read(keys: Sequence[str]) -> Iterator[Found[Manifest]]:
+        names = [f"{folder}/{key}/manifest.json" for key in keys]
+        for key, name, data in zip(keys, names, store.read_all(names, LARGEST_RECORD), strict=True):
+            try:
+                if data is not None:
+                    manifest = _parse_manifest(store, name, data)
+                    yield Found(manifest.finished, key, manifest)
+            except StoreDamaged as error:
+                warn(f"{error}; ignoring it. Run `vitflow verify`")
+
+    return listed(store, folder, committed, Manifest, read)
+
+
+def all_keys(store: Store) -> list[tuple[str, str]]:
+    """Return (job, key) of all artifacts, committed or not."""
+    return [(job, key) for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")]
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:

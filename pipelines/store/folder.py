@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
+from pipelines.files.hashing import file_version
 from pipelines.scratch import named_if_full
 from pipelines.store import protocol
 from pipelines.store.file_checks import OF_THE_FILE, fault, size_fault
@@ -143,16 +144,22 @@ class FolderStore:
                 folder = folder.parent
 
     def names(self, folder: str, prefix: str = "", after: str = "") -> list[str]:
+        return [name for name in self._children(folder) if name.startswith(prefix) and name > after]
+
+    def _children(self, folder: str) -> list[str]:
         try:
-            return sorted(
-                entry.name
-                for entry in os.scandir(self.root / folder)
-                if entry.name.startswith(prefix) and entry.name > after and not entry.name.startswith(".")
-            )
+            children = os.listdir(self.root / folder)  # noqa: PTH208 (faster: there may be 100,000)
+            return sorted(name for name in children if not name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise self._refused("list", folder, error, StoreError) from None
+
+    def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
+        root = f"{self.root}/{folder}"
+        return {
+            child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self._children(folder)
+        }
 
     def digest(self, name: str) -> tuple[int, str] | None:
         try:
@@ -228,6 +235,15 @@ def store_folder(path: str) -> Path:
         if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
             raise StoreError(f"{path}: {error.strerror}") from None
     return root
+
+
+def _versions(paths: Iterable[str]) -> str | None:
+    try:
+        return " ".join(file_version(os.lstat(path)) for path in paths)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return ""
 
 
 def _make_folders(path: Path) -> None:

@@ -85,6 +85,16 @@ class Store(Protocol):
         request per thousand names that are returned.
         """
 
+    def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
+        """Return {child of a folder: version of its objects with these names}, which changes when one of them does.
+
+        None if one of the objects is missing, "" if the version cannot be determined.
+
+        Args:
+            beside: the only folder in a child, which is not listed. So on S3 this takes a request per thousand other
+                objects.
+        """
+
     def digest(self, name: str) -> tuple[int, str] | None:
         """Read an object and return its (size, sha256); None if there is no such object."""
 

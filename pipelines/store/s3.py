@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -99,6 +100,21 @@ class S3Store:
                 keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
         names = {key[len(root) :].rstrip("/") for key in keys}
         return sorted(name for name in names if name > after)  # a folder of this name is listed, too
+
+    def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
+        root, etags = f"{self.prefix}{folder}/", defaultdict[str, dict[str, str]](dict)
+        with self._translate_errors(f"list {folder}"):
+            lister = s3_client.client().get_paginator("list_objects_v2")
+            for page in lister.paginate(Bucket=self.bucket, Prefix=root, Delimiter=f"/{beside}/"):
+                for entry in page.get("Contents", ()):
+                    child, _, name = entry["Key"][len(root) :].partition("/")
+                    etags[child][name] = entry["ETag"]
+                for entry in page.get("CommonPrefixes", ()):
+                    etags[entry["Prefix"][len(root) :].partition("/")[0]].setdefault(beside, "")
+        return {
+            child: " ".join(of[name] for name in names) if of.keys() >= {*names} else None
+            for child, of in sorted(etags.items())
+        }
 
     def digest(self, name: str) -> tuple[int, str] | None:
         size, digest = 0, hashlib.sha256()

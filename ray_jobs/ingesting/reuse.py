@@ -104,9 +104,8 @@ def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manif
     places, store = source.keys() - fields.keys(), context.open_store()
     alike = [
         manifest
-        for manifest in all_manifests(store)
-        if manifest.job == attempt.job
-        and manifest.code.get("version") == config.VERSION
+        for manifest in all_manifests(store, attempt.job)
+        if manifest.code.get("version") == config.VERSION
         and _without(manifest.config["source"], places) == _without(source, places)
     ]
     if in_place := [manifest for manifest in alike if manifest.config["source"] == source]:

@@ -1,7 +1,7 @@
 """The requests to S3 that a command would make, counted on a store in a folder."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,8 +32,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def listed(names: Sequence[str], *_: Any) -> int:
         return max(1, -(-len(names) // PAGE))
 
+    def listed_with_versions(versions: Mapping[str, Any], folder: str, names: Sequence[str], *_: Any) -> int:
+        return max(1, -(-len(versions) * (len(names) + 1) // PAGE))
+
     for verb in ("read", "read_range", "create", "replace", "digest"):
         counting(verb, lambda *_: 1)
     counting("names", listed)
+    counting("versions", listed_with_versions)
     counting("local", fetched)
     return requests

@@ -13,7 +13,7 @@ from vit_model.fields import later, takes
 class Report(BaseStage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION = 12  # published accuracies
+    VERSION = 13  # advice beside the answer
     KIND = "report"
     job: Literal["report"]
     title: str

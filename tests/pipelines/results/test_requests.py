@@ -90,3 +90,24 @@ def test_the_requests_of_a_command_do_not_grow_with_the_store(
             made[number][name] = requests.total()
     assert made[100] == made[1_000]
     assert {name: count for name, count in made[100].items() if count > commands[name][0]} == {}, made[100]
+
+
+def test_a_list_reads_what_is_new_and_lists_a_thousand_objects_per_request(
+    vitflow_here: Vitflow, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = with_runs(prepared, tmp_path, 1_000)
+    commands = (("list",), ("list", "--kind", "datasets"), ("list", "--kind", "models"), ("report", "list"))
+    before = [vitflow_here(*words, "--store", store).stdout for words in commands]
+    requests, counts = counted(monkeypatch), []
+    for words, shown in zip(commands, before, strict=True):
+        requests.clear()
+        assert vitflow_here(*words, "--store", store).stdout == shown
+        counts.append(dict(requests))
+    # `read`: of store.json. Three objects per run, two per artifact; models come from three jobs
+    assert counts == [{"read": 1, "versions": lists} for lists in (3, 3, 3, 1)]
+    (newest,) = (run for run in (store / "runs").iterdir() if (run / "events").exists())
+    shutil.copytree(newest, store / "runs" / f"{RUN}-20200101-000000-0000")
+    requests.clear()
+    vitflow_here("list", "--store", store)
+    assert requests["read"] == 3  # store.json, the plan and the end of the new run

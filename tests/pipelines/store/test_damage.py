@@ -209,7 +209,7 @@ COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
     "plan": planned,
     "ingest": known_parts,
 }
-READ_ONLY_WHAT_THEY_NEED = {"lineage", "lineage of a run", "a model", "plan"}
+READ_ONLY_WHAT_THEY_NEED = {"lineage", "lineage of a run", "a model", "plan", "ingest"}
 
 
 @pytest.mark.slow
