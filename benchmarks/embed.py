@@ -103,11 +103,7 @@ def measured(store: Store, name: str, size: ModelSize, images: int, rounds: int)
     seconds: dict[str, list[float]] = {"ours": [], "hand": []}
     for number in range(rounds):
         for who in ("ours", "hand") if number % 2 else ("hand", "ours"):
-            took = (
-                ours(store, made, model, str(number))
-                if who == "ours"
-                else by_hand(folder, weights, *settings)
-            )
+            took = ours(store, made, model, str(number)) if who == "ours" else by_hand(folder, weights, *settings)
             seconds[who].append(took)
             print(f"{name}, {who}: {images / took:,.1f} images/s", flush=True)
     ratios = [hand / own for own, hand in zip(seconds["ours"], seconds["hand"], strict=True)]
@@ -133,9 +129,7 @@ def put_set(store: Store, is_small: bool, images: int, size: ModelSize) -> tuple
     ]
     with store.staging(Layout.files("ingest", key, 1)) as staging:
         raw = ImageSize(height=32, width=32, channels=3) if is_small else None
-        write_samples(
-            staging.path, "drawn", ("a", "b"), raw, {"train": samples}, per_shard=data.PER_SHARD[form]
-        )
+        write_samples(staging.path, "drawn", ("a", "b"), raw, {"train": samples}, per_shard=data.PER_SHARD[form])
     made = commit(store, make_manifest("ingest", key=key, content_digest=key, files=staging.files))
     resolution = 32 if is_small else 224
     model = put_untrained(store, made, f"model-{is_small}", size=size, resolution=resolution)

@@ -75,9 +75,7 @@ def take_turns(contenders: dict[str, Callable[[], object]]) -> dict[str, list[fl
     return seconds
 
 
-def table(
-    seconds: dict[str, list[float]], ours: str, targets: dict[str, str], work: float = 1.0
-) -> list[str]:
+def table(seconds: dict[str, list[float]], ours: str, targets: dict[str, str], work: float = 1.0) -> list[str]:
     """Return a table of seconds, or of `work` per second, and of our speedup."""
     lines = [f"| | {'seconds' if work == 1 else 'images/s'} | our speedup | target |", "|---|---:|---:|---|"]
     for name, own in seconds.items():
@@ -208,9 +206,7 @@ def big_vision(support: Array, labels: NDArray[np.integer], test: Array) -> NDAr
     """Predict as big_vision's `fewshot_lsr`, in numpy instead of JAX: an eigendecomposition, which gives every L2."""
     support, test = support.astype(np.float64), test.astype(np.float64)
     mean, deviation = support.mean(0), support.std(0) + 1e-5
-    x, x_test = (
-        np.hstack([(part - mean) / deviation, np.full((len(part), 1), 100.0)]) for part in (support, test)
-    )
+    x, x_test = (np.hstack([(part - mean) / deviation, np.full((len(part), 1), 100.0)]) for part in (support, test))
     y = 2.0 * np.eye(CLASSES)[labels] - 1.0
     if len(x) >= len(x.T):
         values, vectors = np.linalg.eigh(x.T @ x)

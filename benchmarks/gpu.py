@@ -83,9 +83,7 @@ def main() -> None:
     rows = []
     for model in (TINY,) if options.cpu else ("B/16", "L/16"):
         for stage in STAGES:
-            config = configuration(
-                model, stage, options.batch * world, options.steps, 16 if options.cpu else 224
-            )
+            config = configuration(model, stage, options.batch * world, options.steps, 16 if options.cpu else 224)
             name = "tiny" if options.cpu else str(model)
             rows.append(row(name, config, world, is_cpu=options.cpu))
             print(rows[-1], file=sys.stderr, flush=True)  # a lent GPU may not have time for all of them
@@ -132,9 +130,7 @@ def row(name: str, config: Pretrain, world: int, is_cpu: bool) -> str:
     engine = "plain torch" if config.zero_stage == 0 else f"ZeRO-{config.zero_stage}"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "measured.json"
-        run_workers(
-            world, worker, world, config.model_dump(mode="json"), f"file://{folder}/meeting", output, is_cpu
-        )
+        run_workers(world, worker, world, config.model_dump(mode="json"), f"file://{folder}/meeting", output, is_cpu)
         found = Measured(*json.loads(output.read_text()))
     mfu = "" if found.mfu is None else f"{found.mfu:.1%}"
     differences = ("same bits" if off == 0 else f"{off:.0e} off" for off in (found.continued, found.repeated))
@@ -202,9 +198,7 @@ def fed(batch: int, steps: int, is_cpu: bool) -> list[str]:
     return lines
 
 
-def random_batch(
-    config: Pretrain, world: int, rank: int, on: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_batch(config: Pretrain, world: int, rank: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this worker's images and labels."""
     generator, images = torch.Generator().manual_seed(rank), config.batch_size // world
     pixels = torch.randn(images, 3, config.resolution, config.resolution, generator=generator)
@@ -270,9 +264,7 @@ def differences_of(
 
 def farthest(engine: Engine, weights: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of a weight."""
-    return max(
-        (values.cpu() - weights[name]).abs().max().item() for name, values in engine.full_weights().items()
-    )
+    return max((values.cpu() - weights[name]).abs().max().item() for name, values in engine.full_weights().items())
 
 
 if __name__ == "__main__":

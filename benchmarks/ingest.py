@@ -215,9 +215,7 @@ def main() -> None:
     given = argparse.ArgumentParser()
     given.add_argument("--images", type=int, default=8192)
     given.add_argument("--rounds", type=int, default=5)
-    given.add_argument(
-        "--folder", type=Path, help="where to keep data and peers; default: a temporary folder"
-    )
+    given.add_argument("--folder", type=Path, help="where to keep data and peers; default: a temporary folder")
     given.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     given.add_argument("--no-keep", action="store_true", help="print the table only")
     given.add_argument("--contender", help="used internally, by the measured processes")
@@ -318,9 +316,7 @@ def one_jpeg(index: int) -> bytes:
     width = int(rng.integers(120, photograph.width))
     height = min(photograph.height, width * HEIGHT // WIDTH)
     left, top = rng.integers(photograph.width - width + 1), rng.integers(photograph.height - height + 1)
-    piece = photograph.resize(
-        (WIDTH, HEIGHT), Image.Resampling.BICUBIC, (left, top, left + width, top + height)
-    )
+    piece = photograph.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC, (left, top, left + width, top + height))
     pixels = np.asarray(piece) + rng.normal(0, NOISE, (HEIGHT, WIDTH, 1))
     buffer = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=QUALITY)
@@ -334,9 +330,7 @@ def table(
     rounds: dict[str, list[dict[str, float]]], options: argparse.Namespace, image_bytes: float, load: float
 ) -> Iterator[str]:
     """Yield the lines of the page."""
-    rates = {
-        name: [options.images / one["seconds"] for one in found] for name, found in rounds.items() if found
-    }
+    rates = {name: [options.images / one["seconds"] for one in found] for name, found in rounds.items() if found}
     basis = statistics.median(rates["ours"]) if "ours" in rates else None
     yield "# Ingest, compared with other writers of training files"
     yield ""

@@ -92,9 +92,7 @@ def plant(root: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.
     """Write the four files with wrong labels; return pixels [n, 784], these labels [n], and which of them are wrong."""
     root.mkdir()
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    files = {
-        name: gzip.decompress(Path(FASHION_MNIST_ROOT, f"{name}-ubyte.gz").read_bytes()) for name in names
-    }
+    files = {name: gzip.decompress(Path(FASHION_MNIST_ROOT, f"{name}-ubyte.gz").read_bytes()) for name in names}
     labels = np.frombuffer(files["train-labels-idx1"][_LABELS_HEADER:], np.uint8).copy()
     rng = np.random.default_rng(SEED)
     planted = rng.permutation(IMAGES)[: IMAGES // 20]
@@ -115,9 +113,7 @@ def audited(store: Path, stage: str, name: str, planted: NDArray[np.int64]) -> d
     return row(name, found, planted, artifact["metrics"])
 
 
-def random_features(
-    pixels: NDArray[np.uint8], labels: NDArray[np.uint8], planted: NDArray[np.int64]
-) -> dict[str, Any]:
+def random_features(pixels: NDArray[np.uint8], labels: NDArray[np.uint8], planted: NDArray[np.int64]) -> dict[str, Any]:
     """Return the row of least squares on rectified random projections of the pixels."""
     rng = np.random.default_rng(SEED)
     inputs = pixels.astype(np.float32) / 255
@@ -132,9 +128,7 @@ def random_features(
     return row(name, found, planted, measured | {"agreement": agreement})
 
 
-def row(
-    name: str, found: NDArray[np.int64], planted: NDArray[np.int64], metrics: dict[str, float]
-) -> dict[str, Any]:
+def row(name: str, found: NDArray[np.int64], planted: NDArray[np.int64], metrics: dict[str, float]) -> dict[str, Any]:
     """Compare a list, the most likely wrong label first, with the planted ones."""
     hits = int(np.isin(found[: len(planted)], planted).sum())
     return {

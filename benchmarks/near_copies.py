@@ -47,9 +47,7 @@ PHOTOGRAPHS = (
     *("hubble_deep_field.jpg", "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 WIDTH, HEIGHT, DISTANCE, MOST = 200, 175, 4, 10_000
-TABLE = pa.schema(
-    [INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)]
-)
+TABLE = pa.schema([INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)])
 KINDS = ("exact", "near", "mirrored", "rotated", "cropped")
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
@@ -181,8 +179,7 @@ def encoded(image: Image.Image) -> bytes:
 def table(name: str, found: Iterable[Hashes]) -> pa.Table:
     """Return a table of images of one class with these hashes; the key is the number."""
     rows = [
-        {"key": f"{n:06d}", "sample_id": f"{name} {n:06d}", "content_id": f"{name} {n}", "label": 0}
-        | own._asdict()
+        {"key": f"{n:06d}", "sample_id": f"{name} {n:06d}", "content_id": f"{name} {n}", "label": 0} | own._asdict()
         for n, own in enumerate(found)
     ]
     return pa.Table.from_pylist(rows, schema=TABLE)
@@ -237,9 +234,7 @@ def descriptors(image: Image.Image) -> NDArray[np.uint64]:
 
 
 def agree(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> bool:
-    return (
-        bool((np.bitwise_count(one[:, None] ^ other) <= DISTANCE).any(1).sum() >= 2) if len(other) else False
-    )
+    return bool((np.bitwise_count(one[:, None] ^ other) <= DISTANCE).any(1).sum() >= 2) if len(other) else False
 
 
 def milliseconds(function: Callable[[], object], times: int = 300) -> float:
@@ -290,9 +285,7 @@ def manipulated(parts: Sequence[Image.Image]) -> Iterator[str]:
         yield f"| {name} | {share:.0%} | {(kinds['near'] + kinds['exact']) / len(parts):.0%} | {sift:.0%} |"
     for name, make in ALPHA.items():
         pairs = [make(part) for part in parts]
-        share, kinds = found(
-            files("copy", [copy for _, copy in pairs]), files("original", [one for one, _ in pairs])
-        )
+        share, kinds = found(files("copy", [copy for _, copy in pairs]), files("original", [one for one, _ in pairs]))
         yield f"| {name} | {share:.0%} | {(kinds['near'] + kinds['exact']) / len(parts):.0%} | |"
 
 

@@ -64,9 +64,7 @@ def run(store: Path, steps: dict[str, int], *options: str) -> None:
     vitflow("run", "objectives", "--parallel", "1", *sets, *options, store=store)
 
 
-def page(
-    trained: dict[str, dict[str, Any]], rows: list[dict[str, Any]], seconds: float, load: float
-) -> list[str]:
+def page(trained: dict[str, dict[str, Any]], rows: list[dict[str, Any]], seconds: float, load: float) -> list[str]:
     """Return the lines of the page of results."""
     learners = [*trained, *sorted({row["learner"] for row in rows} - trained.keys())]
     lines = [

@@ -52,9 +52,7 @@ def main() -> None:
 def vitflow(*arguments: str | Path) -> tuple[float, str]:
     """Run the command line as a whole process; return (seconds, output)."""
     began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines", *map(str, arguments)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "pipelines", *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     return time.perf_counter() - began, done.stdout
@@ -121,9 +119,7 @@ def throughput(folder: Path) -> list[tuple[str, float, str]]:
     """Measure the quickstart's pretraining, shortened."""
     vitflow("run", "quickstart", "--store", folder / "q", "--only", "pretrain", "--set", "pretrain.steps=500")
     (model,) = [manifest for manifest in manifests(folder / "q") if manifest["job"] == "pretrain"]
-    return [
-        ("pretraining, images/s (2 workers, ZeRO-1, bf16)", model["metrics"]["images_per_second"], ">= 5000")
-    ]
+    return [("pretraining, images/s (2 workers, ZeRO-1, bf16)", model["metrics"]["images_per_second"], ">= 5000")]
 
 
 if __name__ == "__main__":

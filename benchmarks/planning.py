@@ -195,9 +195,7 @@ def make_all(file: Path, folder: Path) -> None:
 def install_dvc(folder: Path) -> Path | None:
     """Install dvc into a separate environment and return its path; if that fails, print a message and return None."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    done = subprocess.run(
-        [str(folder / "bin" / "pip"), "install", "-q", "dvc"], capture_output=True, text=True
-    )
+    done = subprocess.run([str(folder / "bin" / "pip"), "install", "-q", "dvc"], capture_output=True, text=True)
     if done.returncode:
         print(f"dvc is left out; it cannot be installed: {done.stderr.strip()[-300:]}", file=sys.stderr)
         return None

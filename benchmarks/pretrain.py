@@ -87,8 +87,7 @@ def main() -> None:
     head = [
         "# Steps of a pretraining with two workers",
         "",
-        f"`python benchmarks/pretrain.py {' '.join(sys.argv[1:])}`".replace(" `", "`")
-        + f", {setting(load)}, "
+        f"`python benchmarks/pretrain.py {' '.join(sys.argv[1:])}`".replace(" `", "`") + f", {setting(load)}, "
         f"torch {torch.__version__}; bfloat16, one thread per worker; medians (ranges) over {options.rounds} "
         "interleaved rounds, each in fresh processes.",
         "",
@@ -150,8 +149,7 @@ def stalls(size: Size, rates: Rates) -> list[str]:
     images = len(timed) * size.batch
     count = sum(step % size.saved_every == 0 for step in timed)
     seconds = [
-        images * (1 / saved - 1 / unsaved) / count
-        for saved, unsaved in zip(rates[SAVED], rates[PLAIN], strict=True)
+        images * (1 / saved - 1 / unsaved) / count for saved, unsaved in zip(rates[SAVED], rates[PLAIN], strict=True)
     ]
     return [
         f"| seconds per checkpoint | {spread(seconds, 3)} | |",

@@ -79,9 +79,7 @@ def commit_evaluation(store: Store, number: int) -> None:
     ]
     with store.staging(Layout.files("evaluate", key, 1)) as staging:
         write_table(staging.path / "rows.parquet", rows, ROWS)
-    reference = InputRef(
-        job="ingest", key=key, content_digest=sha256("content"), manifest_sha256=sha256("manifest")
-    )
+    reference = InputRef(job="ingest", key=key, content_digest=sha256("content"), manifest_sha256=sha256("manifest"))
     config = Evaluate(job="evaluate", data="digits", backbone="pretrain")
     time_of_it = f"2026-11-{1 + number // 1000:02d}T13:{number // 60 % 60:02d}:{number % 60:02d}.949836+00:00"
     manifest = make_manifest(
@@ -94,9 +92,7 @@ def commit_evaluation(store: Store, number: int) -> None:
         files=staging.files,
         inputs={"data": [reference], "backbone": [reference]},
         config=config.model_dump(mode="json"),
-        metrics={
-            f"{method} @ {shots or 'all'}": float(rng.random()) for method in METHODS for shots in SHOTS
-        },
+        metrics={f"{method} @ {shots or 'all'}": float(rng.random()) for method in METHODS for shots in SHOTS},
         code={"version": 1, "digest": sha256("code"), "git": "0" * 40, "dirty": False},
         environment={
             "python": "3.11.7",
@@ -122,9 +118,7 @@ def measured(what: str, sql: str, store: str) -> str:
         wall.append(time.perf_counter() - began)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return (
-        f"| {what} | {statistics.median(wall):.2f} s | {min(wall):.2f} s | {statistics.median(cpu):.2f} s |"
-    )
+    return f"| {what} | {statistics.median(wall):.2f} s | {min(wall):.2f} s | {statistics.median(cpu):.2f} s |"
 
 
 if __name__ == "__main__":

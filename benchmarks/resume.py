@@ -119,9 +119,7 @@ class Group(NamedTuple):
 
 def newest_group(store: Path, cluster: Cluster) -> Group:
     """Read the log of a pretraining's newest attempt."""
-    records = {
-        int(path.parent.name): path for path in store.glob("artifacts/pretrain/*/attempts/*/attempt.json")
-    }
+    records = {int(path.parent.name): path for path in store.glob("artifacts/pretrain/*/attempts/*/attempt.json")}
     attempt = max(records, default=0)
     log = cluster.logs(json.loads(records[attempt].read_text())["submission_id"]) if attempt else ""
     *earlier, own = log.split("workers died; ")

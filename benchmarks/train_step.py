@@ -131,12 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     peers, missing = importable()
     ceilings = {name: matmul_ceiling(dtype) for name, dtype in DTYPES.items()}
-    lines = [
-        row(shape, name, mode, peers, ceilings[name])
-        for shape in shapes()
-        for name in DTYPES
-        for mode in MODES
-    ]
+    lines = [row(shape, name, mode, peers, ceilings[name]) for shape in shapes() for name in DTYPES for mode in MODES]
     write(lines, list(peers), missing, ceilings, load)
 
 
@@ -167,9 +162,7 @@ def matmul_ceiling(dtype: torch.dtype) -> float:
     return 2 * CEILING_SIDE**3 / min(seconds)
 
 
-def row(
-    shape: Shape, dtype: str, mode: str, peers: dict[str, Callable[[ViTConfig], Network]], ceiling: float
-) -> str:
+def row(shape: Shape, dtype: str, mode: str, peers: dict[str, Callable[[ViTConfig], Network]], ceiling: float) -> str:
     """Return a line of the table."""
     images = torch.randn(
         shape.batch, shape.config.in_channels, *shape.config.image_shape, device=DEVICE, dtype=DTYPES[dtype]
@@ -177,8 +170,7 @@ def row(
     labels = torch.arange(shape.batch, device=DEVICE) % shape.config.num_classes
     torch._dynamo.reset()
     steps = [
-        training_step(build(shape.config), DTYPES[dtype], mode, images, labels)
-        for build in (ours, *peers.values())
+        training_step(build(shape.config), DTYPES[dtype], mode, images, labels) for build in (ours, *peers.values())
     ]
     own, *others = take_turns(steps)
     rate = shape.batch / statistics.median(own)
@@ -261,9 +253,7 @@ def hardware() -> str:
     return f"one thread on {os.cpu_count()} cores, {processor()}"
 
 
-def write(
-    lines: list[str], peers: list[str], missing: list[str], ceilings: dict[str, float], load: float
-) -> None:
+def write(lines: list[str], peers: list[str], missing: list[str], ceilings: dict[str, float], load: float) -> None:
     """Print the table and keep it."""
     measured = ", ".join(f"{name} {flops / 1e9:,.0f}" for name, flops in ceilings.items())
     text = [

@@ -80,17 +80,13 @@ def _table(results: list[Result], columns: dict[str, tuple[str, bool]]) -> list[
 
     shown = [result for result in results if (result.case.optimizer, result.case.clips) in columns.values()]
     rows = []
-    for (workers, stage, dtype, parts, objective), group in itertools.groupby(
-        sorted(shown, key=rows_of), rows_of
-    ):
+    for (workers, stage, dtype, parts, objective), group in itertools.groupby(sorted(shown, key=rows_of), rows_of):
         own = {(result.case.optimizer, result.case.clips): result for result in group}
         cells = [f"2, ZeRO-{stage}" if workers > 1 else "1", dtype, str(parts)]
         cells[0] += "" if objective == "softmax" else f", {objective}"
         cells += [f"{own[ways].difference:.0e}" if ways in own else "" for ways in columns.values()]
         cells.append(f"{max(result.of_change for result in own.values()):.0e}")
-        cells.append(
-            "same bits" if all(result.is_resumed_exactly for result in own.values()) else "**other bits**"
-        )
+        cells.append("same bits" if all(result.is_resumed_exactly for result in own.values()) else "**other bits**")
         cells.append(f"{max(max(result.resumed.values()) for result in own.values()):.0e}")
         cells.append("skipped" if all(result.is_guarded for result in own.values()) else "**applied**")
         rows.append(f"| {' | '.join(cells)} |")

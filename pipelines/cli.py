@@ -89,9 +89,7 @@ class _AllCommands(Group):
         if meant := MEANT.get(args[0]):
             raise RecipeError(f"no such command {args[0]!r}; did you mean `vitflow {meant}`?")
         if args[0] == "list" and args[1:] and not args[1].startswith("-"):
-            raise RecipeError(
-                f"unexpected argument {args[1]!r}; did you mean `vitflow list --kind {args[1]}`?"
-            )
+            raise RecipeError(f"unexpected argument {args[1]!r}; did you mean `vitflow list --kind {args[1]}`?")
         return super().resolve_command(ctx, args)
 
 

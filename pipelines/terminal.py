@@ -24,9 +24,7 @@ from rich.segment import Segment
 TOGETHER = 1.0  # seconds within which several signals are one wish to end
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # C0 except tab and newline, DEL and C1; and the characters that switch to right-to-left text
-_CONTROL = dict.fromkeys(
-    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-)
+_CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)])
 
 
 def harmless(text: str) -> str:

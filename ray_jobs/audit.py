@@ -78,9 +78,7 @@ def audit(context: Context[Audit], run: Run = here) -> Result:
     return Result(digest, (*staging.files, *files), metrics)
 
 
-def leave_one_out(
-    context: Context[Audit], pool: Images, run: Run
-) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
+def leave_one_out(context: Context[Audit], pool: Images, run: Run) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
     """Write each image's probabilities by a linear classifier fitted on all others; return the file and settings."""
     from ray_jobs.evaluation import features
     from vit_model.weights import read_contract
@@ -94,18 +92,14 @@ def leave_one_out(
         for start in range(0, total, features.DECODED)
     ]
     embedded = np.concatenate([part for (part,) in run(features.embed_rows, tasks)])
-    probabilities, settings = label_issues.left_out_probabilities(
-        embedded, pool.labels, len(dataset.info.class_names)
-    )
+    probabilities, settings = label_issues.left_out_probabilities(embedded, pool.labels, len(dataset.info.class_names))
     with context.staging() as staging:
         path = staging.path / "probabilities/0.parquet"
         label_issues.write_probabilities(path, pool.rows["sample_id"], probabilities)
     return staging.files, settings
 
 
-def cross_validate(
-    context: Context[Audit], pool: Images, run: Run
-) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
+def cross_validate(context: Context[Audit], pool: Images, run: Run) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
     """Fit a model per fold on the other folds; return each image's fold, and the files of probabilities."""
     from ray_jobs.training.task import make_task
     from ray_jobs.tuning import folds, ledger
@@ -114,9 +108,7 @@ def cross_validate(
     assert config.cross_validation is not None
     number = config.cross_validation.folds
     fits_context = Context(context.attempt, config.fine_tuning(), context.inputs)
-    task = make_task(
-        fits_context.config, pool.dataset, fits_context.input("backbone") if config.backbone else None
-    )
+    task = make_task(fits_context.config, pool.dataset, fits_context.input("backbone") if config.backbone else None)
     task = task._replace(attempts=ledger.open_ledger(fits_context).attempts)
     parts = folds.assign_folds(pool.rows, number, config.seed)
     tasks = [(fits_context, task, pool, parts, fold) for fold in range(number)]

@@ -144,9 +144,7 @@ def _table(
     likeliest = values.argmax(axis=1)
     prediction = pa.array(contract.class_names, pa.string()).take(pa.array(likeliest))
     probability = values[np.arange(len(values)), likeliest]
-    return pa.table(
-        columns | {"prediction": prediction, "probability": probability, "probabilities": vectors}
-    )
+    return pa.table(columns | {"prediction": prediction, "probability": probability, "probabilities": vectors})
 
 
 def _description(context: Context[Embed | Predict], contract: ModelContract) -> dict[str, Any]:

@@ -81,9 +81,7 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
             predictions.append(images)
 
     with context.staging() as staging:
-        for method, pairs, standardise in features.features_of(
-            context, dataset, support, backbone, run, staging.path
-        ):
+        for method, pairs, standardise in features.features_of(context, dataset, support, backbone, run, staging.path):
             first_row = len(rows)
             method_truth = backbone_truth if method.endswith(f", {backbone}") else truth
             settings = fixed | {"standardised": standardise, "width": int(pairs[0][0].shape[1])}
@@ -115,9 +113,7 @@ def _scored(
         "draw": result.draw,
     }
     settings = settings | fitted.settings
-    yield from tables.scored(
-        common, truth, fitted.predictions, fitted.selected_on, settings, fitted.probabilities
-    )
+    yield from tables.scored(common, truth, fitted.predictions, fitted.selected_on, settings, fitted.probabilities)
 
 
 def _retrieval(

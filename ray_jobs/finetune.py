@@ -98,9 +98,7 @@ class Choice(NamedTuple):
     selected_on: str
 
 
-def select(
-    context: Context[Finetune], task: Task, pools: list[Images], supports: Supports, ledger: Ledger
-) -> Choice:
+def select(context: Context[Finetune], task: Task, pools: list[Images], supports: Supports, ledger: Ledger) -> Choice:
     """Sweep, and choose a point, unless there is only one and nothing else to choose.
 
     Raises:
@@ -135,21 +133,15 @@ def chosen_task(task: Task, choice: Choice, dataset: Dataset) -> Task:
     return task
 
 
-def refit_draws(
-    context: Context[Finetune], task: Task, pools: list[Images], ledger: Ledger
-) -> list[Refitted]:
+def refit_draws(context: Context[Finetune], task: Task, pools: list[Images], ledger: Ledger) -> list[Refitted]:
     """Refit every draw that is not in the ledger, and return all refits."""
-    refits = {
-        draw: finished for draw in range(len(pools)) if (finished := ledger.refit(task, draw)) is not None
-    }
+    refits = {draw: finished for draw in range(len(pools)) if (finished := ledger.refit(task, draw)) is not None}
     missing = [draw for draw in range(len(pools)) if draw not in refits]
     refits |= zip(missing, run_refits(context, task, pools, missing), strict=True)
     return [refits[draw] for draw in range(len(pools))]
 
 
-def run_refits(
-    context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]
-) -> list[Refitted]:
+def run_refits(context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]) -> list[Refitted]:
     """Refit these draws in Ray tasks; with several workers, as many in parallel as the cluster has room for."""
     arguments = [(context, task, pools[draw], draw) for draw in draws]
     if task.config.workers > 1:
@@ -341,9 +333,7 @@ def _on_test(found: list[rows.Row], metric: str) -> dict[str, float]:
     values = [
         row["value"]
         for row in found
-        if row["metric"] == metric
-        and not row["method"].endswith(rows.ON_SEEN)
-        and not row["task"].endswith(rows.REAL)
+        if row["metric"] == metric and not row["method"].endswith(rows.ON_SEEN) and not row["task"].endswith(rows.REAL)
     ]
     if not values:
         return {}

@@ -138,16 +138,10 @@ def describe(contract: ModelContract, from_file: Preprocessing | None) -> Iterat
         shape = f"width {model.width}, depth {model.depth}, {model.num_heads} heads, patches of {model.patch_size}"
     else:
         shape = f"a ResNet of {', '.join(map(str, model.units))} units, width factor {model.width_factor}"
-    yield (
-        f"model: {shape}, images of {contract.preprocessing.resolution}; {model.num_parameters:,} parameters"
-    )
+    yield (f"model: {shape}, images of {contract.preprocessing.resolution}; {model.num_parameters:,} parameters")
     shown = ", ".join(map(_plain, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
     several = ", any number of them in an image" if contract.problem_type.startswith("multi") else ""
-    yield (
-        f"classes: {len(names)} ({shown}){several}"
-        if names
-        else "classes: none, the model outputs representations"
-    )
+    yield (f"classes: {len(names)} ({shown}){several}" if names else "classes: none, the model outputs representations")
     origin = "from the file" if contract.preprocessing == from_file else "as given"
     yield f"preprocessing, {origin}: {_in_words(contract.preprocessing)}"
     if from_file not in {None, contract.preprocessing}:

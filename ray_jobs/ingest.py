@@ -192,9 +192,7 @@ def _decided(
     if config.exclude is not None and listed is not None:
         is_out, excluded = exclude(config.exclude, listed, _with_splits(named, splits), names)
         images, named = (table.filter(pc.invert(is_out)) for table in (images, named))
-        splits = [
-            split for split, is_left_out in zip(splits, is_out.to_pylist(), strict=True) if not is_left_out
-        ]
+        splits = [split for split, is_left_out in zip(splits, is_out.to_pylist(), strict=True) if not is_left_out]
     others, store = {}, context.open_store()
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
@@ -243,9 +241,7 @@ def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> N
 
 
 def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
-    return images.set_column(
-        images.schema.get_field_index("split"), "split", pa.array(splits, pa.large_string())
-    )
+    return images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits, pa.large_string()))
 
 
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:
@@ -271,9 +267,7 @@ def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
     if not rows:
         return ()
     pairs = {
-        frozenset(
-            {(row["key"], row["class"], row["split"]), (row["twin"], row["twin_class"], row["twin_split"])}
-        )
+        frozenset({(row["key"], row["class"], row["split"]), (row["twin"], row["twin_class"], row["twin_split"])})
         for row in rows
     }
     named = [
@@ -303,9 +297,7 @@ def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], tota
         least = math.ceil(100 * len(unusable) / total) / 100
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
         first = "".join(f"\n  {image.key}: {image.reason}" for image in sorted(unusable)[:20])
-        more = (
-            f"\n  and {len(unusable) - 20} more, in {folder}/quarantine.parquet" if len(unusable) > 20 else ""
-        )
+        more = f"\n  and {len(unusable) - 20} more, in {folder}/quarantine.parquet" if len(unusable) > 20 else ""
         raise UserError(
             f"{len(unusable)} of {total} images cannot be used, more than max_bad_fraction {allowed}. "
             f"Remove them, or allow them: --set {stage}.max_bad_fraction={least:g}{first}{more}"
@@ -368,9 +360,7 @@ def _card(
 
 def _write_quarantine(path: Path, unusable: Sequence[Unusable]) -> None:
     rows = sorted(unusable)
-    schema = pa.schema(
-        [("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())]
-    )
+    schema = pa.schema([("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())])
     pq.write_table(pa.Table.from_pylist([image._asdict() for image in rows], schema=schema), path)
     keys: dict[str, list[str]] = {}
     for image in rows:

@@ -53,9 +53,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
-            print(
-                "note: the code has changed since then; --strict-code makes it a part of the key", flush=True
-            )
+            print("note: the code has changed since then; --strict-code makes it a part of the key", flush=True)
     wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
     cluster.room_for(workers, context.config.threads or 1)
     units, group, deaths = cluster.units_in_cluster(), 0, 0
@@ -75,9 +73,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
             print(f"workers died; continuing from step {step} with {workers} workers", flush=True)
 
 
-def run_workers(
-    context: Context[Pretrain], workers: int, group: int, start: Checkpoint | None
-) -> dict[str, Any]:
+def run_workers(context: Context[Pretrain], workers: int, group: int, start: Checkpoint | None) -> dict[str, Any]:
     """Train under Ray Train and return {files, metrics} of rank 0. `group` is the group's number in the attempt."""
     outcome: dict[str, Any] = run_group(
         _ray_worker,
@@ -107,8 +103,7 @@ def _is_death(error: Exception) -> bool:
     failures = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", None)]
     # A worker that dies breaks the connections of the others, and these errors may arrive first.
     return any(
-        type(failure).__name__.startswith(_DEATH_NAMES) or _CONNECTION.search(str(failure))
-        for failure in failures
+        type(failure).__name__.startswith(_DEATH_NAMES) or _CONNECTION.search(str(failure)) for failure in failures
     )
 
 
@@ -133,9 +128,7 @@ def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
         for number in range(min(config.min_workers, wanted), wanted + 1)
         if micro_batch_size(config) % number == 0
     ]
-    return max(
-        (number for number in possible if number <= wanted * units // units_before), default=possible[0]
-    )
+    return max((number for number in possible if number <= wanted * units // units_before), default=possible[0])
 
 
 if __name__ == "__main__":

@@ -147,9 +147,7 @@ def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.T
         }
         total = part.sum(axis=0)
         settings = tested.settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
-        row = tables.measurement(
-            common, tables.MEAN_IOU, mean_iou(total), len(places), tested.selected_on, settings
-        )
+        row = tables.measurement(common, tables.MEAN_IOU, mean_iou(total), len(places), tested.selected_on, settings)
         yield row, _table(common, ids.take(pa.array(places)), part, dataset.info.mask_classes)
 
 
@@ -160,9 +158,7 @@ def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:
     return always
 
 
-def _table(
-    common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]
-) -> pa.Table:
+def _table(common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]) -> pa.Table:
     """Return a table of CONFUSION: a row for each image and each pair of label and prediction among its pixels."""
     images, labels, predictions = np.nonzero(counts)
     names = pa.array(classes)

@@ -243,11 +243,7 @@ def test_messages_of_the_troubleshooting_page_are_messages() -> None:
 @cache
 def _said() -> str:
     """The code, and what it can say on one line: strings that follow each other are joined."""
-    files = [
-        path
-        for folder in ("pipelines", "ray_jobs", "vit_model")
-        for path in PROJECT.glob(f"{folder}/**/*.py")
-    ]
+    files = [path for folder in ("pipelines", "ray_jobs", "vit_model") for path in PROJECT.glob(f"{folder}/**/*.py")]
     texts = [path.read_text("utf-8") for path in [*files, PROJECT / "infra" / "install.sh"]]
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
 

@@ -15,9 +15,7 @@ from tests.support.paths import ROOT
 PACKAGES = ("pipelines", "ray_jobs", "vit_model")
 MODULES_PER_FOLDER, LINES_PER_FILE, LINES_PER_FUNCTION, PARAMETERS, INNER_IMPORTS = 17, 450, 60, 8, 120
 
-FILES = {
-    path.relative_to(ROOT): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))
-}
+FILES = {path.relative_to(ROOT): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 TREES = {path: ast.parse(file.read_text()) for path, file in FILES.items()}
 FUNCTIONS = [
     (path, node)

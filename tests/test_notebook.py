@@ -33,9 +33,7 @@ def test_the_tour_runs_on_the_quickstarts_store(tmp_path: Path, monkeypatch: pyt
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     shown = [output for cell in cells for output in cell.outputs]
     assert {output.output_type for output in shown} <= {"stream", "execute_result", "display_data"}
-    assert sum("image/png" in output.get("data", {}) for output in shown) == 2, (
-        "a plot of rows, a grid of images"
-    )
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 2, "a plot of rows, a grid of images"
     table, said = shown[0]["data"]["text/plain"], "".join(output.get("text", "") for output in shown)
     assert "ViT, pretrained" in table
     assert "digits {'train': 1008, 'dev': 250, 'test': 539}" in said

@@ -157,9 +157,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.pos_embed: nn.Parameter | None = None
         if config.position == "relative":
-            self.pos_embed = nn.Parameter(
-                torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads)
-            )
+            self.pos_embed = nn.Parameter(torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads))
         self.lora: nn.ModuleDict | None = None
         """LoRA's matrices while it trains, by the name of the projection that they add to (`vit_model.lora`)."""
 
@@ -258,9 +256,7 @@ class Block(nn.Module):
         x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1, of_attention)
         return self._join(x, self.mlp(self.norm2(x)), self.ls2, of_mlp)
 
-    def _join(
-        self, x: Tensor, branch: Tensor, scale: nn.ParameterDict | None, factors: Tensor | None
-    ) -> Tensor:
+    def _join(self, x: Tensor, branch: Tensor, scale: nn.ParameterDict | None, factors: Tensor | None) -> Tensor:
         if scale is not None:
             branch = branch * scale["gamma"]
         if factors is not None:

@@ -43,9 +43,7 @@ class ViTOptions(Frozen):
     """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
     registers: Annotated[int, Field(ge=0)] = later(0)
     """The number of extra learned tokens, which have no position (Darcet et al. 2024; DINOv2)."""
-    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = later(
-        "learned1d"
-    )
+    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = later("learned1d")
     """The position embedding (section D.4). "sincos2d" is big_vision's fixed table, "sincos2d_moco" MoCo v3's;
     "relative" adds query times an embedding of the distance along the raster to the attention's scores."""
     position_at: Literal["stem", "every_layer", "shared"] = later("stem")
@@ -125,13 +123,9 @@ class ViTShape(ViTOptions):
         if self.width % self.num_heads:
             divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
-            raise ValueError(
-                f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit"
-            )
+            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit")
         if self.position in ("learned2d", "sincos2d", "sincos2d_moco") and self.width % 4:
-            raise ValueError(
-                f"width {self.width} is not a multiple of 4, which position {self.position!r} needs"
-            )
+            raise ValueError(f"width {self.width} is not a multiple of 4, which position {self.position!r} needs")
         if self.stem is not None and self.patch_size % (stride := stem_stride(self.stem)):
             raise ValueError(
                 f"patch_size {self.patch_size} is not a multiple of {stride}, the stride of a stem with"
@@ -144,9 +138,7 @@ class ViTShape(ViTOptions):
         if side % self.patch_size:
             below = side // self.patch_size * self.patch_size
             fitting = f"{below} or {below + self.patch_size}" if below else f"{self.patch_size}"
-            raise ValueError(
-                f"{name} {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit"
-            )
+            raise ValueError(f"{name} {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit")
 
 
 class _ForImages(Frozen):
@@ -184,9 +176,7 @@ class _ForImages(Frozen):
         (section 3.2)."""
         changed = HEADLESS | {"image_size": image_size, "num_classes": num_classes}
         fields = self.model_dump()
-        return type(self).model_validate(
-            fields | {name: changed[name] for name in fields.keys() & changed.keys()}
-        )
+        return type(self).model_validate(fields | {name: changed[name] for name in fields.keys() & changed.keys()})
 
 
 class ViTConfig(_ForImages, ViTShape):
@@ -412,9 +402,7 @@ class ResNetConfig(_ForImages, ResNetOptions):
         """All trainable numbers, head included."""
         total = 7 * 7 * self.in_channels * 64 * self.width_factor
         for stage in self.stages:
-            norms = (
-                stage.in_channels + (stage.units - 1) * stage.out_channels + stage.units * 2 * stage.middle
-            )
+            norms = stage.in_channels + (stage.units - 1) * stage.out_channels + stage.units * 2 * stage.middle
             total += stage.kernel_parameters + 2 * norms
         return total + 2 * self.width + self.num_classes * (self.width + 1)
 

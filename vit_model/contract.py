@@ -52,9 +52,7 @@ class Preprocessing(Contract):
     def _fields_agree(self) -> Self:
         for name in ("mean", "std"):
             if len(getattr(self, name)) != self.channels:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} must have {self.channels} values, as many as channels"
-                )
+                raise ValueError(f"{name} {getattr(self, name)} must have {self.channels} values, as many as channels")
         return self
 
 
@@ -86,9 +84,7 @@ class ModelContract(Contract):
     def _parts_agree(self) -> Self:
         model, pixels = self.architecture, self.preprocessing
         if self.class_names and len(self.class_names) != model.num_classes:
-            raise ValueError(
-                f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}"
-            )
+            raise ValueError(f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}")
         if self.thresholds and (len(self.thresholds) != len(self.class_names) or not self.is_multi_label):
             raise ValueError(
                 f"thresholds has {len(self.thresholds)} values; expected one for each of {len(self.class_names)}"

@@ -22,11 +22,7 @@ def reason(problem: Mapping[str, Any]) -> str:
     """Return the message of one of pydantic's errors, with YAML's lists and mappings, not tuples and dictionaries."""
     kind, value = problem["type"], problem["input"]
     if kind == "tuple_type":
-        return (
-            f"expected a list, such as [{value}]"
-            if isinstance(value, str | int | float)
-            else "expected a list"
-        )
+        return f"expected a list, such as [{value}]" if isinstance(value, str | int | float) else "expected a list"
     if kind in {"dict_type", "model_type", "model_attributes_type"}:
         return "expected a mapping, {field: value}"
     if kind in {"too_short", "too_long"}:
@@ -39,6 +35,5 @@ def reason(problem: Mapping[str, Any]) -> str:
 def reasons(error: ValidationError) -> str:
     """Return pydantic's error messages in one line."""
     return "; ".join(
-        f"{'.'.join(map(str, (*problem['loc'], '')))[:-1]} {reason(problem)}".strip()
-        for problem in error.errors()
+        f"{'.'.join(map(str, (*problem['loc'], '')))[:-1]} {reason(problem)}".strip() for problem in error.errors()
     )

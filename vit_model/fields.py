@@ -38,9 +38,7 @@ def wrong_field(place: tuple[str | int, ...], message: str) -> ValidationError:
 def _numbers(model: type[BaseModel]) -> tuple[tuple[str, bool], ...]:
     """Return the fields that take numbers and no booleans, each with whether it takes mappings of them."""
     kinds = {name: set(_kinds(info.annotation)) for name, info in model.model_fields.items()}
-    return tuple(
-        (name, dict in types) for name, types in kinds.items() if types & {int, float} and bool not in types
-    )
+    return tuple((name, dict in types) for name, types in kinds.items() if types & {int, float} and bool not in types)
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
@@ -83,9 +81,7 @@ def takes(*kinds: str, shows_names: bool = False, later: bool = False, **constra
 
     The names of stages enter the key only if the result shows them (`shows_names`). For `later`, see that function.
     """
-    return Field(
-        json_schema_extra={"input": list(kinds), "shows_names": shows_names, "later": later}, **constraints
-    )
+    return Field(json_schema_extra={"input": list(kinds), "shows_names": shows_names, "later": later}, **constraints)
 
 
 def marks(field: FieldInfo) -> dict[str, Any]:

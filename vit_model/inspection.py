@@ -133,9 +133,7 @@ def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]
         )
     tables = config.num_blocks if config.position_at == "every_layer" else 1
     if not 0 <= layer < tables:
-        raise UserError(
-            f"layer is {layer}; with position_at {config.position_at!r} it must be from 0 to {tables - 1}"
-        )
+        raise UserError(f"layer is {layer}; with position_at {config.position_at!r} it must be from 0 to {tables - 1}")
     with torch.no_grad():
         table = model.positions(layer)
         assert table is not None

@@ -51,9 +51,7 @@ def add(model: ViT, options: LoRAOptions, seed: int) -> None:
     for attention in attentions(model):
         weight = attention.qkv.weight
         with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            added = nn.ModuleDict(
-                {target: LowRank(model.config.width, options) for target in options.targets}
-            )
+            added = nn.ModuleDict({target: LowRank(model.config.width, options) for target in options.targets})
         attention.lora = added.to_empty(device=weight.device).to(weight.dtype).train(model.training)
         for pair in pairs(attention).values():
             drawn = torch.empty(pair.down.weight.shape, device="cpu")

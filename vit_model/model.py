@@ -148,9 +148,7 @@ class ViT(ParameterGroups):
             x = state
         return x if self.config.norm_after_pooling else self.norm(x)
 
-    def states(
-        self, x: Tensor, first: int | None = None, drop_path_draws: Tensor | None = None
-    ) -> Iterator[Tensor]:
+    def states(self, x: Tensor, first: int | None = None, drop_path_draws: Tensor | None = None) -> Iterator[Tensor]:
         """Eq. 2 and 3: yield the input of each block, with positions added, then the output of the last, [b, n, d]."""
         config, factors = self.config, self.drop_path_factors(x, drop_path_draws)
         recomputes = self.activation_checkpointing and torch.is_grad_enabled()

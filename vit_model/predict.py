@@ -38,9 +38,7 @@ def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]
     return rows
 
 
-def classify_readable(
-    model: Network, contract: ModelContract, images: Sequence[Path]
-) -> Iterator[dict[str, Any]]:
+def classify_readable(model: Network, contract: ModelContract, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Yield what `classify` returns, but {"image": path, "error": reason} for a file that cannot be read.
 
     Raises:

@@ -125,17 +125,13 @@ def normalise(images: "Tensor", preprocessing: Preprocessing, dtype: "torch.dtyp
     return scaled.permute(0, 3, 1, 2).to(dtype, memory_format=torch.contiguous_format)
 
 
-def _decode(
-    source: "str | Path | bytes | Image.Image | NDArray[np.uint8]", channels: int
-) -> "tuple[str, Image.Image]":
+def _decode(source: "str | Path | bytes | Image.Image | NDArray[np.uint8]", channels: int) -> "tuple[str, Image.Image]":
     """Return the source's name for messages, and the image decoded, upright, in grey or RGB."""
     name = str(source) if isinstance(source, str | Path) else "image"
     image = _open(name, source)
     _check_size(name, image.width, image.height)
     if not is_supported(image):
-        raise UserError(
-            f"{name}: unsupported pixel format (Pillow mode {image.mode!r}); use 8 or 16 bits per channel"
-        )
+        raise UserError(f"{name}: unsupported pixel format (Pillow mode {image.mode!r}); use 8 or 16 bits per channel")
     with _reading(name):
         return name, flatten(image).convert("L" if channels == 1 else "RGB")
 
@@ -146,9 +142,7 @@ def _open(name: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint
         return source
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim < 2 or source.shape[2:] not in ((), (1,), (3,)):
-            raise UserError(
-                f"array is {source.dtype} {source.shape}; expected uint8 [h, w], [h, w, 1] or [h, w, 3]"
-            )
+            raise UserError(f"array is {source.dtype} {source.shape}; expected uint8 [h, w], [h, w, 1] or [h, w, 3]")
         return Image.fromarray(source[:, :, 0] if source.shape[2:] == (1,) else source)
     with _reading(name):
         return open_image(source)
@@ -200,9 +194,7 @@ def _resize(name: str, image: "Image.Image", preprocessing: Preprocessing) -> "I
     _check_size(name, width, height)
     rounded = round if preprocessing.crop_offset == "round" else math.floor
     left, top = rounded((width - size) / 2), rounded((height - size) / 2)
-    return _scale(image, width, height, preprocessing.interpolation).crop(
-        (left, top, left + size, top + size)
-    )
+    return _scale(image, width, height, preprocessing.interpolation).crop((left, top, left + size, top + size))
 
 
 def _scale(image: "Image.Image", width: int, height: int, interpolation: str) -> "Image.Image":

@@ -67,9 +67,7 @@ class ResNetSize(ResNetOptions):
 
     def architecture(self, resolution: int, channels: int, num_classes: int) -> ResNetConfig:
         """Return the configuration of this shape for the given images, with a classifier."""
-        return ResNetConfig(
-            image_size=resolution, in_channels=channels, num_classes=num_classes, **self.model_dump()
-        )
+        return ResNetConfig(image_size=resolution, in_channels=channels, num_classes=num_classes, **self.model_dump())
 
 
 def size_of(architecture: Architecture, head: bool) -> ModelSize | ResNetSize:

@@ -65,8 +65,7 @@ def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor
     if contract.architecture != model.config:
         raise ValueError(f"contract is for {contract.architecture!r}, the model is {model.config!r}")
     weights = {
-        name: tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, tensor in model.state_dict().items()
+        name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in model.state_dict().items()
     }
     for name, tensor in weights.items():
         require_finite(f"weight {name!r}", tensor)
@@ -122,9 +121,7 @@ def transfer_backbone(model: Network, source: Network, classes: Sequence[int] | 
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith(HEADS)}
     else:
         rows = torch.tensor(classes)
-        weights |= {
-            name: tensor[rows] for name, tensor in weights.items() if name.startswith(("head.", "head_dist."))
-        }
+        weights |= {name: tensor[rows] for name, tensor in weights.items() if name.startswith(("head.", "head_dist."))}
     lines = []
     if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
         lines = resize_positions(weights, theirs, ours)
@@ -195,9 +192,7 @@ def check_header_size(path: Path) -> None:
         )
 
 
-def _empty_model(
-    path: Path, contract: ModelContract, headers: dict[str, tuple[tuple[int, ...], str]]
-) -> Network:
+def _empty_model(path: Path, contract: ModelContract, headers: dict[str, tuple[tuple[int, ...], str]]) -> Network:
     """Build a model on "meta" for tensors with these names, shapes and dtypes. Raises UserError on a mismatch."""
     # Compare counts first, because a hostile depth of 10^9 must not be built.
     count = sum(math.prod(shape) for shape, _ in headers.values())
@@ -216,9 +211,7 @@ def _empty_model(
     return model
 
 
-def require_shapes(
-    where: str, expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def require_shapes(where: str, expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise UserError, naming the tensors, unless a file's tensors have the architecture's names and shapes."""
     for problem, names in (
         ("missing", sorted(expected.keys() - shapes.keys())),

@@ -36,9 +36,7 @@ from vit_model.parts import AroundModel
 from vit_model.preprocessing import normalise
 
 PEERS = Path(tempfile.gettempdir()) / "vitflow-training-peers"
-REQUIREMENTS = (
-    "transformers accelerate huggingface_hub tokenizers regex httpx httpcore h11 anyio sniffio hf_xet"
-)
+REQUIREMENTS = "transformers accelerate huggingface_hub tokenizers regex httpx httpcore h11 anyio sniffio hf_xet"
 DTYPE = torch.bfloat16
 
 
@@ -146,9 +144,7 @@ def hugging_face(size: Size, place: Place, loaders: int) -> list[float]:
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate, config))
         dataset = _Shifted(images, labels)
-        Trainer(
-            model, arguments, train_dataset=dataset, optimizers=(optimizer, schedule), callbacks=[Clock()]
-        ).train()
+        Trainer(model, arguments, train_dataset=dataset, optimizers=(optimizer, schedule), callbacks=[Clock()]).train()
     return times
 
 
@@ -263,9 +259,7 @@ ARMS: dict[str, Arm] = {
 
 def run(rank: int, world: int, arm: str, size: Size, folder: Path, scratch: Path, port: int) -> None:
     """Run an arm as process `rank`; rank 0 writes the times."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{scratch}/meeting", rank=rank, world_size=world)

@@ -126,9 +126,7 @@ def _ray_start(head: Head, port: int, client_port: int) -> list[str]:
 
 def _head_environment(folder: Path, head: Head) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    own = {MARK: head.instance, "PATH": path, "PYTHONPATH": python_path()} | client_environment(
-        folder / "token"
-    )
+    own = {MARK: head.instance, "PATH": path, "PYTHONPATH": python_path()} | client_environment(folder / "token")
     return inherited() | _SETTINGS | own
 
 
@@ -143,21 +141,15 @@ def inherited() -> dict[str, str]:
 
 def suspects() -> list[str]:
     """Return the names of variables that change how Ray or Python works and that a shared Ray takes over."""
-    return sorted(
-        name for name in inherited().keys() - _SETTINGS.keys() if name.startswith(("RAY_", "PYTHON", "LD_"))
-    )
+    return sorted(name for name in inherited().keys() - _SETTINGS.keys() if name.startswith(("RAY_", "PYTHON", "LD_")))
 
 
 def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], cluster: Cluster) -> Head:
     reason = ""
     while time.time() - head.started_at < START_SECONDS:
         if process.poll() is not None:
-            lines = (
-                (Path(head.temp_folder) / "head.log").read_text(errors="replace").strip().splitlines()[-15:]
-            )
-            raise LocalRayError(
-                "\n".join([f"`ray start` ended with exit code {process.returncode}:", *lines])
-            )
+            lines = (Path(head.temp_folder) / "head.log").read_text(errors="replace").strip().splitlines()[-15:]
+            raise LocalRayError("\n".join([f"`ray start` ended with exit code {process.returncode}:", *lines]))
         try:
             children = {child.name(): child.pid for child in psutil.Process(process.pid).children()}
             if "raylet" in children:  # it starts last

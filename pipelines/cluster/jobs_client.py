@@ -70,9 +70,7 @@ class JobServer(Protocol):
     def job(self, submission_id: str) -> JobState | None: ...
     def stop(self, submission_id: str) -> None: ...
     def logs(self, submission_id: str) -> str: ...
-    def follow_logs(
-        self, submission_id: str, write: Callable[[str], None], stop: threading.Event
-    ) -> None: ...
+    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: threading.Event) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ class Cluster:
         answer = self._json(response)
         return {name: str(answer.get(name, "")) for name in ("session_name", "ray_version")}
 
-    def submit(
-        self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]
-    ) -> None:
+    def submit(self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]) -> None:
         """Submit a job at most once: an id that the cluster already knows is not submitted again.
 
         Args:
@@ -194,9 +190,7 @@ class Cluster:
     def _headers(self) -> dict[str, str]:
         return {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
 
-    def _ask(
-        self, method: str, path: str, deadline: float = DEADLINE_SECONDS, **options: Any
-    ) -> requests.Response:
+    def _ask(self, method: str, path: str, deadline: float = DEADLINE_SECONDS, **options: Any) -> requests.Response:
         import requests
 
         def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
@@ -207,9 +201,7 @@ class Cluster:
             session.trust_env = not self._on_loopback  # no proxy for this machine
             try:
                 # sign through `auth`, because a ~/.netrc would replace a header
-                response = session.request(
-                    method, self.address + path, timeout=deadline, auth=sign, **options
-                )
+                response = session.request(method, self.address + path, timeout=deadline, auth=sign, **options)
             except requests.exceptions.SSLError as error:
                 raise ClusterUnreachable(
                     f"{self.address}: no TLS connection ({_last_line(str(error))}). Ray's dashboard speaks plain HTTP: "
@@ -243,9 +235,7 @@ class Cluster:
         if response.status_code == 404 and "does not exist" in response.text:
             return True
         if response.status_code != 200:
-            raise ClusterUnreachable(
-                f"{self.address} answers {response.status_code}: {_last_line(response.text)}"
-            )
+            raise ClusterUnreachable(f"{self.address} answers {response.status_code}: {_last_line(response.text)}")
         return False
 
 

@@ -257,9 +257,7 @@ def _start_keeper(folder: Path) -> None:
         reason = answer or "its keeper died"
         found = suspects()
         names = f"; Ray takes these variables from the environment: {', '.join(found)}" if found else ""
-        raise LocalRayError(
-            f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'}{names})"
-        )
+        raise LocalRayError(f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'}{names})")
 
 
 # ------------------------------------------------------------------------------------------------- the keeper

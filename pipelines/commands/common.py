@@ -76,9 +76,7 @@ class Commands(typer.Typer):
 def with_options(record: Callable[..., Record]) -> Callable[[Callable[[Record], None]], Callable[..., None]]:
     """Give a command the fields of a dataclass as its arguments and options."""
     hints = get_type_hints(record, include_extras=True)
-    parameters = [
-        parameter.replace(annotation=hints[name]) for name, parameter in signature(record).parameters.items()
-    ]
+    parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature(record).parameters.items()]
 
     def decorate(command: Callable[[Record], None]) -> Callable[..., None]:
         def call(**values: Any) -> None:
@@ -98,9 +96,7 @@ StoreOption = Annotated[
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address", envvar="VITFLOW_ADDRESS", help="the URL of a Ray cluster's dashboard, http://HOST:8265"
-    ),
+    typer.Option("--address", envvar="VITFLOW_ADDRESS", help="the URL of a Ray cluster's dashboard, http://HOST:8265"),
 ]
 TokenOption = Annotated[
     Path | None,
@@ -119,9 +115,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable outpu
 PipelineArgument = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="a recipe file, or the name of a shipped recipe")
 ]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="change one field")
-]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="change one field")]
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -224,18 +218,14 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     if sum(width for _, width in widths) <= console.width and all(map(str.isprintable, chain(*texts))):
         # rich's tables take 0.4 ms per row
         head, *lines = (_line(row, widths) for row in texts)
-        console.print(
-            Text(head, "table.header"), Text("\n".join(lines)), sep="\n" if lines else "", soft_wrap=True
-        )
+        console.print(Text(head, "table.header"), Text("\n".join(lines)), sep="\n" if lines else "", soft_wrap=True)
         return
     table = Table(box=None, pad_edge=False)
     for column in shown:
         table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in WHOLE)
     for row in cells:
         table.add_row(*(plain(row[column]) for column in shown))
-    min_width = sum(
-        width if column in WHOLE else min(width, FOLDED) for column, width in _widths(cells, shown)
-    )
+    min_width = sum(width if column in WHOLE else min(width, FOLDED) for column, width in _widths(cells, shown))
     (console if min_width <= console.width else terminal.console(width=min_width)).print(table)
 
 

@@ -122,9 +122,7 @@ def predict(
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
     if not (images or split):
-        raise RecipeError(
-            f"what to classify is missing; give IMAGES, or --split test for the test images of {model}"
-        )
+        raise RecipeError(f"what to classify is missing; give IMAGES, or --split test for the test images of {model}")
     if images and split:
         raise RecipeError(f"--split {split} cannot be combined with IMAGES; use one of them")
     if as_csv and as_json:

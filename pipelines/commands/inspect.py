@@ -132,9 +132,7 @@ def list_(
 
 @app.command("lineage")
 def lineage(
-    selector: Annotated[
-        str, typer.Argument(metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN")
-    ],
+    selector: Annotated[str, typer.Argument(metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN")],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -153,9 +151,7 @@ def logs(
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="print new lines until the stages end")
-    ] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="print new lines until the stages end")] = False,
 ) -> None:
     """Show the logs of a run."""
     opened = open_(store, create=False)
@@ -193,9 +189,7 @@ def doctor(
 def verify(
     selector: Annotated[
         str | None,
-        typer.Argument(
-            metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN; default: everything"
-        ),
+        typer.Argument(metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN; default: everything"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,

@@ -108,9 +108,7 @@ def export(
     checkpoint: CheckpointOption = LAST,
     int8: Annotated[
         bool,
-        typer.Option(
-            "--int8", help="onnx: 8-bit weights, compared with float32; refused if slower or less accurate"
-        ),
+        typer.Option("--int8", help="onnx: 8-bit weights, compared with float32; refused if slower or less accurate"),
     ] = False,
     max_drop: Annotated[
         float, typer.Option(metavar="POINTS", help="with --int8: the most that accuracy may fall")
@@ -136,9 +134,7 @@ def export(
 @app.command("push")
 def push(
     model: ModelArgument,
-    target: Annotated[
-        str, typer.Argument(metavar="hf:ORG/NAME", help="the repository; created if it is new")
-    ],
+    target: Annotated[str, typer.Argument(metavar="hf:ORG/NAME", help="the repository; created if it is new")],
     to: Annotated[Literal["hf", "timm"], typer.Option("--format", help="for transformers or timm")] = "hf",
     license_: Annotated[
         str | None,

@@ -39,12 +39,8 @@ app = Commands()
 
 @app.command("verify-protocol")
 def verify_protocol(
-    name: Annotated[
-        str, typer.Argument(help="a row of pipelines/spec/published.yaml, such as augreg_b32_pets")
-    ],
-    archive: Annotated[
-        str, typer.Argument(help="the folder, or s3://bucket/prefix, of the authors' archives")
-    ],
+    name: Annotated[str, typer.Argument(help="a row of pipelines/spec/published.yaml, such as augreg_b32_pets")],
+    archive: Annotated[str, typer.Argument(help="the folder, or s3://bucket/prefix, of the authors' archives")],
     weights: Annotated[str, typer.Argument(help="the published weights: a file, or hf:ORG/NAME")],
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
@@ -76,9 +72,7 @@ def verify_protocol(
 
 @app.command("explain")
 def explain(
-    a: Annotated[
-        str, typer.Argument(help="an evaluation or a fine-tuned model: a unique key prefix or RUN/STAGE")
-    ],
+    a: Annotated[str, typer.Argument(help="an evaluation or a fine-tuned model: a unique key prefix or RUN/STAGE")],
     b: Annotated[str, typer.Argument(help="the other one, of the same task")],
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
@@ -103,9 +97,7 @@ def explain(
     sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
     keys = {name: side.manifest.key for name, side in zip((a, b), sides, strict=True)}
     if not any(explaining.accuracies(opened, keys).values()):
-        raise RecipeError(
-            f"neither {a} nor {b} has an accuracy to explain; `report list` shows other metrics"
-        )
+        raise RecipeError(f"neither {a} nor {b} has an accuracy to explain; `report list` shows other metrics")
     try:
         fields = explaining.differences(opened, *sides)
         plan = explaining.repetitions(*sides, fields)
@@ -116,9 +108,7 @@ def explain(
     wanted = _affordable(plan, sides, minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         planned = carry_out(plan.pipeline, wanted, store, address, token_file) if len(wanted) > 2 else []
-    repeated = {
-        stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted
-    }
+    repeated = {stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted}
     is_shared = _show(opened, sides, plan, fields, repeated, as_json)
     if as_json:
         return
@@ -151,9 +141,7 @@ def _show(
     known = explaining.literature(fields)
     is_shared = any(line["rest"] is not None for line in lines)
     if as_json:
-        print_json(
-            {"a": sides[0].manifest.key, "b": sides[1].manifest.key, "settings": lines, "literature": known}
-        )
+        print_json({"a": sides[0].manifest.key, "b": sides[1].manifest.key, "settings": lines, "literature": known})
         return is_shared
     console.print(_table(lines, fields))
     if not is_shared:
@@ -166,10 +154,7 @@ def _show(
 def _check_cached(store: Store, plan: Repetitions, sides: tuple[Side, Side]) -> None:
     """Raise RecipeError if the recorded recipes no longer give the two results."""
     names = plan.pipeline.needed_for((plan.a, plan.b))
-    keys = {
-        stage.name: stage.manifest and stage.manifest.key
-        for stage in plan_pipeline(store, plan.pipeline, names)
-    }
+    keys = {stage.name: stage.manifest and stage.manifest.key for stage in plan_pipeline(store, plan.pipeline, names)}
     for name, side in zip((plan.a, plan.b), sides, strict=True):
         if keys[name] != side.manifest.key:
             raise RecipeError(

@@ -100,9 +100,7 @@ def report_list(
 
 @app.command("query")
 def report_query(
-    sql: Annotated[
-        str | None, typer.Argument(metavar="SQL", help="one SELECT statement in DuckDB's dialect")
-    ] = None,
+    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="one SELECT statement in DuckDB's dialect")] = None,
     store: StoreOption = DEFAULT_STORE,
     tables: Annotated[bool, typer.Option("--tables", help="list the tables and their columns")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV with a header")] = False,

@@ -62,9 +62,7 @@ def schedule_add(
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     changes: SetOption = None,
-    parallel: Annotated[
-        int | None, typer.Option("--parallel", "-p", min=1, help="stages to run in parallel")
-    ] = None,
+    parallel: Annotated[int | None, typer.Option("--parallel", "-p", min=1, help="stages to run in parallel")] = None,
 ) -> None:
     """Create or update a schedule. `schedule serve` runs it."""
     if address is not None:
@@ -153,9 +151,7 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 
 
 @app.command("tick")
-def schedule_tick(
-    name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None
-) -> None:
+def schedule_tick(name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None) -> None:
     """Start the run of a schedule's last tick if it has not been started; for timers (systemd, cron, Kubernetes)."""
     opened = open_(store, create=False)
     if (schedule := find_schedule(opened, name)).state == "paused":

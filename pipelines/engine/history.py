@@ -135,9 +135,7 @@ def stage_keys(store: Store, runs: Iterable[str]) -> Iterator[dict[str, tuple[st
     while chunk := list(islice(remaining, size)):
         for run, over in zip(chunk, read_overs(store, chunk), strict=True):
             stages = _so_far(store, run) if over is None else over.model_dump(exclude_unset=True)["stages"]
-            yield {
-                stage["stage"]: (stage["job"], stage["key"]) if stage.get("key") else None for stage in stages
-            }
+            yield {stage["stage"]: (stage["job"], stage["key"]) if stage.get("key") else None for stage in stages}
         size = min(4 * size, _READ_AT_ONCE)
 
 

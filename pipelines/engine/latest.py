@@ -91,8 +91,7 @@ def start_of(
         )
     before = {field: refs for field, refs in manifest.inputs.items() if field == "init_from"}
     digests = {
-        field: [reference.content_digest for reference in references]
-        for field, references in (inputs | before).items()
+        field: [reference.content_digest for reference in references] for field, references in (inputs | before).items()
     }
     again = identity.stage_key(config, digests, source, code)
     if newest.key == again or newest.key in successors(store, newest.job, again):

@@ -37,11 +37,7 @@ def show_logs(
                     _show_stage(store, entry, follow, clusters, write, shown)
                 except StoreDamaged as error:
                     damaged[entry["stage"]] = error
-        if (
-            not follow
-            or status["status"] != Status.RUNNING
-            or all(entry["status"] in ENDED for entry in wanted)
-        ):
+        if not follow or status["status"] != Status.RUNNING or all(entry["status"] in ENDED for entry in wanted):
             break
         time.sleep(0.5)
     if not shown and (log := driver_log(store, run, clusters)):  # it says why no stage has begun
@@ -79,9 +75,7 @@ def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callab
     try:
         cluster = clusters(attempt.cluster_address)
         if follow:
-            cluster.follow_logs(
-                attempt.submission_id, lambda line: _write_lines(line, write), threading.Event()
-            )
+            cluster.follow_logs(attempt.submission_id, lambda line: _write_lines(line, write), threading.Event())
         else:
             log = cluster.logs(attempt.submission_id)
             _write_lines(log or "(the cluster does not know this job)", write)

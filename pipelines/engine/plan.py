@@ -234,9 +234,7 @@ def plan_stage(
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, files, code)
 
 
-def _check_checkpoints(
-    store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]
-) -> None:
+def _check_checkpoints(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
     """Raise RecipeError if an input does not have the checkpoint that a stage names."""
     for field, checkpoint in config.checkpoints().items():
         (reference,) = inputs[field]
@@ -302,9 +300,7 @@ def _source_fields(config: AnyStage) -> str:
 
 
 def _digests(inputs: Mapping[str, list[InputRef]]) -> dict[str, list[str]]:
-    return {
-        field: [reference.content_digest for reference in references] for field, references in inputs.items()
-    }
+    return {field: [reference.content_digest for reference in references] for field, references in inputs.items()}
 
 
 def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> str:
@@ -378,10 +374,7 @@ def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
         return f"made {stage.manifest.finished[:16].replace('T', ' ')} by {stage.manifest.run}"
     if previous is None:
         return "not made in recent runs"
-    return (
-        "; ".join(_differences(previous, stage))
-        or f"never made with{'' if stage.code else 'out'} --strict-code"
-    )
+    return "; ".join(_differences(previous, stage)) or f"never made with{'' if stage.code else 'out'} --strict-code"
 
 
 def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
@@ -400,9 +393,7 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
         yield f"version {manifest.code.get('version')} -> {stage.config.version} of {stage.config.job}"
     if stage.code is not None and manifest.code.get("digest") != stage.code:
         yield "its code has changed"
-    yield from _changed_fields(
-        _identity(manifest.config, stage.config), identity.identity_fields(stage.config)
-    )
+    yield from _changed_fields(_identity(manifest.config, stage.config), identity.identity_fields(stage.config))
 
 
 def _identity(then: Mapping[str, Any], config: AnyStage) -> dict[str, Any]:
@@ -419,7 +410,5 @@ def _changed_fields(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             yield from _changed_fields(before, value, f"{prefix}{name}.")
         elif before != value:
-            old, new = (
-                [*each] if isinstance(each, tuple) else each for each in (before, value)
-            )  # as in YAML
+            old, new = ([*each] if isinstance(each, tuple) else each for each in (before, value))  # as in YAML
             yield f"{prefix}{name} {old} -> {new}"

@@ -253,9 +253,7 @@ def _listed(status: dict[str, Any]) -> ListedRun:
     return ListedRun.model_validate(status | {"done": done, "stages": len(status["stages"])})
 
 
-def _status(
-    store: Store, record: dict[str, Any], over: Over | None, clusters: Clusters | None
-) -> dict[str, Any]:
+def _status(store: Store, record: dict[str, Any], over: Over | None, clusters: Clusters | None) -> dict[str, Any]:
     run = record["run"]
     if over is not None:
         status, stages = over.status, over.model_dump(exclude_unset=True)["stages"]

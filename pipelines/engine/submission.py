@@ -64,9 +64,7 @@ def reach(address: str, token_file: Path | None) -> Cluster:
 def check_address(address: str) -> None:
     """Raise RecipeError if an address is not a URL, as a dashboard's is."""
     if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
-        raise RecipeError(
-            f"--address {address}: expected the URL of Ray's dashboard, such as http://HOST:8265"
-        )
+        raise RecipeError(f"--address {address}: expected the URL of Ray's dashboard, such as http://HOST:8265")
 
 
 def reached(address: str | None, token_file: Path | None) -> Clusters:
@@ -91,9 +89,7 @@ def check_store(uri: str, address: str) -> None:
         return
     remedy = "use s3://bucket/prefix, or a folder on a file system that all machines share"
     if not Path(uri).is_absolute():
-        raise RecipeError(
-            f"--store {uri}: a relative folder is a different one on the cluster at {address}; {remedy}"
-        )
+        raise RecipeError(f"--store {uri}: a relative folder is a different one on the cluster at {address}; {remedy}")
     kind = _file_system(Path(uri))
     if not kind.startswith(SHARED):
         raise RecipeError(f"--store {uri}: it is on {kind}, which only this machine sees; {remedy}")
@@ -104,9 +100,7 @@ def is_loopback(address: str) -> bool:
     return urlsplit(address).hostname in LOOPBACK
 
 
-def submit_driver(
-    store: Store, run: Run, cluster: Cluster, parallel: int | None, ray_folder: Path | None
-) -> str:
+def submit_driver(store: Store, run: Run, cluster: Cluster, parallel: int | None, ray_folder: Path | None) -> str:
     """Submit the run's driver to a cluster, unless one is running there; return its submission id.
 
     Args:

@@ -24,8 +24,7 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
     others = [(name, location) for name, location in named if not location.startswith("s3://")]
     local = local_digests(Path(location) for _, location in others if not location.startswith("hf:"))
     lines: list[tuple[Any, ...]] = [
-        (name, _hub_digest(location) if location.startswith("hf:") else next(local))
-        for name, location in others
+        (name, _hub_digest(location) if location.startswith("hf:") else next(local)) for name, location in others
     ]
     if objects:
         versions = s3.facts(uri for _, uri in objects)

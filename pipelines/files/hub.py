@@ -154,9 +154,7 @@ def _upload_errors(path: str, refused: type[Exception]) -> Iterator[None]:
     except refused as error:
         status = error.response.status_code  # type: ignore[attr-defined]
         if status in why:
-            raise RecipeError(
-                f"{path}: {_endpoint()} {why[HTTPStatus(status)]} (HTTP status {status})"
-            ) from None
+            raise RecipeError(f"{path}: {_endpoint()} {why[HTTPStatus(status)]} (HTTP status {status})") from None
         raise StoreUnreachable(f"{path}: cannot push it to {_endpoint()}: HTTP status {status}") from None
     except RuntimeError as error:  # the client's thread that uploads a large file
         reason = type(error.__cause__ or error).__name__
@@ -208,9 +206,7 @@ def _ask(path: str) -> dict[str, Any]:
         )
     sizes = {name: file.size for name, file in files.items()}
     if sum(sizes.values()) > LARGE_BYTES:
-        raise RecipeError(
-            f"{path}: its files have {sum(sizes.values()):,} bytes; at most {LARGE_BYTES:,} are fetched"
-        )
+        raise RecipeError(f"{path}: its files have {sum(sizes.values()):,} bytes; at most {LARGE_BYTES:,} are fetched")
     commit = f"hf:{_parse(path)[0]}@{model.commit}"
     sha256s = {
         # the hub states another kind of digest for small files
@@ -290,13 +286,9 @@ def _get(path: str, address: str, file: IO[bytes], limit: int) -> None:
 def _refuse(path: str, status: int, code: str | None) -> NoReturn:
     """Raise the error that the hub's answer means, without its untrusted text."""
     if code == "GatedRepo":
-        raise RecipeError(
-            f"{path}: {_endpoint()} refuses access. Accept the model's terms there, and set HF_TOKEN"
-        )
+        raise RecipeError(f"{path}: {_endpoint()} refuses access. Accept the model's terms there, and set HF_TOKEN")
     if code == "RepoNotFound" or status == HTTPStatus.UNAUTHORIZED:
-        raise RecipeError(
-            f"{path}: no such model at {_endpoint()}. Check the name; for a private model set HF_TOKEN"
-        )
+        raise RecipeError(f"{path}: no such model at {_endpoint()}. Check the name; for a private model set HF_TOKEN")
     if code == "RevisionNotFound":
         raise RecipeError(f"{path}: the model has no such revision; expected a branch, tag or commit")
     raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: HTTP status {status}")
@@ -330,9 +322,7 @@ def _translated(path: str, doing: str = FETCH) -> Iterator[None]:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
     except ImportError as error:
-        raise RecipeError(
-            f"{path}: the package {error.name} is not installed: pip install 'vitflow[hub]'"
-        ) from None
+        raise RecipeError(f"{path}: the package {error.name} is not installed: pip install 'vitflow[hub]'") from None
     try:
         validate_repo_id(_parse(path)[0])
         yield
@@ -341,9 +331,7 @@ def _translated(path: str, doing: str = FETCH) -> Iterator[None]:
     except (httpx2.HTTPError, OSError) as error:  # OSError: also a full disk
         reason = str(error).partition("\n")[0] or type(error).__name__
         is_offline = isinstance(error, httpx2.ConnectError) and doing == FETCH
-        advice = (
-            ". Check the network, or download it elsewhere and give its folder or file" if is_offline else ""
-        )
+        advice = ". Check the network, or download it elsewhere and give its folder or file" if is_offline else ""
         raise StoreUnreachable(f"{path}: cannot {doing} {_endpoint()}: {reason}{advice}") from None
     except (ValidationError, httpx2.InvalidURL) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)

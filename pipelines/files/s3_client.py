@@ -53,9 +53,7 @@ _EXPLAINED = {
 def client() -> Any:
     """Return the process's S3 client, which several threads may use. Raises StoreError."""
     if "@" in _endpoint():
-        raise StoreError(
-            "AWS_ENDPOINT_URL_S3 contains a user or a password; put credentials into ~/.aws/credentials"
-        )
+        raise StoreError("AWS_ENDPOINT_URL_S3 contains a user or a password; put credentials into ~/.aws/credentials")
     config = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=READ_SECONDS,

@@ -102,9 +102,7 @@ def _below(root: str) -> Iterator[tuple[str, Location]]:
             try:
                 relative.encode()
             except UnicodeEncodeError:
-                raise RecipeError(
-                    f"source.root: the name of {str(path)!r} is not UTF-8; rename the file"
-                ) from None
+                raise RecipeError(f"source.root: the name of {str(path)!r} is not UTF-8; rename the file") from None
             if _is_regular(path):
                 yield relative, path
 
@@ -161,9 +159,7 @@ def _objects_at(root: str) -> Iterator[tuple[str, str]]:
     for file in objects:
         parts = file.name.split("/")
         if any(part in ("", "..") for part in parts[:-1]) or parts[-1] == "..":
-            raise RecipeError(
-                f"source.root: {root} contains the object {file.key!r}, which is not a valid path"
-            )
+            raise RecipeError(f"source.root: {root} contains the object {file.key!r}, which is not a valid path")
         # the last part of a folder's own object is empty
         if parts[-1] and not any(map(left_by_a_system, parts)):
             yield file.name, f"s3://{bucket}/{file.key}"

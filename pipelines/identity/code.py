@@ -49,9 +49,7 @@ def code_digest(job: str) -> str:
     if fresh:
         forms = forms | fresh
         write_cache(_FORMS, forms)
-    return sha256(
-        canonical_json([[name, forms.get(digest, digest)] for name, (_, digest) in sources.items()])
-    )
+    return sha256(canonical_json([[name, forms.get(digest, digest)] for name, (_, digest) in sources.items()]))
 
 
 def _is_python(name: str) -> bool:
@@ -153,9 +151,7 @@ def _imported_files(name: str) -> tuple[str, ...]:
     packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
     # a module also uses the template of the same name beside it
     files = (
-        f"{module.replace('.', '/')}{ending}"
-        for module in packages
-        for ending in (".py", "/__init__.py", ".html.j2")
+        f"{module.replace('.', '/')}{ending}" for module in packages for ending in (".py", "/__init__.py", ".html.j2")
     )
     return tuple(file for file in files if file in _project_files())
 

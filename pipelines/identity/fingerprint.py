@@ -22,9 +22,7 @@ def source_fingerprint(config: AnyStage) -> str | None:
     return listed_source(config)[0]
 
 
-def listed_source(
-    config: AnyStage, names: Collection[str] | None = None
-) -> tuple[str | None, tuple[str, ...]]:
+def listed_source(config: AnyStage, names: Collection[str] | None = None) -> tuple[str | None, tuple[str, ...]]:
     """Return the fingerprint and the names of the files that a stage reads from outside the store; None: it reads none.
 
     Args:

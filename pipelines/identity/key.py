@@ -75,9 +75,7 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def stage_key(
-    config: AnyStage, inputs: Mapping[str, Any], source: str | None, code: str | None = None
-) -> str:
+def stage_key(config: AnyStage, inputs: Mapping[str, Any], source: str | None, code: str | None = None) -> str:
     """Return the key of a stage.
 
     Args:

@@ -116,15 +116,12 @@ def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None =
         return None
     # A masked autoencoder's operations are the encoder's on some patches, and its decoder's.
     slowest, fastest = (
-        rate * finetuning / per_image
-        for rate in (min(now for now, _ in rates), max(alone for _, alone in rates))
+        rate * finetuning / per_image for rate in (min(now for now, _ in rates), max(alone for _, alone in rates))
     )
     rounds = max(fits / parallel, math.ceil(trials / parallel) + 1)  # a stage's refit waits for its trials
     images = sum(stage.flops for stage in stages) / per_image * rounds / fits
     range_ = _between(images / fastest + OTHER_SECONDS[0], SLOWER * images / slowest + OTHER_SECONDS[1])
-    busy = ", the first if nothing else runs, the last if other programs run as now" * (
-        fastest > 1.3 * slowest
-    )
+    busy = ", the first if nothing else runs, the last if other programs run as now" * (fastest > 1.3 * slowest)
     return (
         f"about {range_} in all on {machine}{busy}: {quantity(fits, 'training')} of {stages[0].steps:,} steps of"
         f" {stages[0].batch_size} images, the {'smallest model' if len(stages) > 1 else 'model'} at {slowest:,.3g} to"

@@ -67,9 +67,7 @@ class Examined(NamedTuple):
         labels = Counter(each_label(self.listing.entries).to_pylist())
         splits = Counter(self.listing.entries["split"].to_pylist())
         official = {split: number for split, number in splits.items() if split is not None}
-        drawn = (
-            f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
-        )
+        drawn = f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
         counts = {name: labels[label] for label, name in enumerate(self.listing.class_names)}
         yield f"found {self.classes} ({counted(counts)}), {drawn}"
         yield from self.listing.notes
@@ -110,9 +108,7 @@ stages:
     def shots(self) -> Sequence[int]:
         """Return the numbers of shots for which the smallest class has enough images (about 7 of 10 are train)."""
         labels, splits = (self.listing.entries[name].to_pylist() for name in ("label", "split"))
-        trains = Counter(
-            label for label, split in zip(labels, splits, strict=True) if split in {None, "train"}
-        )
+        trains = Counter(label for label, split in zip(labels, splits, strict=True) if split in {None, "train"})
         share = 1.0 if any(splits) else 0.7
         smallest = min(trains[label] for label in range(len(self.listing.class_names)))
         return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
@@ -176,10 +172,7 @@ def _as_option(message: str, stated: dict[str, Any]) -> str:
 
 def _as_yaml(fields: dict[str, Any]) -> str:
     """Return the fields of a source as YAML on one line."""
-    texts = {
-        name: yaml_text(value) if isinstance(value, str) else json.dumps(value)
-        for name, value in fields.items()
-    }
+    texts = {name: yaml_text(value) if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
     return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
 
 
@@ -188,9 +181,7 @@ def _stated(source: str) -> dict[str, Any]:
     try:
         stated = yaml.safe_load(source)
     except yaml.YAMLError:
-        raise RecipeError(
-            f"--source {source}: not YAML; expected a kind or '{{FIELD: VALUE, ...}}'"
-        ) from None
+        raise RecipeError(f"--source {source}: not YAML; expected a kind or '{{FIELD: VALUE, ...}}'") from None
     return {"kind": "folder"} | stated if isinstance(stated, dict) else {"kind": stated}
 
 
@@ -199,9 +190,7 @@ def _source_fields(images: Path, source: str) -> dict[str, Any]:
     fields = _stated(source)
     kinds = [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields]
     if fields.get("kind") not in kinds:
-        raise RecipeError(
-            f"--source: unknown kind {fields.get('kind')!r}; expected one of: {', '.join(kinds)}"
-        )
+        raise RecipeError(f"--source: unknown kind {fields.get('kind')!r}; expected one of: {', '.join(kinds)}")
     root = images.expanduser().resolve()
     more: dict[str, Any] = {}
     if fields["kind"] == "folder":

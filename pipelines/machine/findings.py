@@ -72,9 +72,7 @@ def _memory() -> Finding:
     total = min(memory.total, limit or memory.total)
     free = min(memory.available, total)
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-    text += f" (the machine has {memory.total / GIB:.1f}, a container's limit is lower)" * (
-        total < memory.total
-    )
+    text += f" (the machine has {memory.total / GIB:.1f}, a container's limit is lower)" * (total < memory.total)
     if free >= MEMORY_WANTED:
         return Finding("memory", "ok", text)
     return Finding(
@@ -118,18 +116,14 @@ def _disks(places: dict[str, Path]) -> Iterator[Finding]:
         full = usage.used / max(1, usage.used + usage.free)
         if usage.free < DISK_NEEDED or full > RAY_STOPS_AT:
             status: Literal["warning", "problem"] = "problem" if usage.free < DISK_NEEDED else "warning"
-            reason = f" ({full:.0%} full: Ray spills nothing above {RAY_STOPS_AT:.0%})" * (
-                full > RAY_STOPS_AT
-            )
+            reason = f" ({full:.0%} full: Ray spills nothing above {RAY_STOPS_AT:.0%})" * (full > RAY_STOPS_AT)
             yield Finding(what, status, text + reason, _MAKE_SPACE)
         else:
             scarce = usage.free < DISK_WANTED
             yield Finding(what, "warning" if scarce else "ok", text, _MAKE_SPACE if scarce else "")
 
 
-_MAKE_SPACE = (
-    "free space, or use another disk: `--store` for results, TMPDIR for temporary files, XDG_CACHE_HOME"
-)
+_MAKE_SPACE = "free space, or use another disk: `--store` for results, TMPDIR for temporary files, XDG_CACHE_HOME"
 
 
 def nearest_folder(path: Path) -> Path:
@@ -239,9 +233,7 @@ def cgroup_limits(
                 if not folder.is_relative_to(tree):
                     break
                 quota = (text_of(folder / "cpu.max") or "").split()
-                quota = quota or [
-                    text_of(folder / f"cpu.cfs_{name}_us") or "max" for name in ("quota", "period")
-                ]
+                quota = quota or [text_of(folder / f"cpu.cfs_{name}_us") or "max" for name in ("quota", "period")]
                 if quota[0].isdigit() and quota[1].isdigit():  # else "max", or -1
                     cores.append(int(quota[0]) / int(quota[1]))
                 limits = (text_of(folder / name) or "max" for name in ("memory.max", "memory.limit_in_bytes"))

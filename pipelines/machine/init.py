@@ -64,9 +64,7 @@ ADVICE = (
 )
 
 
-def write_recipe(
-    file: Path, images: Path, source: str, weights: Sequence[str], store: str, console: Console
-) -> None:
+def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], store: str, console: Console) -> None:
     """Write a recipe to `file`; print the images found, the choices, and an estimate of the run time.
 
     Args:
@@ -140,9 +138,7 @@ def _without_labels(
         RecipeError: there are several backbones, which cannot be compared without labels.
     """
     if len(backbones) > 1:
-        raise RecipeError(
-            f"--from: {len(backbones)} weights, but without labels nothing tells which is best; give one"
-        )
+        raise RecipeError(f"--from: {len(backbones)} weights, but without labels nothing tells which is best; give one")
     say("without labels there is no accuracy: the report shows groups of images that the model finds alike")
     if backbones:
         (backbone,) = backbones
@@ -200,9 +196,7 @@ def _chosen(
 
 
 def _choose(side: int, images: int, gpus: int) -> Choice:
-    _, resolution, model = next(
-        choice for choice in (GPU_CHOICES if gpus else CPU_CHOICES) if side >= choice[0]
-    )
+    _, resolution, model = next(choice for choice in (GPU_CHOICES if gpus else CPU_CHOICES) if side >= choice[0])
     batch_size = 64 if images < 5_000 else 256
     passes = min(100 * images, GPU_PASSES if gpus else CPU_PASSES)
     return Choice(resolution, model, batch_size, max(100, passes // batch_size))

@@ -67,9 +67,7 @@ class Backbone(NamedTuple):
         """Return the stage that imports it, as YAML."""
         given = self.config.preprocessing
         fields = (
-            ""
-            if given is None
-            else f", preprocessing: {json.dumps(given.model_dump(mode='json', exclude_none=True))}"
+            "" if given is None else f", preprocessing: {json.dumps(given.model_dump(mode='json', exclude_none=True))}"
         )
         remark = "" if self.states_preprocessing else "  # add preprocessing: half, or imagenet"
         return f"  {self.name}: {{job: import, path: {yaml_text(self.config.path)}{fields}}}{remark}"
@@ -96,14 +94,10 @@ def read_all(weights: Sequence[str], store: str) -> list[Backbone]:
             raise RecipeError(f"--from {given}: {reason}") from None
         assert content is not None
         if content in found:
-            raise RecipeError(
-                f"--from {given}: the same weights as {found[content][0]}; leave one of them out"
-            )
+            raise RecipeError(f"--from {given}: the same weights as {found[content][0]}; leave one of them out")
         found[content] = given, origin, config
     names = _names([origin for _, origin, _ in found.values()])
-    return [
-        _read(name, given, config) for name, (given, _, config) in zip(names, found.values(), strict=True)
-    ]
+    return [_read(name, given, config) for name, (given, _, config) in zip(names, found.values(), strict=True)]
 
 
 def imported_before(store: str) -> list[Backbone]:
@@ -130,9 +124,7 @@ def _located(given: str, store: str) -> tuple[str, Import]:
         manifest = find_artifact(opened, given, "model")
     except (StoreAbsent, RecipeError):
         hint = f"; did you mean hf:{given}, on the Hugging Face hub?" if given.count("/") == 1 else ""
-        raise RecipeError(
-            f"no such file or folder, and no model in {store} has this key or RUN/STAGE{hint}"
-        ) from None
+        raise RecipeError(f"no such file or folder, and no model in {store} has this key or RUN/STAGE{hint}") from None
     return manifest.stage, _import_of(opened, manifest)
 
 
@@ -201,9 +193,7 @@ def recipe(
 ) -> str:
     """Return a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
     if images.is_multi_label and len(backbones) > 1:
-        raise RecipeError(
-            f"--from: {len(backbones)} weights, but a comparison needs one label per image; give one"
-        )
+        raise RecipeError(f"--from: {len(backbones)} weights, but a comparison needs one label per image; give one")
     for backbone in backbones:
         say(f"{backbone.name}: {described(backbone.architecture)}")
     return (_comparison if len(backbones) > 1 else _one)(file, images, backbones, machine, say)
@@ -214,9 +204,7 @@ def sweep(images: Examined, rates: Sequence[str]) -> tuple[Sequence[str], int, s
     if len(images.listing.entries) >= SWEPT_IMAGES:
         comment = "Dev chooses the learning rate, the final model is trained on train and dev, and test is scored once."
         return rates, len(rates), comment
-    comment = (
-        f"Dev has too few images to choose a learning rate; [{', '.join(rates)}] would try {len(rates)}."
-    )
+    comment = f"Dev has too few images to choose a learning rate; [{', '.join(rates)}] would try {len(rates)}."
     return rates[len(rates) // 2 :][:1], int(images.is_multi_label), comment  # a trial for the thresholds
 
 
@@ -318,6 +306,4 @@ def _comparison(
 """
     description = f"Imported backbones on {images.name}, under one protocol, accuracy beside cost."
     title = f"Which backbone for {images.name}?"
-    return images.recipe(
-        file, description, stages, title, [*names, "features", "finetune"], options(backbones)
-    )
+    return images.recipe(file, description, stages, title, [*names, "features", "finetune"], options(backbones))

@@ -193,9 +193,7 @@ def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] =
         for problem in _merged(error.errors()):
             stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
             line = _explain(raw, problem, overrides)
-            stages_of.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(
-                stage
-            )
+            stages_of.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(stage)
         lines = [
             line if not {*map(base, stages)} - {*stages} else f"{line} (in {_several(stages)})"
             for line, stages in stages_of.items()
@@ -215,9 +213,7 @@ def _merged(problems: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
     for problem in problems:
         kind, value = problem["type"], problem["input"]
         of_union = next((place for place in names if problem["loc"][: len(place)] == place), None)
-        if kind == "default_factory_not_called" or (
-            kind == "too_short" and len(value) >= problem["ctx"]["min_length"]
-        ):
+        if kind == "default_factory_not_called" or (kind == "too_short" and len(value) >= problem["ctx"]["min_length"]):
             continue
         if of_union is None or (kind != "literal_error" and not isinstance(value, str)):
             yield problem
@@ -235,9 +231,7 @@ def _union(problem: Mapping[str, Any]) -> tuple[int | str, ...]:
 
 def _has_other(problems: Sequence[Mapping[str, Any]], place: tuple[int | str, ...]) -> bool:
     """Return whether a union at a place also takes values that are not names."""
-    return any(
-        problem["type"] != "literal_error" and problem["loc"][: len(place)] == place for problem in problems
-    )
+    return any(problem["type"] != "literal_error" and problem["loc"][: len(place)] == place for problem in problems)
 
 
 def _several(names: list[str]) -> str:
@@ -318,9 +312,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 def _jobs(stages: Any) -> dict[str, str]:
     """Return {stage: job} of the stages of a recipe as read from YAML."""
     named = stages if isinstance(stages, dict) else {}
-    return {
-        str(name): str(stage.get("job")) if isinstance(stage, dict) else "" for name, stage in named.items()
-    }
+    return {str(name): str(stage.get("job")) if isinstance(stage, dict) else "" for name, stage in named.items()}
 
 
 def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:

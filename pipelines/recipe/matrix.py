@@ -50,9 +50,7 @@ def expand(raw: dict[str, Any]) -> dict[str, Any]:
         return raw
     for name in stages:
         if "@" in name:
-            raise RecipeError(
-                f"stages.{name}: '@' is reserved for the members of a `matrix`; remove it from the name"
-            )
+            raise RecipeError(f"stages.{name}: '@' is reserved for the members of a `matrix`; remove it from the name")
     if not any(isinstance(stage, dict) and "matrix" in stage for stage in stages.values()):
         return raw
     variants = {name: list(_variants(name, stage)) for name, stage in stages.items()}
@@ -120,9 +118,7 @@ def _check(name: str, stage: dict[str, Any]) -> None:
         raise RecipeError(f"{where}: expected fields with their values, as in matrix: {{seed: [0, 1, 2]}}")
     for field, values in matrix.items():
         if not isinstance(field, str) or not _FIELD.fullmatch(field):
-            raise RecipeError(
-                f"{where}: {field!r} is not a field; write a nested field with a dot, as in model.width"
-            )
+            raise RecipeError(f"{where}: {field!r} is not a field; write a nested field with a dot, as in model.width")
         if field == "job":
             raise RecipeError(f"{where}.job: a stage has one job; write a stage for each")
         if not isinstance(values, list) or not values:
@@ -132,9 +128,7 @@ def _check(name: str, stage: dict[str, Any]) -> None:
                 raise RecipeError(f"{where}.{field}: duplicate value {value!r}")
         for other in matrix:
             if inside(field, other) and field != other:
-                raise RecipeError(
-                    f"{where}: {field} is inside {other}, which is also an axis; remove one of them"
-                )
+                raise RecipeError(f"{where}: {field} is inside {other}, which is also an axis; remove one of them")
     if (count := math.prod(map(len, matrix.values()))) > MAX_STAGES:
         sizes = " x ".join(f"{len(values)} {field}" for field, values in matrix.items())
         raise RecipeError(f"{where}: {sizes} makes {count} stages; at most {MAX_STAGES}")
@@ -187,9 +181,7 @@ def _input_fields(stage: Any) -> list[str]:
     return [] if kind is None else list(input_fields(kind))
 
 
-def _follow(
-    name: str, variants: list[tuple[Any, dict[Axis, str]]], members: dict[str, list[Member]]
-) -> list[Member]:
+def _follow(name: str, variants: list[tuple[Any, dict[Axis, str]]], members: dict[str, list[Member]]) -> list[Member]:
     """Return the members of a stage, given its inputs' members: inherited axes first, then its own."""
     expanded: list[tuple[Any, dict[Axis, str]]] = []
     for variant, own in variants:

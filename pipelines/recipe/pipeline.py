@@ -37,8 +37,8 @@ class Pipeline(Frozen):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
     description: str = ""
-    stages: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}(@[A-Za-z0-9_.,=+-]+)?$")], Stage] = (
-        Field(min_length=1)
+    stages: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}(@[A-Za-z0-9_.,=+-]+)?$")], Stage] = Field(
+        min_length=1
     )
 
     @model_validator(mode="after")
@@ -76,11 +76,7 @@ class Pipeline(Frozen):
         while isinstance(start, Pretrain | Finetune) and start.model is None:  # its start has the same shape
             (source,) = start.inputs()["backbone" if isinstance(start, Finetune) else "init_from"]
             start = self.stages[source]
-        if (
-            isinstance(start, Pretrain | Finetune)
-            and start.model is not None
-            and start.resolution is not None
-        ):
+        if isinstance(start, Pretrain | Finetune) and start.model is not None and start.resolution is not None:
             # Classes may differ, and a model takes over its start's number of channels.
             stage.check_start(where, start.model.architecture(start.resolution, 3, 0))
 
@@ -145,9 +141,7 @@ class Pipeline(Frozen):
         elif step not in (*stage.keep_steps, stage.steps):
             kept = ", ".join(f"step:{kept}" for kept in (*stage.keep_steps, stage.steps))
             keep = sorted({*stage.keep_steps, step})
-            raise ValueError(
-                f"{where}, which {source} does not keep (it keeps {kept}); give it keep_steps: {keep}"
-            )
+            raise ValueError(f"{where}, which {source} does not keep (it keeps {kept}); give it keep_steps: {keep}")
 
     def order(self) -> tuple[str, ...]:
         """Return the stages' names, each after its inputs; ties in the order of the file."""

@@ -31,9 +31,7 @@ ANSWERING = 10  # accuracies at the end of a run
 def answering(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the accuracies that a report's comparisons are about; without any, the first ones. At most ANSWERING."""
     setting = itemgetter("task", "labels_per_class", "protocol", "artifact", "method")
-    reference = itemgetter(
-        "task", "labels_per_class", "reference_protocol", "reference_artifact", "reference"
-    )
+    reference = itemgetter("task", "labels_per_class", "reference_protocol", "reference_artifact", "reference")
     compared = {side(verdict) for verdict in report["verdicts"] for side in (setting, reference)}
     lines = [line for line in report["accuracies"] if not compared or setting(line) in compared]
     return lines[:ANSWERING]
@@ -198,9 +196,7 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     def setting(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["task"], row["protocol"], row["labels_per_class"], row["metric"]
 
-    judged = Counter(
-        setting(row) for row in everything if not (is_apart(row["method"]) or is_reference(row["method"]))
-    )
+    judged = Counter(setting(row) for row in everything if not (is_apart(row["method"]) or is_reference(row["method"])))
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for row in results if not is_apart(row["method"])):
         # or the newest
@@ -208,9 +204,7 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     for found, row in highest.items():
         row["judged"] = max(1, judged[found])  # 1: only references, of which this is the best
         is_count = row["metric"] == ACCURACY  # the formula is for counts of right images
-        row["optimism"] = (
-            expected_optimism(row["judged"], row["mean"], row["num_images"]) if is_count else None
-        )
+        row["optimism"] = expected_optimism(row["judged"], row["mean"], row["num_images"]) if is_count else None
     return [row for row in results if row in highest.values()]
 
 

@@ -63,9 +63,7 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
             raise RecipeError(f"{selector}: no {metric} to compare; `report list` shows its other metrics")
     settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
     both = [setting for setting in settings if all(setting in side for side in sides)]
-    alone = [
-        [side[setting] for setting in settings if setting in side and setting not in both] for side in sides
-    ]
+    alone = [[side[setting] for setting in settings if setting in side and setting not in both] for side in sides]
     matches, reasons = _matched(*alone)
     pairs = [(sides[0][setting], sides[1][setting]) for setting in both] + matches
     matched = {id(entry) for pair in matches for entry in pair}
@@ -81,9 +79,7 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     }
 
 
-def _matched(
-    a: Sequence[AnyEntry], b: Sequence[AnyEntry]
-) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
+def _matched(a: Sequence[AnyEntry], b: Sequence[AnyEntry]) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
     """Match methods of different names on the same test images, such as a ViT and k-NN.
 
     Returns:
@@ -106,9 +102,7 @@ def _matched(
     return matches, reasons
 
 
-def _matched_on(
-    a: Sequence[AnyEntry], b: Sequence[AnyEntry]
-) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
+def _matched_on(a: Sequence[AnyEntry], b: Sequence[AnyEntry]) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
     """Match methods on the same images: a single method with each of the other side's with the same number of labels.
 
     If each side has one method in all, the numbers of labels may differ.
@@ -128,8 +122,7 @@ def _matched_on(
             reasons.append(f"{label}: no pairs, because A has {len(in_a)} methods and B {len(in_b)} others")
     if not common:
         has_a, has_b = (
-            ", ".join(labels_of({"labels_per_class": labels}) for labels in side)
-            for side in (labels_a, labels_b)
+            ", ".join(labels_of({"labels_per_class": labels}) for labels in side) for side in (labels_a, labels_b)
         )
         reasons.append(f"no pairs: A has {has_a} and B {has_b}; only methods with the same labels are paired")
     return matches, reasons
@@ -221,14 +214,10 @@ def _measured(store: Store, selector: str) -> list[Manifest]:
         inputs = (read_manifest(store, each.job, each.key) for each in matches[0].inputs["of"])
         matches = [manifest for manifest in inputs if manifest is not None]
     if not matches:
-        raise RecipeError(
-            f"{selector}: no committed results yet; `vitflow status` shows what its run is doing"
-        )
+        raise RecipeError(f"{selector}: no committed results yet; `vitflow status` shows what its run is doing")
     measured = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
     if not measured:
-        raise RecipeError(
-            f"{selector}: no measurements; expected an evaluation, a fine-tuned model, a report or a run"
-        )
+        raise RecipeError(f"{selector}: no measurements; expected an evaluation, a fine-tuned model, a report or a run")
     return measured
 
 
@@ -250,9 +239,7 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     Raises:
         RecipeError: a table has other columns than this version's.
     """
-    parts = [
-        (manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests
-    ]
+    parts = [(manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests]
     try:
         rows = measures.join_tables(parts, "rows.parquet", ROWS)
         predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)

@@ -92,9 +92,7 @@ def find_side(store: Store, selector: str) -> Side:
     found = [manifest for manifest in matches if manifest.job in EXPLAINED]
     if len(found) != 1:
         jobs = ", ".join(sorted({manifest.job for manifest in matches} - set(EXPLAINED)))
-        matched = (
-            f"{len(found)} evaluations and fine-tunings" if found or not jobs else f"results of {jobs} only"
-        )
+        matched = f"{len(found)} evaluations and fine-tunings" if found or not jobs else f"results of {jobs} only"
         raise RecipeError(
             f"{selector}: matches {matched}; expected one evaluation or fine-tuning, by its key or RUN/STAGE."
             " `vitflow report compare` compares the accuracies of any two results"
@@ -124,8 +122,7 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
         if not (ours and theirs):
             found = [each for each in found if (role, each.name) != ("backbone", "model")]
             starts = [
-                side.input(role)[0] if used else _plain(side.stage, "model")
-                for side, used in ((a, ours), (b, theirs))
+                side.input(role)[0] if used else _plain(side.stage, "model") for side, used in ((a, ours), (b, theirs))
             ]
             found.append(Difference(role, "", *starts))
             continue
@@ -136,10 +133,7 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
         if one.job in _BY_FIELD and sources[0] == sources[1] and leaves:
             found += [Difference(role, *each) for each in leaves]
         else:
-            values = [
-                f" ({', '.join(f'{path} {of[side]}' for path, *of in leaves)})" * bool(leaves)
-                for side in (0, 1)
-            ]
+            values = [f" ({', '.join(f'{path} {of[side]}' for path, *of in leaves)})" * bool(leaves) for side in (0, 1)]
             found.append(Difference(role, "", name + values[0], other_name + values[1]))
     return found
 
@@ -324,9 +318,7 @@ def attributed(
     for setting in settings:
         start, end = (side.get(setting) for side in both)
 
-        def effect(
-            stage: str | None, setting: Setting = setting, start: float | None = start
-        ) -> float | None:
+        def effect(stage: str | None, setting: Setting = setting, start: float | None = start) -> float | None:
             value = values.get(stage or "", {}).get(setting)
             return None if value is None or start is None else value - start
 

@@ -79,9 +79,7 @@ def trace(store: Store, selector: str) -> Lineage:
                     pending.append(source)
                 edges.append(_edge(manifest, field, reference, source, sha))
     replaced = {key: new for key, node in nodes.items() if (new := _replaced_by(store, node))}
-    return Lineage(
-        roots=tuple(manifest.key for manifest in roots), nodes=nodes, edges=tuple(edges), replaced=replaced
-    )
+    return Lineage(roots=tuple(manifest.key for manifest in roots), nodes=nodes, edges=tuple(edges), replaced=replaced)
 
 
 def _read_input(store: Store, job: str, key: str) -> tuple[Manifest | Literal["gone", "damaged"], str | None]:
@@ -131,10 +129,7 @@ def _roots(store: Store, selector: str) -> list[Manifest]:
     """Return the artifacts that a selector matches, without inputs of others among them."""
     matches = find_manifests(store, selector)
     taken = {
-        reference.key
-        for manifest in matches
-        for references in manifest.inputs.values()
-        for reference in references
+        reference.key for manifest in matches for references in manifest.inputs.values() for reference in references
     }
     roots = [manifest for manifest in matches if manifest.key not in taken]
     if not roots:
@@ -227,6 +222,4 @@ def describe_source(node: Manifest) -> str:
 
 def printable(text: str) -> str:
     """Return untrusted text on one line, with control characters escaped."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)

@@ -76,9 +76,7 @@ def _checkpoints(store: Store) -> list[dict[str, Any]]:
     for key in (*manifests, *unfinished):
         try:
             rows += (
-                _named_checkpoints(store, manifests[key])
-                if key in manifests
-                else _resumable_checkpoints(store, key)
+                _named_checkpoints(store, manifests[key]) if key in manifests else _resumable_checkpoints(store, key)
             )
         except StoreDamaged as error:
             warn(f"{error}; ignoring its checkpoints")
@@ -92,9 +90,7 @@ def _named_checkpoints(store: Store, manifest: Manifest) -> list[dict[str, Any]]
     if kept.best is not None:
         by_step[kept.best].append(BEST)
     return [
-        _checkpoint(
-            manifest.key, manifest, step, ", ".join(names), names, dev_accuracies.get(step), manifest.finished
-        )
+        _checkpoint(manifest.key, manifest, step, ", ".join(names), names, dev_accuracies.get(step), manifest.finished)
         for step, names in by_step.items()
     ]
 

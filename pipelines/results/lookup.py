@@ -44,9 +44,7 @@ def _matching_runs(store: Store, prefix: str) -> list[str]:
     if not ids:
         others = runs(store) if prefix else []
         raise RecipeError(
-            f"no run matches {prefix!r}{nearest(prefix, others[-5:])}"
-            if others
-            else f"{store.uri} has no runs"
+            f"no run matches {prefix!r}{nearest(prefix, others[-5:])}" if others else f"{store.uri} has no runs"
         )
     return [run for run in ids if run == prefix] or ids
 
@@ -85,11 +83,7 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
             f"{selector!r} is ambiguous; it matches the {kind}s {listed}"
             if matches
             else f"{selector or store.uri}: no {kind} found; "
-            + (
-                f"there are: {listed}"
-                if listed
-                else "there are none yet; `vitflow status` shows the last run"
-            )
+            + (f"there are: {listed}" if listed else "there are none yet; `vitflow status` shows the last run")
         )
     return matches[0]
 
@@ -169,9 +163,7 @@ def _with_prefix(store: Store, jobs: Sequence[str], prefix: str) -> list[Artifac
 def _committed(store: Store, run: str) -> list[Artifact]:
     """Return the results of a run."""
     (stages,) = stage_keys(store, [run])
-    return [
-        artifact for artifact in stages.values() if artifact is not None and is_committed(store, *artifact)
-    ]
+    return [artifact for artifact in stages.values() if artifact is not None and is_committed(store, *artifact)]
 
 
 def _newest_result(store: Store, newest_first: Iterable[str], stage: str) -> list[Artifact]:

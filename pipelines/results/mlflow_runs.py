@@ -36,9 +36,7 @@ class MlflowRuns:
     def __init__(self, uri: str, experiment: str) -> None:
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(experiment)
-        self._experiment = (
-            self._client.create_experiment(experiment) if known is None else known.experiment_id
-        )
+        self._experiment = self._client.create_experiment(experiment) if known is None else known.experiment_id
 
     def update(
         self,
@@ -87,9 +85,7 @@ class MlflowRuns:
     def _create(self, name: str, tags: dict[str, str], begun: int, config: Mapping[str, Any]) -> Run:
         """Create an MLflow run with a stage's fields as its parameters; it began at this time, in ms."""
         run = self._client.create_run(self._experiment, start_time=begun, tags=tags, run_name=name)
-        texts = {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in config.items()
-        }
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in config.items()}
         params = [Param(name, text[:_LONGEST]) for name, text in texts.items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(run.info.run_id, params=params[start : start + _PARAMS])

@@ -49,14 +49,10 @@ def of_split(store: Store, model: Manifest, checkpoint: str, split: Split) -> It
         RecipeError: the data set is unknown, or not in the store. UserError: the model has no classifier.
     """
     if not (inputs := model.inputs.get("data")):
-        raise RecipeError(
-            f"--split {split}: {model.stage} was imported, so its data set is unknown; give IMAGES"
-        )
+        raise RecipeError(f"--split {split}: {model.stage} was imported, so its data set is unknown; give IMAGES")
     data = read_manifest(store, inputs[0].job, inputs[0].key)
     if data is None:
-        raise RecipeError(
-            f"--split {split}: the data set of {model.stage} is not in {store.uri}; give IMAGES"
-        )
+        raise RecipeError(f"--split {split}: the data set of {model.stage} is not in {store.uri}; give IMAGES")
     network, contract = load_model(model_folder(store, model, checkpoint))
     dataset = open_artifact(store, data)
     dataset.require(split)
@@ -65,9 +61,7 @@ def of_split(store: Store, model: Manifest, checkpoint: str, split: Split) -> It
         part = index.slice(start, BATCH)
         answers = answer(network, contract, dataset.load(part, contract.preprocessing))
         named, names = with_combinations(part, dataset.info.class_names)
-        for key, label, found in zip(
-            part["key"].to_pylist(), named["label"].to_pylist(), answers, strict=True
-        ):
+        for key, label, found in zip(part["key"].to_pylist(), named["label"].to_pylist(), answers, strict=True):
             yield {"image": key, "label": names[label], **found}
 
 

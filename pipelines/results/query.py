@@ -56,9 +56,7 @@ class Answer:
 
 
 @contextmanager
-def query(
-    store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float = SECONDS
-) -> Iterator[Answer]:
+def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float = SECONDS) -> Iterator[Answer]:
     """Run one SELECT over TABLES and yield its answer; read the rows inside the block.
 
     Raises:
@@ -173,7 +171,5 @@ def _named_tables(connection: DuckDBPyConnection, sql: str) -> set[str]:
     calls = {f"{node['function']['function_name']}()" for node in nodes["TABLE_FUNCTION"]} - _FUNCTIONS
     if refused := writes | calls:
         allowed = ", ".join(sorted(_FUNCTIONS))
-        raise RecipeError(
-            f"the SQL contains {', '.join(sorted(refused))}: {_ONLY}, and the functions {allowed}"
-        )
+        raise RecipeError(f"the SQL contains {', '.join(sorted(refused))}: {_ONLY}, and the functions {allowed}")
     return {str(node["table_name"]).lower() for node in nodes["BASE_TABLE"]} & TABLES.keys()

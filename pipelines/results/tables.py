@@ -301,9 +301,7 @@ def _is_of(table: str, path: str) -> bool:
     return is_image or path == _JSON.get(table, f"{table}.parquet")
 
 
-def _define_view(
-    connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: Groups
-) -> None:
+def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: Groups) -> None:
     """Define a view of Parquet files; the `_ORIGIN` columns of each file are looked up by its number."""
     _set_records(connection, f"{name}_origins", _ORIGIN, [_origin(each, groups) for each in files.values()])
     connection.execute(f"SET VARIABLE {name}_paths = $paths", {"paths": list(files)})
@@ -411,9 +409,7 @@ def _trials(store: Store, manifests: list[Manifest], groups: Groups) -> Records:
     for manifest, sweep in _read_json(store, manifests, _JSON["trials"]):
         for place, trial in enumerate(sweep["trials"]):
             number, rate = trial.get("number", place), trial["learning_rate"]
-            is_chosen = (
-                number == sweep["chosen_trial"] if "chosen_trial" in sweep else rate == sweep["chosen"]
-            )
+            is_chosen = number == sweep["chosen_trial"] if "chosen_trial" in sweep else rate == sweep["chosen"]
             none = [None] * len(trial["accuracies"])
             (by,) = trial.get("selected_by", {"accuracy": none}).values()
             folds = zip(trial["accuracies"], by, trial["losses"], trial.get("steps", none), strict=True)

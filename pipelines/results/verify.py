@@ -147,24 +147,18 @@ def _manifests(
     return found, damage
 
 
-def _changed_manifests(
-    store: Store, found: Sequence[tuple[Manifest, InputRef]], wanted: set[str]
-) -> Iterator[Damage]:
+def _changed_manifests(store: Store, found: Sequence[tuple[Manifest, InputRef]], wanted: set[str]) -> Iterator[Damage]:
     """Yield one damage for each manifest that differs from the manifest that a later stage recorded."""
     now = {reference.key: (manifest, reference) for manifest, reference in found if reference.key in wanted}
     for consumer, _ in found:
         for then in (each for references in consumer.inputs.values() for each in references):
             if then.key in now and then.manifest_sha256 != now[then.key][1].manifest_sha256:
                 manifest, _ = now.pop(then.key)
-                recorded = (
-                    f"sha256 {then.manifest_sha256[:12]} when {consumer.stage} ({consumer.key[:12]}) read it"
-                )
+                recorded = f"sha256 {then.manifest_sha256[:12]} when {consumer.stage} ({consumer.key[:12]}) read it"
                 yield _manifest_damage(store, manifest, f"it had {recorded}")
 
 
-def _wrong_keys(
-    store: Store, manifests: Sequence[Manifest], wanted: set[str]
-) -> tuple[list[Damage], list[Unchecked]]:
+def _wrong_keys(store: Store, manifests: Sequence[Manifest], wanted: set[str]) -> tuple[list[Damage], list[Unchecked]]:
     """Return the manifests whose key does not match their configuration, inputs and version, and unchecked ones.
 
     Not checked: a configuration that this version cannot read, and a result of `--force` whose predecessor is gone.
@@ -266,9 +260,7 @@ def _records(store: Store, unread: list[Unchecked]) -> Iterator[Damage]:
             yield Damage(name, error.problem, key, None, "remove this folder; nothing in it was committed")
 
 
-def _damaged_files(
-    store: Store, files: Sequence[tuple[Manifest, FileEntry]], unread: list[Unchecked]
-) -> list[Damage]:
+def _damaged_files(store: Store, files: Sequence[tuple[Manifest, FileEntry]], unread: list[Unchecked]) -> list[Damage]:
     def check(manifest: Manifest, file: FileEntry) -> str | None:
         return _read(f"{manifest.folder}/{file.path}", unread, _file_fault, store, manifest, file)[0]
 

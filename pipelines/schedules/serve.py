@@ -37,11 +37,7 @@ class _Server:
     def look(self, now: datetime, threads: ThreadPoolExecutor) -> float:
         """Attend to the active schedules; return the seconds until the next look."""
         try:
-            active = {
-                schedule.name: schedule
-                for schedule in all_schedules(self.store)
-                if schedule.state == "active"
-            }
+            active = {schedule.name: schedule for schedule in all_schedules(self.store) if schedule.state == "active"}
         except StoreError as error:
             self._say_once("", f"cannot read the schedules: {error}")
             return LOOK_SECONDS

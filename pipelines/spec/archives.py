@@ -44,9 +44,7 @@ class ImageNetSource(FileSource):
     def choose(self, there: Files) -> Files:
         """Return the three files, and real.json if it exists."""
         if missing := [name for name in _IMAGENET if name not in there]:
-            raise RecipeError(
-                f"source.root: {self.root} does not contain {missing[0]}; download it from image-net.org"
-            )
+            raise RecipeError(f"source.root: {self.root} does not contain {missing[0]}; download it from image-net.org")
         return there
 
 
@@ -69,13 +67,9 @@ class ImageNet21kSource(FileSource):
 
     def choose(self, there: Files) -> Files:
         """Return the single tar, or all synsets' tars."""
-        tars = {
-            name: place for name, place in there.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
-        }
+        tars = {name: place for name, place in there.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)}
         if not tars and list(there) != parts_of(next(iter(there), ""), there):
-            raise RecipeError(
-                f"source.root: {self.root} does not contain the tar of a synset, such as n01440764.tar"
-            )
+            raise RecipeError(f"source.root: {self.root} does not contain the tar of a synset, such as n01440764.tar")
         return tars or there
 
 
@@ -102,9 +96,7 @@ class WebDatasetSource(FileSource):
         min_length=2,
         description="the names of labels 0, 1, ...; null: the labels themselves are the names",
     )
-    salt: str = Field(
-        "vitflow", description="the salt of the hash that splits images without a split of their own"
-    )
+    salt: str = Field("vitflow", description="the salt of the hash that splits images without a split of their own")
 
     def where(self) -> At:
         return At(self.root)
@@ -113,7 +105,5 @@ class WebDatasetSource(FileSource):
         """Return every tar."""
         tars = {name: place for name, place in there.items() if name.lower().endswith(_TAR_ENDINGS)}
         if not tars:
-            raise RecipeError(
-                f"source.root: {self.root} contains no file that ends in {', '.join(_TAR_ENDINGS)}"
-            )
+            raise RecipeError(f"source.root: {self.root} contains no file that ends in {', '.join(_TAR_ENDINGS)}")
         return tars

@@ -38,9 +38,7 @@ def check_checkpoint(checkpoint: Any) -> str:
     """Return the name of a checkpoint. Raises ValueError if it is not last, best or step:N."""
     known = rf"{LAST}|{BEST}|{_STEP}[1-9][0-9]{{0,17}}"
     if not isinstance(checkpoint, str) or not re.fullmatch(known, checkpoint):
-        raise ValueError(
-            f"{checkpoint!r} is not a checkpoint; expected last, best or step:N, such as step:1000"
-        )
+        raise ValueError(f"{checkpoint!r} is not a checkpoint; expected last, best or step:N, such as step:1000")
     return checkpoint
 
 

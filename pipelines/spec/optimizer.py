@@ -38,9 +38,7 @@ FOR_RESNETS: tuple[Preset, ...] = ("paper", "paper_finetuning")
 class Optimizer(Frozen):
     """AdamW, SGD or Muon, with a linear warm-up and a schedule. How to copy another recipe: docs/training.md."""
 
-    preset: Preset | None = execution(
-        None, description="a paper's settings of the optimizer, for missing fields"
-    )
+    preset: Preset | None = execution(None, description="a paper's settings of the optimizer, for missing fields")
     name: Literal["adamw", "sgd", "muon"] = later(
         "adamw",
         description="muon: Muon for the matrices of a ViT's blocks, AdamW for all other weights; needs zero_stage 0",
@@ -114,9 +112,7 @@ class Optimizer(Frozen):
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
         if self.warmup_steps is not None and self.warmup_fraction != 0.1:
-            raise ValueError(
-                f"warmup_fraction {self.warmup_fraction} and warmup_steps {self.warmup_steps}: give one"
-            )
+            raise ValueError(f"warmup_fraction {self.warmup_fraction} and warmup_steps {self.warmup_steps}: give one")
         if self.cooldown_fraction and self.schedule in ("cosine", "linear"):
             raise ValueError(
                 f"cooldown_fraction {self.cooldown_fraction}: schedule {self.schedule} ends at 0 by itself; use it"
@@ -143,15 +139,12 @@ def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> Non
     if optimizer.warmup_steps is not None and optimizer.warmup_steps > steps:
         why = f"; preset {optimizer.preset} sets it, for long trainings: give warmup_fraction or warmup_steps"
         raise ValueError(
-            f"optimizer.warmup_steps {optimizer.warmup_steps} is more than steps {steps}"
-            + why * bool(optimizer.preset)
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is more than steps {steps}" + why * bool(optimizer.preset)
         )
     if family != "resnet":
         return
     if optimizer.layer_decay < 1:
-        raise ValueError(
-            f"optimizer.layer_decay {optimizer.layer_decay} needs the blocks of a ViT; model is a resnet"
-        )
+        raise ValueError(f"optimizer.layer_decay {optimizer.layer_decay} needs the blocks of a ViT; model is a resnet")
     if optimizer.name == "muon":
         raise ValueError(
             "optimizer.name muon needs the blocks of a ViT; model is a resnet, for which there are: adamw, sgd"

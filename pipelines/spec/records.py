@@ -43,9 +43,7 @@ class TfdsSource(FileSource):
 
     kind: Literal["tfds"]
     name: str = Field("images", description="the name of the data set in reports")
-    root: Root = execution(
-        description="the folder, or s3://bucket/prefix, of one version, with dataset_info.json"
-    )
+    root: Root = execution(description="the folder, or s3://bucket/prefix, of one version, with dataset_info.json")
     image: str | None = Field(None, description="the image feature; null: the only Image")
     label: str | None = Field(
         None, description="the label feature; null: the only ClassLabel, otherwise the feature named label"
@@ -148,9 +146,7 @@ class ShapesSource(FileSource):
     dev_images: int = Field(2_000, ge=0)
     test_images: int = Field(5_000, ge=0)
     resolution: int = Field(64, ge=32, le=512, description="side of the images in pixels")
-    max_count: int = Field(
-        1, ge=1, le=9, description="most figures per image, equal except for their positions"
-    )
+    max_count: int = Field(1, ge=1, le=9, description="most figures per image, equal except for their positions")
     seed: Seed = 0
     masks: bool = later(
         False, description="also draw each image's mask, for the stage segment: the background and the shapes"

@@ -18,12 +18,8 @@ class GlyphSource(FileSource):
     """Letters and symbols of all scripts, rendered from matplotlib's Unicode text fonts into 8x8 block counts."""
 
     kind: Literal["glyphs"]
-    images: int = Field(
-        57_000, ge=1_000, description="number of training images to render, balanced over the classes"
-    )
-    dev_images: int = Field(
-        2_000, ge=100, description="number of dev images to render, for monitoring pretraining"
-    )
+    images: int = Field(57_000, ge=1_000, description="number of training images to render, balanced over the classes")
+    dev_images: int = Field(2_000, ge=100, description="number of dev images to render, for monitoring pretraining")
     seed: Seed = 0
 
     def where(self) -> InPackage:
@@ -48,9 +44,7 @@ class FolderSource(FileSource):
         description="the folder, a tar or zip of it, or s3://bucket/prefix; its content enters the key, "
         "its location does not"
     )
-    salt: str = Field(
-        "vitflow", description="the salt of the hash that splits images without a split of their own"
-    )
+    salt: str = Field("vitflow", description="the salt of the hash that splits images without a split of their own")
     group: str | None = later(
         None,
         description="column of the metadata table; images with the same value (a patient, a site) stay in one split",
@@ -99,8 +93,7 @@ FASHION_MNIST = (
 
 
 _IDX = tuple(
-    f"{name}-ubyte"
-    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    f"{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 )
 
 

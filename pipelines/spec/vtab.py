@@ -166,9 +166,7 @@ class VtabSource(FileSource):
     @model_validator(mode="after")
     def _fields_fit(self) -> Self:
         if self.subset == "vtab_1k" and self.dev_fraction != 0.1:
-            raise ValueError(
-                f"dev_fraction {self.dev_fraction}: VTAB-1k's dev has 200 images; it is for subset: whole"
-            )
+            raise ValueError(f"dev_fraction {self.dev_fraction}: VTAB-1k's dev has 200 images; it is for subset: whole")
         if self.masks and self.task != "oxford_iiit_pet":
             raise ValueError(f"masks: only oxford_iiit_pet has them; remove it for {self.task}")
         return self
@@ -188,9 +186,7 @@ class VtabSource(FileSource):
             raise RecipeError(f"source.membership: only caltech101 uses it; remove it for {self.task}")
         found = {need: self._found(need, there) for need in TASKS[self.task].needs}
         if missing := [need for need, files in found.items() if not files]:
-            raise RecipeError(
-                f"source.root: {self.root}, for {self.task}, is missing{''.join(map(_named, missing))}"
-            )
+            raise RecipeError(f"source.root: {self.root}, for {self.task}, is missing{''.join(map(_named, missing))}")
         beside = {"membership": self.membership} if self.membership else {}
         return {name: place for files in (*found.values(), beside) for name, place in files.items()}
 

@@ -118,11 +118,7 @@ def _refresh(
     unkept = []
     for names in _batches(changed):
         found = {each.name: each for each in read(names)}
-        kept = {
-            name: version
-            for name in names
-            if name in found and found[name].is_final and (version := rest[name])
-        }
+        kept = {name: version for name in names if name in found and found[name].is_final and (version := rest[name])}
         rows = [_row(folder, found[name], version) for name, version in kept.items()]
         _write(connection, "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)", rows)
         unkept += [each for name, each in found.items() if name not in kept]

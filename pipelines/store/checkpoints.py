@@ -73,9 +73,7 @@ def choose_start(store: Store, attempt: Attempt, kept_steps: Sequence[int] = ())
     for checkpoint in there:
         if (checkpoint.attempt, checkpoint.step) == (start.attempt, start.step):
             return checkpoint
-    raise StoreDamaged(
-        f"{store.uri}/{name} names step {start.step} of attempt {start.attempt}, which is not there"
-    )
+    raise StoreDamaged(f"{store.uri}/{name} names step {start.step} of attempt {start.attempt}, which is not there")
 
 
 def furthest(

@@ -157,9 +157,7 @@ class FolderStore:
 
     def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
         root = f"{self.root}/{folder}"
-        return {
-            child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self._children(folder)
-        }
+        return {child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self._children(folder)}
 
     def digest(self, name: str) -> tuple[int, str] | None:
         try:
@@ -179,9 +177,7 @@ class FolderStore:
         self._check(folder, files, fault)
         return self.root / folder
 
-    def _check(
-        self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]
-    ) -> None:
+    def _check(self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]) -> None:
         for entry in files:
             try:
                 problem = check(protocol.inside(self.root / folder, entry.path), entry)
@@ -203,9 +199,7 @@ class FolderStore:
                 yield staging
                 self._require()
                 staging.files = tuple(
-                    _move_durably(path, temporary, target)
-                    for path in sorted(temporary.rglob("*"))
-                    if path.is_file()
+                    _move_durably(path, temporary, target) for path in sorted(temporary.rglob("*")) if path.is_file()
                 )
         except OSError:
             self._require()  # a better message if the store was deleted in the meantime

@@ -30,9 +30,7 @@ def parse_record(store: Store, name: str, data: bytes | StoreDamaged, model: typ
     except ValidationError as error:
         first = error.errors()[0]
         field = "".join(f"{part}: " for part in first["loc"])
-        raise StoreDamaged(
-            f"{store.uri}/{name} is damaged or of another version: {field}{first['msg']}"
-        ) from None
+        raise StoreDamaged(f"{store.uri}/{name} is damaged or of another version: {field}{first['msg']}") from None
 
 
 def check_name(store: Store, name: str, implied: str) -> None:

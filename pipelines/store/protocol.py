@@ -174,13 +174,9 @@ def identify(store: Store, create: bool) -> str:
         record = json.loads(data)
         layout, identity = record["layout"], str(record["id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreDamaged(
-            f"{store.uri}/{Layout.STORE} cannot be read as a store's record: {error!r}"
-        ) from None
+        raise StoreDamaged(f"{store.uri}/{Layout.STORE} cannot be read as a store's record: {error!r}") from None
     if layout != LAYOUT_VERSION:
-        raise StoreError(
-            f"{store.uri} has layout {layout}; this version of vitflow reads layout {LAYOUT_VERSION}"
-        )
+        raise StoreError(f"{store.uri} has layout {layout}; this version of vitflow reads layout {LAYOUT_VERSION}")
     return identity
 
 

@@ -63,8 +63,7 @@ def read_overs(store: Store, runs: Sequence[str]) -> list[Over | None]:
     """Do the same for several runs, with concurrent requests."""
     names = [f"{Layout.run(run)}/over.json" for run in runs]
     return [
-        _parse_over(store, name, data)
-        for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True)
+        _parse_over(store, name, data) for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True)
     ]
 
 

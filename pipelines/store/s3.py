@@ -120,9 +120,7 @@ class S3Store:
         size, digest = 0, hashlib.sha256()
         with self._translate_errors(f"read {name}"):
             try:
-                total = s3_client.client().head_object(Bucket=self.bucket, Key=self.prefix + name)[
-                    "ContentLength"
-                ]
+                total = s3_client.client().head_object(Bucket=self.bucket, Key=self.prefix + name)["ContentLength"]
             except ClientError as error:
                 if s3_client.error_code(error) in _ABSENT:
                     return None

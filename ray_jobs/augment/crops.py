@@ -33,9 +33,7 @@ CROPPING = frozenset(_DRAWS)
 that is already at the model's resolution."""
 
 
-def crops(
-    policy: str, seed: int, positions: Pixels, height: Size, width: Size, purpose: str = "augment"
-) -> Crops:
+def crops(policy: str, seed: int, positions: Pixels, height: Size, width: Size, purpose: str = "augment") -> Crops:
     """Draw the crops of a policy of `CROPPING` for images of these sizes (an int, or [n]).
 
     `positions` [n] number the samples over the whole training; `purpose` gives several views of an image different

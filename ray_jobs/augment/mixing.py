@@ -66,9 +66,7 @@ def mix(images: Tensor, labels: Tensor, classes: int, mixing: Mix) -> tuple[Tens
     previous_images = torch.cat([before[None], images[:-1]])
     other_labels = torch.cat([before_label[None], labels[:-1]])
     if mixing.box is None:
-        mixed = (
-            images.int() * mixing.share + previous_images.int() * (_PARTS - mixing.share) + _PARTS // 2
-        ) >> _BITS
+        mixed = (images.int() * mixing.share + previous_images.int() * (_PARTS - mixing.share) + _PARTS // 2) >> _BITS
         mixed = mixed.to(torch.uint8)
     else:
         top, left, height, width = mixing.box

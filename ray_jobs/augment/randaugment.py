@@ -26,9 +26,7 @@ _MADE_FOR = 224
 Numbers = NDArray[np.float64]
 
 
-def randaugment(
-    images: Tensor, layers: int, magnitude: float, seed: int, positions: NDArray[np.int64]
-) -> Tensor:
+def randaugment(images: Tensor, layers: int, magnitude: float, seed: int, positions: NDArray[np.int64]) -> Tensor:
     """Apply `layers` random operations to each image [n, h, w, c], one after the other.
 
     `magnitude` is on the original scale of 0 to 10; `positions` [n] number the samples over the whole training.
@@ -98,9 +96,7 @@ def warp(images: Tensor, to_x: list[float | Numbers], to_y: list[float | Numbers
     """
     n, height, width, c = images.shape
     device = images.device
-    columns, rows = (
-        torch.arange(size, dtype=torch.float64, device=device)[None, :] for size in (width, height)
-    )
+    columns, rows = (torch.arange(size, dtype=torch.float64, device=device)[None, :] for size in (width, height))
 
     def nearest(row: list[float | Numbers]) -> Tensor:
         by_x, by_y, offset = (

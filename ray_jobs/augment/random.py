@@ -16,9 +16,7 @@ from ray_jobs.randomness import GOLDEN, splitmix64
 from vit_model.config import Architecture, ViTConfig
 
 
-def uniform(
-    seed: int, positions: NDArray[np.int64], draws: int = 8, purpose: str = "augment"
-) -> NDArray[np.float64]:
+def uniform(seed: int, positions: NDArray[np.int64], draws: int = 8, purpose: str = "augment") -> NDArray[np.float64]:
     """Return numbers in [0, 1), [n, draws]; row i is a pure function of seed, purpose, draws and positions[i].
 
     The generator is SplitMix64.

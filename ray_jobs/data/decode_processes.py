@@ -101,9 +101,7 @@ class DecodeProcesses:
 def main() -> None:
     """Fork the processes and wait for their ends, or, in each of them, fill batches until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training process, and thereby the pipes
-    with os.fdopen(
-        sys.stdin.fileno(), "rb"
-    ) as setup:  # closes the file, unlike sys.stdin, which frees its memory
+    with os.fdopen(sys.stdin.fileno(), "rb") as setup:  # closes the file, unlike sys.stdin, which frees its memory
         decoder, shape, (memory, *files) = pickle.load(setup)
     ring, pipes = _mapped(memory, shape), [Connection(file) for file in files]
     torch.set_num_threads(1)

@@ -29,9 +29,7 @@ STORED_QUALITY = 95  # JPEG quality of images that are stored smaller
 _HASHED_SIDE = 64  # minimum pixels per side of a hashed image, if it has so many
 
 _SIDE = 32  # pixels per side of the input of a perceptual hash
-_COSINES = np.round(
-    1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
-)
+_COSINES = np.round(1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE)))
 _SIGNS = np.array([-1, 1] * 4)  # factors of the frequencies 1..8 if their axis is reversed
 _CUT = (0.025, 0.09, 0.125)  # cut off each end of a side, which leaves .95, .82 and .75 of the side
 _BORDER = 16  # grey levels by which a border of one colour may vary, because JPEG adds noise
@@ -66,9 +64,7 @@ class Facts(NamedTuple):
 
     def columns(self) -> dict[str, Any]:
         """Return the facts as columns of the index, with one column per hash."""
-        return {name: value for name, value in self._asdict().items() if name != "hashes"} | (
-            self.hashes._asdict()
-        )
+        return {name: value for name, value in self._asdict().items() if name != "hashes"} | (self.hashes._asdict())
 
 
 def examine(data: bytes) -> Facts:
@@ -133,16 +129,10 @@ def _decoded_plain(data: bytes) -> _Decoded | None:
     pixels.
     """
     jpeg = plain_jpeg(data)
-    if (
-        jpeg is None
-        or jpeg.height * jpeg.width > MAX_PIXELS
-        or not (jpeg.in_one_scan or _has_few_scans(data))
-    ):
+    if jpeg is None or jpeg.height * jpeg.width > MAX_PIXELS or not (jpeg.in_one_scan or _has_few_scans(data)):
         return None
     try:
-        grey = simplejpeg.decode_jpeg(
-            data, "GRAY", min_height=_HASHED_SIDE, min_width=_HASHED_SIDE, strict=True
-        )
+        grey = simplejpeg.decode_jpeg(data, "GRAY", min_height=_HASHED_SIDE, min_width=_HASHED_SIDE, strict=True)
     except ValueError:
         return None
     return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0], None, None

@@ -156,15 +156,11 @@ class Loader:
 
     def _kept(self) -> Generator[Batch]:
         """Yield batches of images that are the same in every epoch and are decoded before the first batch."""
-        every = np.lexsort(
-            (self._reader.offset, self._reader.shard)
-        )  # in storage order, to read each piece once
+        every = np.lexsort((self._reader.offset, self._reader.shard))  # in storage order, to read each piece once
         images = np.empty((len(every), *self._shape), np.uint8)
         self._reader.fetch(every)
         used = np.empty_like(every)
-        used[every] = self._pool.submit(
-            every, every, images, every
-        )()  # without a crop, positions do not matter
+        used[every] = self._pool.submit(every, every, images, every)()  # without a crop, positions do not matter
         for positions, rows in self._sampler.batches(self.samples):
             yield self._batch_of(positions, images[rows], rows, used[rows])
 

@@ -41,9 +41,7 @@ def near_pairs(hashes: Hashes, distance: int) -> Pairs:
         ordered = hashes[order]
         agree = ordered & mask
         left, step = np.arange(len(hashes)), 0
-        while len(
-            left
-        ):  # hashes that agree are neighbours: compare each with the next, then the one after it, ...
+        while len(left):  # hashes that agree are neighbours: compare each with the next, then the one after it, ...
             step += 1
             left = left[left + step < len(hashes)]
             left = left[agree[left] == agree[left + step]]

@@ -19,9 +19,7 @@ from ray_jobs.data.reading import pieces
 from ray_jobs.data.shards import Images
 from ray_jobs.randomness import GOLDEN, splitmix64
 
-_ROUNDS = (
-    8  # Feistel rounds on both halves; fewer are enough for large n, but visibly too few for n below ten
-)
+_ROUNDS = 8  # Feistel rounds on both halves; fewer are enough for large n, but visibly too few for n below ten
 STREAMS = 64  # parts of an epoch that are read in parallel; up to so many nodes share no row group
 WINDOW = 4  # row groups of a stream that are shuffled together
 _PLANNED = 4096  # positions whose rows are computed at once, which costs as much as computing a few
@@ -170,9 +168,7 @@ class BalancedOrder:
 
     def __init__(self, labels: NDArray[np.int64], fingerprint: str, seed: int) -> None:
         self._by_class = np.argsort(labels, kind="stable")
-        _, self._starts, self._sizes = np.unique(
-            labels[self._by_class], return_index=True, return_counts=True
-        )
+        _, self._starts, self._sizes = np.unique(labels[self._by_class], return_index=True, return_counts=True)
         self._key = _key(f"balanced/{fingerprint}/{seed}")
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -138,9 +138,7 @@ def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYT
     """
     is_remote = store.uri.startswith("s3://")
     not_needed = ("shards/", "facts/") if is_remote else ("facts/",)
-    folder = local_files(
-        store, manifest, [file for file in manifest.files if not file.path.startswith(not_needed)]
-    )
+    folder = local_files(store, manifest, [file for file in manifest.files if not file.path.startswith(not_needed)])
     if not is_remote:
         return open_dataset(folder)
     info = _read_info(folder)
@@ -189,9 +187,7 @@ class Dataset:
         """Raise UserError if one of the splits has no images."""
         for split in splits:
             if not self.info.splits[split]:
-                raise UserError(
-                    f"dataset {self.info.name} has no images in its {split} split, which this stage needs"
-                )
+                raise UserError(f"dataset {self.info.name} has no images in its {split} split, which this stage needs")
 
     def labels(self, split: Split) -> NDArray[np.int64]:
         """Return the labels [n] of a split, without reading its images.
@@ -209,9 +205,7 @@ class Dataset:
         """Return the ids of a split's samples, in the order of its labels and images."""
         return list(self.index(split)["sample_id"].to_pylist())
 
-    def images(
-        self, split: Split, preprocessing: Preprocessing, indices: ArrayLike | None = None
-    ) -> NDArray[np.uint8]:
+    def images(self, split: Split, preprocessing: Preprocessing, indices: ArrayLike | None = None) -> NDArray[np.uint8]:
         """Return the images [n, resolution, resolution, channels] of a split, or of its rows `indices` in their order.
 
         Raw images of the model's size are copied; all others are decoded on all cores, as `load_image` does.
@@ -285,9 +279,7 @@ class Dataset:
     def is_raw(self, preprocessing: Preprocessing) -> bool:
         """Return whether images are stored as raw pixels of exactly the size that the model takes."""
         side = preprocessing.resolution
-        return self.info.image == ImageSize.model_construct(
-            height=side, width=side, channels=preprocessing.channels
-        )
+        return self.info.image == ImageSize.model_construct(height=side, width=side, channels=preprocessing.channels)
 
     def reader(self, rows: pa.Table) -> Reader:
         """Return a reader of the bytes of these rows of the index."""

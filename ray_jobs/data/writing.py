@@ -171,9 +171,7 @@ def write_dataset(
         shards=tuple(shards),
         content_digest=content_digest(
             name,
-            zip(
-                ids.to_pylist(), index["label"].to_pylist(), splits, index["labels"].to_pylist(), strict=True
-            ),
+            zip(ids.to_pylist(), index["label"].to_pylist(), splits, index["labels"].to_pylist(), strict=True),
             class_names,
             short_side,
             mask_classes,

@@ -44,9 +44,7 @@ def probability_table(
         columns["calibrated_probability"] = np.exp(scaled.max(axis=1))
         columns["calibrated_nll"] = -scaled[rows, labels]
     arrays = [
-        pa.array(columns[field.name], field.type)
-        if field.name in columns
-        else pa.nulls(len(rows), field.type)
+        pa.array(columns[field.name], field.type) if field.name in columns else pa.nulls(len(rows), field.type)
         for field in PROBABILITIES
     ]
     return pa.table(arrays, schema=PROBABILITIES)

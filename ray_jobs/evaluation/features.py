@@ -182,8 +182,7 @@ def features_of(
     seeds = range(config.seed, config.seed + INITIALISATIONS)
     every = [Weights(model, seed, config.resolution) for seed in (None, *seeds)]
     pairs = [
-        _paired(features, support)
-        for features in _embedded(context, dataset, every, preprocessing, parts, run, folder)
+        _paired(features, support) for features in _embedded(context, dataset, every, preprocessing, parts, run, folder)
     ]
     family = FAMILIES[contract.architecture.family]
     yield Features(f"{family}, {backbone}", pairs[:1], True)
@@ -290,9 +289,7 @@ def embed(model: Network, contract: ModelContract, threads: int, images: NDArray
     return outputs(model, contract, threads, images, lambda pixels: model.forward_features(pixels)[1])
 
 
-def infer(
-    folder: Path, dataset: Dataset, rows: pa.Table, threads: int, is_classifier: bool
-) -> NDArray[np.float32]:
+def infer(folder: Path, dataset: Dataset, rows: pa.Table, threads: int, is_classifier: bool) -> NDArray[np.float32]:
     """Return a model's features [n, width] of these rows of an index, or its probabilities [n, classes].
 
     Images are decoded while the model computes the ones before them.

@@ -138,9 +138,7 @@ def most_frequent(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[R
             yield Result(_protocol(config, "least squares", shots), shots, draw, fitted, accuracy)
 
 
-def nearest_neighbours(
-    support: Features, labels: Labels, test: Features, temperature: float | None
-) -> Fitted:
+def nearest_neighbours(support: Features, labels: Labels, test: Features, temperature: float | None) -> Fitted:
     """Let the `NEIGHBOURS` most similar images vote: equally, or weighted by exp(similarity / temperature).
 
     A tie goes to the label with the larger sum of similarities.
@@ -208,9 +206,7 @@ def logistic_regression(
                 support[chosen], labels[chosen]
             )
 
-    correct = [
-        np.sum(fit(c, ~is_held_out).predict(support[is_held_out]) == labels[is_held_out]) for c in C_GRID
-    ]
+    correct = [np.sum(fit(c, ~is_held_out).predict(support[is_held_out]) == labels[is_held_out]) for c in C_GRID]
     c = C_GRID[int(np.argmax(correct))]
     whole = fit(c, np.ones(len(labels), bool))
     known = np.concatenate([whole.predict_log_proba(block) for block in blocks(test)])

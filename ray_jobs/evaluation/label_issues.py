@@ -145,8 +145,7 @@ def doubts(metrics: Mapping[str, float | int | str]) -> str | None:
     if agreement >= needed:
         return None
     return (
-        f"the model agrees with only {agreement:.1%} of the labels; below {needed:.1%} it mostly lists its own"
-        " mistakes"
+        f"the model agrees with only {agreement:.1%} of the labels; below {needed:.1%} it mostly lists its own mistakes"
     )
 
 

@@ -123,11 +123,7 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     images = [training.images for training in trainings]
     overlap = find_overlap(test, not_test, labelled, images)
     config = context.config  # only stages with a backbone can have seen images
-    if (
-        overlap.seen.any()
-        and isinstance(config, Evaluate | Finetune | Segment)
-        and config.seen_in_training == "fail"
-    ):
+    if overlap.seen.any() and isinstance(config, Evaluate | Finetune | Segment) and config.seen_in_training == "fail":
         raise UserError(_refusal(config, test, overlap, trainings))
     if unknown and dataset.info.content_digest in named:
         overlap = overlap._replace(labels_seen=len(labelled))
@@ -179,9 +175,7 @@ def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: p
 def _counts(images: pa.Table, trainings: Sequence[Training]) -> str:
     """Return in words how many of these images each training has seen."""
     counts = [(training, int(_is_in_any(images, [training.images]).sum())) for training in trainings]
-    return "; ".join(
-        f"{count:,} by {training.stage} on {training.data}" for training, count in counts if count
-    )
+    return "; ".join(f"{count:,} by {training.stage} on {training.data}" for training, count in counts if count)
 
 
 def log_lines(overlap: Overlap) -> list[str]:
@@ -213,9 +207,7 @@ def _refusal(
 # ------------------------------------------------------------------------------------------------- comparing
 
 
-def find_overlap(
-    test: pa.Table, not_test: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]
-) -> Overlap:
+def find_overlap(test: pa.Table, not_test: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]) -> Overlap:
     """Compare a data set's images with the images used in training.
 
     Args:
@@ -236,9 +228,7 @@ def find_overlap(
     return Overlap(seen, int((equal & in_own_train).sum()), int(near.sum()), int(labels_seen.sum()))
 
 
-def _copies_seen(
-    context: Context[AnyStage], dataset: Dataset, trainings: Sequence[pa.Table]
-) -> NDArray[np.bool_]:
+def _copies_seen(context: Context[AnyStage], dataset: Dataset, trainings: Sequence[pa.Table]) -> NDArray[np.bool_]:
     """Return whether a training used a copy of each test image [n] before ingest left the copy out of train.
 
     Args:
@@ -284,9 +274,7 @@ def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_
 # ------------------------------------------------------------------------------------------------- the lineage
 
 
-def read_trainings(
-    store: Store, models: Iterable[Manifest]
-) -> tuple[list[Training], list[str], frozenset[str]]:
+def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Training], list[str], frozenset[str]]:
     """Return (training images of models and their ancestors, models with unknown ones, digests of named data sets).
 
     The digests are named by the contracts of the models and of ancestors with unknown images.

@@ -62,9 +62,7 @@ class Standardised:
     deviation: NDArray[np.float64]
 
     @classmethod
-    def of(
-        cls, support: NDArray[np.floating], labels: NDArray[np.integer], standardise: bool
-    ) -> Standardised:
+    def of(cls, support: NDArray[np.floating], labels: NDArray[np.integer], standardise: bool) -> Standardised:
         """Make them from a support [n, d] with labels [n]; without `standardise`, features are not scaled."""
         support = np.asarray(support, np.float64)
         mean, deviation = np.zeros(support.shape[1]), np.ones(support.shape[1])
@@ -177,11 +175,7 @@ def fixed(
     gram = x @ x.T if dual else x.T @ x
     gram[np.diag_indices_from(gram)] += l2
     factor = cho_factor(gram, lower=True, overwrite_a=True, check_finite=False)
-    weights = (
-        x.T @ cho_solve(factor, y, check_finite=False)
-        if dual
-        else cho_solve(factor, x.T @ y, check_finite=False)
-    )
+    weights = x.T @ cho_solve(factor, y, check_finite=False) if dual else cho_solve(factor, x.T @ y, check_finite=False)
     return Fitted(standardised.predict(weights, test), "fixed", {"l2": l2})
 
 
@@ -265,6 +259,4 @@ def check_features(split: str, features: NDArray[np.floating]) -> None:
     """Raise UserError if the features [n, d] of a split are not finite."""
     if not np.isfinite(features).all():
         row, column = np.argwhere(~np.isfinite(features))[0]
-        raise UserError(
-            f"{split} features: value {features[row, column]} at [{row}, {column}]; all must be finite"
-        )
+        raise UserError(f"{split} features: value {features[row, column]} at [{row}, {column}]; all must be finite")

@@ -58,9 +58,7 @@ def measure(prepare: Callable[[], Callable[[], None]], on: torch.device) -> Meas
     return Measured(min(seconds), None if before is None else max(0, _peak(on) - before))
 
 
-def forward_cost(
-    build: Callable[[], Network], contract: ModelContract, dtype: torch.dtype, threads: int
-) -> Cost:
+def forward_cost(build: Callable[[], Network], contract: ModelContract, dtype: torch.dtype, threads: int) -> Cost:
     """Return the cost of a model in a dtype, measured by its forward pass on this process's device."""
     devices.set_threads(threads)
     on = devices.device()

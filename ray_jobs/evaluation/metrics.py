@@ -55,9 +55,7 @@ METRICS = (
     Metric(ACCURACY, "Accuracy", "the fraction of images that are classified correctly"),
     Metric(MEAN_AP, "mAP", "the mean average precision, over queries of a retrieval or over classes"),
     Metric(MEAN_IOU, "mIoU", "the mean over classes of the intersection over union of pixels"),
-    Metric(
-        "macro-F1", "Macro-F1", "the mean over classes of F1, including predicted classes without images", f1
-    ),
+    Metric("macro-F1", "Macro-F1", "the mean over classes of F1, including predicted classes without images", f1),
     Metric("balanced accuracy", "Balanced accuracy", "the mean over classes of recall", recall),
 )
 COMPUTED = tuple(metric for metric in METRICS if metric.of_class is not None)
@@ -111,9 +109,7 @@ def contributions(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any
 def _counts(labels: NDArray[Any], predictions: NDArray[Any]) -> tuple[Counts, Counts, Counts]:
     classes = 1 + int(max(labels.max(), predictions.max()))
     columns = (labels[labels == predictions], labels, predictions)
-    hits, labelled, predicted = (
-        np.bincount(column, minlength=classes).astype(np.float64) for column in columns
-    )
+    hits, labelled, predicted = (np.bincount(column, minlength=classes).astype(np.float64) for column in columns)
     return hits, labelled, predicted
 
 

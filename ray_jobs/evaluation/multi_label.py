@@ -92,9 +92,7 @@ def mean_ap_contributions(truth: NDArray[np.bool_], scores: NDArray[np.floating]
         right = np.cumsum(has)[above - 1]
         first = np.searchsorted(ranked, ranked, side="left")
         # sums over the images of the class at this rank or below
-        by_right, by_all = (
-            np.cumsum((has * part)[::-1])[::-1][first] for part in (1 / above, right / above**2)
-        )
+        by_right, by_all = (np.cumsum((has * part)[::-1])[::-1][first] for part in (1 / above, right / above**2))
         precision = has @ (right / above) / has.sum()
         influence = (has * (right / above - precision + by_right) - by_all) / has.sum()
         contributions[order] += precision + len(truth) * influence

@@ -57,9 +57,7 @@ def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Folds) -> Settings:
     return grid[int(np.argmax(results))]
 
 
-def thresholds(
-    method: str, settings: Settings, x: np.ndarray, y: np.ndarray, folds: Folds
-) -> tuple[float, ...]:
+def thresholds(method: str, settings: Settings, x: np.ndarray, y: np.ndarray, folds: Folds) -> tuple[float, ...]:
     """Return each class's threshold with the highest F1 on the validation parts, the mean over folds."""
     by_fold = []
     for train, validation in folds:
@@ -100,9 +98,7 @@ def _probabilities(
         if method == "k-NN":
             neighbours = KNeighborsRegressor(int(settings["n_neighbors"]), n_jobs=1)
             return np.asarray(neighbours.fit(train, y_train.astype(np.float64)).predict(test))
-        for number in np.flatnonzero(
-            y_train.any(axis=0) & ~y_train.all(axis=0)
-        ):  # the others keep their frequency
+        for number in np.flatnonzero(y_train.any(axis=0) & ~y_train.all(axis=0)):  # the others keep their frequency
             classifier = _classifier(method, settings).fit(train, y_train[:, number])
             frequencies[:, number] = classifier.predict_proba(test)[:, 1]
     return frequencies

@@ -112,9 +112,7 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 def is_reference(method: str) -> bool:
     """Return whether a method of evaluate or segment is a reference, and not a model that could be chosen."""
-    return (
-        method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY, CLASS_FREQUENCIES)) or "untrained" in method
-    )
+    return method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY, CLASS_FREQUENCIES)) or "untrained" in method
 
 
 def is_apart(method: str) -> bool:
@@ -159,8 +157,7 @@ def scored(
         }
         if probabilities is not None:
             columns |= {
-                name: probabilities[name].combine_chunks().take(pa.array(places))
-                for name in PROBABILITIES.names
+                name: probabilities[name].combine_chunks().take(pa.array(places)) for name in PROBABILITIES.names
             }
         arrays = [
             pa.array(columns[field.name], field.type)
@@ -261,9 +258,7 @@ def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
 
 def write_parquet(path: Path | pa.NativeFile, table: pa.Table) -> None:
     """Write a table as Parquet; dictionary-encoded texts are read back as plain texts."""
-    pq.write_table(
-        table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES
-    )
+    pq.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES)
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
@@ -279,7 +274,5 @@ def digest_rows(rows: Sequence[Row], schema: Any) -> str:
     # Python writes the shortest decimal that parses to the same float, so different values give different lines.
     stored = pa.Table.from_pylist(rows, schema).to_pylist()
     lines = sorted(json.dumps(list(row.values()), allow_nan=False) for row in stored)
-    columns = ", ".join(
-        f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema
-    )
+    columns = ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)
     return hashlib.sha256("\n".join([columns, *lines]).encode()).hexdigest()

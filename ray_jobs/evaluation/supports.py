@@ -141,9 +141,7 @@ def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tupl
     """
     largest = int(np.unique(labels, return_counts=True)[1].max())
     if not 2 <= num_folds <= largest:
-        raise UserError(
-            f"num_folds is {num_folds}; it must be from 2 to {largest}, the size of the largest class"
-        )
+        raise UserError(f"num_folds is {num_folds}; it must be from 2 to {largest}, the size of the largest class")
     from sklearn.model_selection import StratifiedKFold
 
     splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)

@@ -101,8 +101,7 @@ def _counts(dataset: Dataset, unusable: Sequence[Unusable], copies: pa.Table) ->
     info = dataset.info
     index = pa.concat_tables([dataset.index(split) for split in SPLITS])
     by_class = {
-        split: np.bincount(each_label(dataset.index(split)), minlength=len(info.class_names))
-        for split in SPLITS
+        split: np.bincount(each_label(dataset.index(split)), minlength=len(info.class_names)) for split in SPLITS
     }
     kinds = Counter(zip(copies["kind"].to_pylist(), copies["done"].to_pylist(), strict=True))
     sizes = {name: np.percentile(index[name].to_numpy(), (0, 50, 100)) for name in ("width", "height")}
@@ -133,28 +132,22 @@ def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
     channels = size.channels if size else 3
     half = (0.5,) * channels
     side = min(SIDE, max(size.height, size.width)) if size else SIDE
-    images = dataset.images(
-        split, Preprocessing(mean=half, std=half, resolution=side, channels=channels), rows
-    )
+    images = dataset.images(split, Preprocessing(mean=half, std=half, resolution=side, channels=channels), rows)
     counts = [np.bincount(images[..., channel].ravel(), minlength=256) for channel in range(channels)]
     levels = np.arange(256) / 255
     means = [np.average(levels, weights=count) for count in counts]
     deviations = [
-        np.sqrt(np.average((levels - mean) ** 2, weights=count))
-        for mean, count in zip(means, counts, strict=True)
+        np.sqrt(np.average((levels - mean) ** 2, weights=count)) for mean, count in zip(means, counts, strict=True)
     ]
     return {"split": split, "images": len(rows), "side": side} | {
-        name: [round(float(value), 4) for value in values]
-        for name, values in (("mean", means), ("std", deviations))
+        name: [round(float(value), 4) for value in values] for name, values in (("mean", means), ("std", deviations))
     }
 
 
 def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray) -> list[str]:
     """Write the sheet, with one line of images per class; return the classes of the lines."""
     names = dataset.info.class_names
-    lines = sample_rows(
-        Images(dataset, dataset.index(split)).labels[rows] if names else np.arange(len(rows)) % _LINES
-    )
+    lines = sample_rows(Images(dataset, dataset.index(split)).labels[rows] if names else np.arange(len(rows)) % _LINES)
     pictures = squares(dataset, split, rows[np.concatenate(list(lines.values()))])
     if (side := pictures.shape[1]) <= SMALL:
         pictures = pictures.repeat(2 * SMALL // side, axis=1).repeat(2 * SMALL // side, axis=2)
@@ -188,10 +181,7 @@ def _markdown(card: dict[str, Any]) -> str:
         "",
         *[f"- {_plain(note)}" for note in card["notes"]],
         *[f"- {copies_note(row['images'], row['kind'], row['done'])}" for row in card["copies"]],
-        *[
-            f"- {count:,} quarantined: {_plain(why)}"
-            for why, count in list(card["quarantine"].items())[:SHOWN]
-        ],
+        *[f"- {count:,} quarantined: {_plain(why)}" for why, count in list(card["quarantine"].items())[:SHOWN]],
         "",
     ]
     if not classes:
@@ -214,6 +204,4 @@ def _markdown(card: dict[str, Any]) -> str:
 
 def _plain(text: str) -> str:
     """Escape an untrusted name for Markdown, so that it cannot become a table, a link or a tag."""
-    return "".join(
-        f"\\{letter}" if letter in "\\`*_{}[]<>()#!|" else letter for letter in " ".join(text.split())
-    )
+    return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>()#!|" else letter for letter in " ".join(text.split()))

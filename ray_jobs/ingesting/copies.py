@@ -68,12 +68,8 @@ _TURNS: dict[str, _Views] = {
     "rotated": _both_ways([_UPRIGHT, _REVERSED]),
 }
 # Never compare the same crop or the inside of both images: the middles of all digits look alike.
-_CUTS: dict[str, _Views] = {
-    "cropped": _both_ways([*combinations(("phash", *_CROPS), 2), ("phash", "phash_inside")])
-}
-_SCHEMA = large(
-    pa.schema([INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)])
-)
+_CUTS: dict[str, _Views] = {"cropped": _both_ways([*combinations(("phash", *_CROPS), 2), ("phash", "phash_inside")])}
+_SCHEMA = large(pa.schema([INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)]))
 _Ints = NDArray[np.int64]
 _NO_PAIRS: Pairs = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -204,9 +200,7 @@ def _first_twins(
     return by_kind, agreeing
 
 
-def _table(
-    every: _Images, at: _Ints, best: _Ints, kinds: NDArray[np.str_], is_left_out: NDArray[np.bool_]
-) -> pa.Table:
+def _table(every: _Images, at: _Ints, best: _Ints, kinds: NDArray[np.str_], is_left_out: NDArray[np.bool_]) -> pa.Table:
     """Return `large` DUPLICATES for the images `at` and their twins `best`."""
     differs = (every.content[at] == every.content[best]) & (every.class_ids[at] != every.class_ids[best])
     kinds = np.where(differs & (best < every.number), CONFLICT, kinds)
@@ -239,9 +233,7 @@ def _named(tables: Sequence[pa.Table], class_names: Sequence[Sequence[str]]) -> 
 def _has_class(classes: pa.Array, others: Mapping[str, OtherSet]) -> NDArray[np.bool_]:
     """Return whether the twin's set has the image's class, [standing of the twin, image]."""
     in_others = [pc.is_in(classes, pa.array(other.class_names, pa.string())) for other in others.values()]
-    return np.stack(
-        [*(mask.to_numpy(False) for mask in in_others), *[np.ones(len(classes), bool)] * len(_SPLITS)]
-    )
+    return np.stack([*(mask.to_numpy(False) for mask in in_others), *[np.ones(len(classes), bool)] * len(_SPLITS)])
 
 
 def _ranks(sample_ids: pa.ChunkedArray, strength: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -273,9 +265,7 @@ def _cells(values: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], dict[str, 
     }
 
 
-def _of_one_class(
-    cells: Mapping[str, _Ints], pairs: Pairs, class_ids: _Ints
-) -> tuple[dict[str, _Ints], Pairs]:
+def _of_one_class(cells: Mapping[str, _Ints], pairs: Pairs, class_ids: _Ints) -> tuple[dict[str, _Ints], Pairs]:
     """Split cells and pairs of near cells by class, so that each cell has images of one class."""
     classes = class_ids.max(initial=-1) + 1
     # 0 is for images without a cell
@@ -335,17 +325,13 @@ def _first_of_another_class(content: _Ints, class_ids: _Ints, rank: _Ints) -> _I
     return np.where(differs, first[content], second[content])
 
 
-def _distances(
-    hashes: Mapping[str, _Hashes], kind: NDArray[np.str_], at: _Ints, best: _Ints
-) -> NDArray[np.int32]:
+def _distances(hashes: Mapping[str, _Hashes], kind: NDArray[np.str_], at: _Ints, best: _Ints) -> NDArray[np.int32]:
     """Return the distance in bits of the images `at` and their twins `best`, by the nearest views of their kind."""
     distance = np.bitwise_count(hashes["phash"][at] ^ hashes["phash"][best]).astype(np.int32)
     for name, views in (_TURNS | _CUTS).items():
         rows = kind == name
         pairs = [(hashes[column][at[rows]], hashes[twin][best[rows]]) for column, twin in views]
-        bits = [
-            np.where((hash_ > 0) & (twin > 0), np.bitwise_count(hash_ ^ twin), 64) for hash_, twin in pairs
-        ]
+        bits = [np.where((hash_ > 0) & (twin > 0), np.bitwise_count(hash_ ^ twin), 64) for hash_, twin in pairs]
         distance[rows] = np.min(bits, axis=0)
     return distance
 

@@ -39,9 +39,7 @@ def read_list(name: str, data: bytes) -> list[str]:
     """
     try:
         text = data.decode("utf-8-sig")
-        rows = [
-            [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""), strict=True)
-        ]
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""), strict=True)]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"exclude: {name} is not UTF-8 text or CSV: {error}") from None
     rows = [row for row in rows if any(row)]
@@ -56,9 +54,7 @@ def read_list(name: str, data: bytes) -> list[str]:
     return [identity for (identity,) in rows]
 
 
-def exclude(
-    name: str, wanted: list[str], images: pa.Table, class_names: Sequence[str]
-) -> tuple[pa.Array, pa.Table]:
+def exclude(name: str, wanted: list[str], images: pa.Table, class_names: Sequence[str]) -> tuple[pa.Array, pa.Table]:
     """Return which images leave [n], and `large` EXCLUDED.
 
     Args:
@@ -99,9 +95,7 @@ def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: S
         excluded: EXCLUDED.
         index: the remaining images, without copies; columns label and split.
     """
-    out = excluded.filter(
-        pc.and_(pc.equal(excluded["done"], "left out"), pc.equal(excluded["split"], "train"))
-    )
+    out = excluded.filter(pc.and_(pc.equal(excluded["done"], "left out"), pc.equal(excluded["split"], "train")))
     left = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
     if lost := sorted({*out["class_name"].to_pylist()} - {class_names[label] for label in left}):
         raise UserError(

@@ -73,16 +73,13 @@ def with_digests(context: Context[Ingest], files: Files, entries: pa.Table) -> p
     everything = identity.files_fingerprint(files.items())  # not the attempt's, which covers `exclude`
     size = [context.config.short_side] if context.config.short_side else []
     digests = {
-        name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in file_digests(files.items())
+        name: identity.sha256(identity.canonical_json([*facts, *size])) for name, *facts in file_digests(files.items())
     }
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))
     named = entries["file"].combine_chunks().dictionary_encode()
     tops = [outermost(digests, name) for name in named.dictionary.to_pylist()]
-    of_tops = [
-        everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops
-    ]
+    of_tops = [everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops]
     of_files = pa.array([digest[:32] for digest in of_tops], pa.large_string()).take(named.indices)
     of_rows = pa.array([everything[:32]] * len(entries), pa.large_string())
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
@@ -128,9 +125,7 @@ def _hashes(names: pa.ChunkedArray) -> NDArray[np.uint64]:
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-def write_part(
-    context: Context[Ingest], files: Files, states: States, finished: list[Finished], part: Part
-) -> Written:
+def write_part(context: Context[Ingest], files: Files, states: States, finished: list[Finished], part: Part) -> Written:
     """Read, check and write one shard (in a Ray task)."""
     facts: list[dict[str, Any]] = []
     file = shard_file(part.number)
@@ -187,9 +182,7 @@ def _samples(
     mask_classes = catalog.mask_classes(source)
     # masks of reused images are read again, because their file may have changed
     entry_masks = catalog.masks(source, files, entries) if mask_classes else repeat(None, len(entries))
-    for number, (entry, before, mask) in enumerate(
-        zip(entries.to_pylist(), reusable, entry_masks, strict=True)
-    ):
+    for number, (entry, before, mask) in enumerate(zip(entries.to_pylist(), reusable, entry_masks, strict=True)):
         listed = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
         row = dict(listed)
         facts.append(row)
@@ -198,9 +191,7 @@ def _samples(
             row |= before.facts
             row["is_reused"] = True
         else:
-            image = next(
-                new_images if before is None else catalog.images(source, files, entries.slice(number, 1))
-            )
+            image = next(new_images if before is None else catalog.images(source, files, entries.slice(number, 1)))
             try:
                 data, examined = _examined(image)
                 # of the original bytes, even if the image is downsized
@@ -243,9 +234,7 @@ def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) 
     return StoredMask.of(mask)
 
 
-def in_tasks(
-    function: Callable[..., Any], shared: Sequence[Any], items: Sequence[Any], unit: str
-) -> list[Any]:
+def in_tasks(function: Callable[..., Any], shared: Sequence[Any], items: Sequence[Any], unit: str) -> list[Any]:
     """Return function(*shared, item) for each item, in order, computed in Ray tasks on one core each."""
     import ray  # not at the top: the stage's process checks its --spec without it
 

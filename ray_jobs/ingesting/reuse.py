@@ -74,11 +74,7 @@ def finished_parts(context: Context[Ingest], digests: pa.ChunkedArray) -> list[F
     """
     attempt, store = context.attempt, context.open_store()
     folders = [Layout.files(attempt.job, attempt.key, number) for number in range(attempt.number - 1, 0, -1)]
-    parts = [
-        Finished(f"{folder}/facts/{name}", None)
-        for folder in folders
-        for name in store.names(f"{folder}/facts")
-    ]
+    parts = [Finished(f"{folder}/facts/{name}", None) for folder in folders for name in store.names(f"{folder}/facts")]
     dataset = _of_same_source(context, digests)
     return parts if dataset is None else [*parts, *_committed_parts(dataset)]
 
@@ -111,9 +107,7 @@ def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manif
     if in_place := [manifest for manifest in alike if manifest.config["source"] == source]:
         return max(in_place, key=lambda manifest: manifest.finished)
     wanted = pc.unique(digests)
-    return max(
-        alike, key=lambda manifest: (_in_common(store, manifest, wanted), manifest.finished), default=None
-    )
+    return max(alike, key=lambda manifest: (_in_common(store, manifest, wanted), manifest.finished), default=None)
 
 
 def _in_common(store: Store, manifest: Manifest, digests: pa.Array) -> int:
@@ -133,12 +127,10 @@ def _is_forced(context: Context[Ingest]) -> bool:
     """Return whether `--force` replaced the key of the attempt's configuration by a successor."""
     attempt = context.attempt
     inputs = {
-        field: [reference.content_digest for reference in references]
-        for field, references in attempt.inputs.items()
+        field: [reference.content_digest for reference in references] for field, references in attempt.inputs.items()
     }
     return attempt.key not in {
-        identity.stage_key(context.config, inputs, attempt.source, code)
-        for code in (None, attempt.code_digest)
+        identity.stage_key(context.config, inputs, attempt.source, code) for code in (None, attempt.code_digest)
     }
 
 

@@ -112,8 +112,6 @@ def without_untrained(index: pa.Table, class_names: Sequence[str], may_train: Co
     return Trainable(
         index,
         tuple(np.delete(names, lost)),
-        pa.table([aside["key"], names[labels[is_lost]], aside["split"]], schema=large(SET_ASIDE)).sort_by(
-            "key"
-        ),
+        pa.table([aside["key"], names[labels[is_lost]], aside["split"]], schema=large(SET_ASIDE)).sort_by("key"),
         tuple((class_names[label], int(counts[label])) for label in lost),
     )

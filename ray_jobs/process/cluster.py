@@ -171,8 +171,7 @@ def on_cluster(stage: Callable[..., Any], context: Any, unit: str | None = None)
 def _room(resources: dict[str, float]) -> int:
     """Return how many workers with these resources the cluster's machines have room for."""
     return sum(
-        int(min(machine.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
-        for machine in _machines()
+        int(min(machine.get(name, 0) / amount for name, amount in resources.items()) + 1e-6) for machine in _machines()
     )
 
 

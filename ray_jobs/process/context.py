@@ -81,9 +81,7 @@ class Context(Generic[Spec]):
         Images on S3 are read on demand, through a cache of `cache_gib` GiB on this machine (None: the default size).
         """
         (manifest,) = self.inputs["data"]
-        return open_artifact(
-            self.open_store(), manifest, int(cache_gib * 2**30) if cache_gib else CACHE_BYTES
-        )
+        return open_artifact(self.open_store(), manifest, int(cache_gib * 2**30) if cache_gib else CACHE_BYTES)
 
     def listed(self) -> frozenset[str] | None:
         """Return the names of the source's files when the stage was planned; files that came later are left out.
@@ -154,11 +152,7 @@ def read_context(spec: str) -> Context[AnyStage]:
     inputs: dict[str, tuple[Manifest, ...]] = {}
     for name, references in attempt.inputs.items():
         manifests = [read_manifest(store, reference.job, reference.key) for reference in references]
-        missing = [
-            reference.key
-            for reference, manifest in zip(references, manifests, strict=True)
-            if manifest is None
-        ]
+        missing = [reference.key for reference, manifest in zip(references, manifests, strict=True) if manifest is None]
         if missing:
             raise StoreError(f"input {name}: {', '.join(missing)} not found in {store.uri}")
         inputs[name] = tuple(manifest for manifest in manifests if manifest is not None)

@@ -51,9 +51,7 @@ def known_peak(name: str, is_float32: bool) -> float | None:
     """Return the peak FLOPs per second of the GPU with this name; None if it is not known."""
     if re.search(r"\bMIG\b", name):
         return None
-    return next(
-        (peaks[is_float32] for word, peaks in _PEAKS.items() if re.search(rf"\b{word}\b", name)), None
-    )
+    return next((peaks[is_float32] for word, peaks in _PEAKS.items() if re.search(rf"\b{word}\b", name)), None)
 
 
 def backend() -> str:
@@ -87,14 +85,8 @@ def torch_dtype(name: str, on: torch.device) -> torch.dtype:
     Raises:
         UserError: the GPU does not support bfloat16.
     """
-    if (
-        name == "bfloat16"
-        and on.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        raise UserError(
-            f"dtype: {torch.cuda.get_device_name(on)} does not support bfloat16; use dtype: float32"
-        )
+    if name == "bfloat16" and on.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"dtype: {torch.cuda.get_device_name(on)} does not support bfloat16; use dtype: float32")
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 

@@ -90,9 +90,7 @@ def causes(error: BaseException) -> list[BaseException]:
     """
     failures = getattr(error, "worker_failures", {}).values()  # WorkerGroupError
     wrapped = [getattr(error, "cause", None), getattr(error, "controller_failure", None), *failures]
-    return [cause for inner in wrapped if isinstance(inner, BaseException) for cause in causes(inner)] or [
-        error
-    ]
+    return [cause for inner in wrapped if isinstance(inner, BaseException) for cause in causes(inner)] or [error]
 
 
 def join_ray() -> None:

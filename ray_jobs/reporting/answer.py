@@ -69,10 +69,7 @@ def settings(verdicts: Sequence[Line]) -> list[list[Line]]:
     for verdict in verdicts:
         key = verdict["task"], verdict["labels_per_class"], verdict["protocol"], verdict["artifact"]
         groups.setdefault((*key, verdict["method"]), []).append(verdict)
-    return [
-        sorted(group, key=lambda verdict: -verdict[f"reference_{verdict['metric']}"])
-        for group in groups.values()
-    ]
+    return [sorted(group, key=lambda verdict: -verdict[f"reference_{verdict['metric']}"]) for group in groups.values()]
 
 
 def _apart(lines: Sequence[Line]) -> str:
@@ -97,9 +94,7 @@ def _compared(verdicts: Sequence[Line]) -> str:
         key=lambda verdict: (verdict["labels_per_class"] or float("inf"), -verdict[verdict["metric"]]),
     )
     first, metric = ordered[0], ordered[0]["metric"]
-    last = next(
-        verdict for verdict in ordered if verdict["labels_per_class"] == ordered[-1]["labels_per_class"]
-    )
+    last = next(verdict for verdict in ordered if verdict["labels_per_class"] == ordered[-1]["labels_per_class"])
     more = ", training images unknown" * first["unknown_training"] + _best_of(first, strongest)
     is_open = all(verdict["conclusion"] == "not told from zero" for verdict in (first, last))
     told = _told_by_others(first) * is_open
@@ -189,9 +184,7 @@ def _best_backbone(numbers: Line) -> str:
     groups = numbers["costs"]
     group = next((group for group in groups if group["protocol"] == "fine-tuning"), groups[0])
     best, second = group["lines"][:2]
-    images = next(
-        line["num_images"] for line in numbers["accuracies"] if line["artifact"] == best["artifact"]
-    )
+    images = next(line["num_images"] for line in numbers["accuracies"] if line["artifact"] == best["artifact"])
     said = (
         f"{best['backbone']} is the most accurate of {len(group['lines'])} backbones:"
         f" {percent(best['accuracy'])} with {group['labels'].partition(' (')[0]} ({_how(group['protocol'])}) on"
@@ -202,9 +195,7 @@ def _best_backbone(numbers: Line) -> str:
     low, high = sorted((-difference["low"], -difference["high"]))
     interval = f"95% interval {points(low, sign='')} to {points(high, sign='')}"
     if low > 0:
-        return (
-            f"{said}, {points(-difference['value'], sign='')} points ({interval}) above {second['backbone']}."
-        )
+        return f"{said}, {points(-difference['value'], sign='')} points ({interval}) above {second['backbone']}."
     lower = f"{points(-difference['value'], sign='')} points lower ({interval})"
     return f"{said}; {second['backbone']}, {lower}, cannot be told from it."
 
@@ -230,11 +221,7 @@ def _highest_metric(lines: Sequence[Line]) -> str:
     """Name the model with the highest mAP, or with the highest of another metric if none has one."""
     metric = MEAN_AP if any(line["metric"] == MEAN_AP for line in lines) else lines[0]["metric"]
     best = max((line for line in lines if line["metric"] == metric), key=lambda line: line["value"])
-    ends = (
-        "no interval"
-        if best["low"] is None
-        else f"95% interval {percent(best['low'])} to {percent(best['high'])}"
-    )
+    ends = "no interval" if best["low"] is None else f"95% interval {percent(best['low'])} to {percent(best['high'])}"
     return (
         f"the highest {metric} is {percent(best['value'])} ({ends}), of {subject(best['method'])}"
         f" ({_how(best['protocol'])}) on {quantity(best['num_images'], 'test image')} of {best['task']}."
@@ -254,9 +241,7 @@ def _on_vtab(scores: Sequence[Line]) -> str:
     peers = sum(mean(score)["tasks"] == column["tasks"] for score in scores)
     among = f", the best of {peers} scores" if peers > 1 else ""
     labels = (
-        column["labels"]
-        if column["labels"].endswith(("labels", "shots", "shot"))
-        else f"{column['labels']} labels"
+        column["labels"] if column["labels"].endswith(("labels", "shots", "shot")) else f"{column['labels']} labels"
     )
     reached = f"{subject(best['method'])} reaches {percent(column['mean'])} with {labels}"
     return f"{reached}, the mean of {over}{among}."

@@ -41,9 +41,7 @@ class Cluster(NamedTuple):
 
 def sampled_files(store: Store, embedding: Manifest) -> list[Path]:
     """Fetch files of an embedding, spread over all, that hold about twice MAX_IMAGES."""
-    files = sorted(
-        (file for file in embedding.files if file.path.startswith("images/")), key=lambda file: file.path
-    )
+    files = sorted((file for file in embedding.files if file.path.startswith("images/")), key=lambda file: file.path)
     share = min(1.0, 2 * MAX_IMAGES / int(embedding.metrics["images"]))
     number = math.ceil(share * len(files))
     chosen = [files[place * len(files) // number] for place in range(number)]
@@ -95,9 +93,7 @@ def sheet(dataset: Dataset, clusters: list[Cluster]) -> list[Tiles]:
     shown = [rows[sample_id] for cluster in clusters for sample_id in cluster.nearest]
     urls: Iterator[str] = iter(data_urls(dataset, "train", shown))
     return [
-        Tiles(
-            f"Group {number}: {quantity(cluster.images, 'image')}", tuple(next(urls) for _ in cluster.nearest)
-        )
+        Tiles(f"Group {number}: {quantity(cluster.images, 'image')}", tuple(next(urls) for _ in cluster.nearest))
         for number, cluster in enumerate(clusters, 1)
     ]
 

@@ -18,9 +18,7 @@ from ray_jobs.reporting.provenance import Part
 from ray_jobs.reporting.verdicts import comparable, is_compared, kind, labels_text, paired
 
 
-def costs(
-    entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str, int]
-) -> list[dict[str, Any]]:
+def costs(entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return a group for each task, protocol and number of labels that several backbones were scored with.
 
     A group's lines are the backbones with a cost.json, the most accurate first. `minus_best` is the paired difference
@@ -31,9 +29,7 @@ def costs(
     """
     known = {manifest.key: cost for _, manifest, folder in parts if (cost := _read(folder)) is not None}
     backbones = {
-        manifest.key: references[0].key
-        for _, manifest, _ in parts
-        if (references := manifest.inputs.get("backbone"))
+        manifest.key: references[0].key for _, manifest, _ in parts if (references := manifest.inputs.get("backbone"))
     }
     names = {manifest.key: stage for stage, manifest, _ in parts}
     groups: dict[tuple[Any, ...], list[Entry]] = {}

@@ -30,9 +30,7 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
         alike = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]
         figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(alike))
     losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
-    losses |= {
-        tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]
-    }
+    losses |= {tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]}
     several = {model["artifact"] for model in numbers.get("several_labels", ())}
     for artifact, draws in losses.items():
         metric = EXACT if artifact in several else ACCURACY

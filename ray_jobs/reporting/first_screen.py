@@ -43,9 +43,7 @@ def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
         for line in (*measured, *numbers.get("other_metrics", ()))
         if line["metric"] == metric
     }
-    rows = [
-        {"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}
-    ]
+    rows = [{"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}]
     for verdict in group:
         key = verdict["reference_artifact"], verdict["reference"], labels, verdict["reference_protocol"], task
         rows.append({"line": lines[key], "verdict": verdict})
@@ -93,9 +91,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     if groups := numbers.get("embeddings"):
         some = quantity(len(groups[0]["clusters"]), "group")
         notes += [(f"{some}: the report's choice, not a property of the images.", False)]
-        notes += [
-            (text, False) for dataset in numbers["datasets"] if (text := _few_to_learn(numbers, dataset))
-        ]
+        notes += [(text, False) for dataset in numbers["datasets"] if (text := _few_to_learn(numbers, dataset))]
     notes += [(text, False) for sweep in numbers["sweeps"] if (text := _rate_at_end(sweep))]
     total = len(numbers["verdicts"])
     if total > 1:
@@ -155,11 +151,7 @@ def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
     """Say whether test images were among training images, if stages looked."""
     measured = [stage for stage in stages if "test_images_seen_in_training" in stage["metrics"]]
     seen, shared, near = (
-        {
-            stage["stage"]: count
-            for stage in measured
-            if (count := stage["metrics"].get(f"test_images_{name}"))
-        }
+        {stage["stage"]: count for stage in measured if (count := stage["metrics"].get(f"test_images_{name}"))}
         for name in ("seen_in_training", "also_in_train", "near_training_images")
     )
     unknown = [stage["stage"] for stage in stages if "unknown_training" in stage["metrics"]]

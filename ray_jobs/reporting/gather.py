@@ -77,9 +77,7 @@ def gather(context: Context[Report]) -> ReportData:
     predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
-    datasets = {
-        manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"
-    }
+    datasets = {manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"}
     tested = _tested_datasets(manifests, datasets)
     measured = {
         manifest.key: curves
@@ -93,9 +91,7 @@ def gather(context: Context[Report]) -> ReportData:
     numbers = {
         **_scores(store, parts, entries, scored, datasets, tested),
         **_trainings(parts),
-        "measured_in_training": {
-            key: [asdict(curve) for curve in curves] for key, curves in measured.items()
-        },
+        "measured_in_training": {key: [asdict(curve) for curve in curves] for key, curves in measured.items()},
         "mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst),
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
@@ -143,8 +139,7 @@ def _scores(
     return {
         "vtab": vtab.scores(entries, evaluated),
         "verdicts": [
-            lines.verdict_line(verdict, tested.get(verdict.method.artifact), unknown)
-            for verdict in verdicts(compared)
+            lines.verdict_line(verdict, tested.get(verdict.method.artifact), unknown) for verdict in verdicts(compared)
         ],
         "accuracies": [
             lines.accuracy_line(
@@ -192,9 +187,7 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
     return {"stage": stage, "artifact": manifest.key}
 
 
-def _other_metrics(
-    rows: Any, manifests: Sequence[Manifest], scored: Sequence[multi_label.Entry]
-) -> dict[str, Any]:
+def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[multi_label.Entry]) -> dict[str, Any]:
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
     others = multi_label.with_intervals(measures.other_metrics(rows), scored)
@@ -223,14 +216,11 @@ def _embedded(store: Store, manifests: Iterable[Manifest]) -> dict[str, list[clu
     return {
         manifest.key: found
         for manifest in manifests
-        if manifest.kind == "embedding"
-        and (found := clusters.clusters_of(clusters.sampled_files(store, manifest)))
+        if manifest.kind == "embedding" and (found := clusters.clusters_of(clusters.sampled_files(store, manifest)))
     }
 
 
-def _clusters(
-    parts: Sequence[provenance.Part], embedded: Mapping[str, Sequence[clusters.Cluster]]
-) -> dict[str, Any]:
+def _clusters(parts: Sequence[provenance.Part], embedded: Mapping[str, Sequence[clusters.Cluster]]) -> dict[str, Any]:
     """Return the clusters of embeddings, if there are any."""
     lines = [
         {**_origin(stage, manifest), "clusters": [cluster._asdict() for cluster in embedded[manifest.key]]}

@@ -62,9 +62,7 @@ def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[s
         "detectable": detectable_difference(verdict.difference),
         "adjusted_low": verdict.adjusted.low,
         "adjusted_high": verdict.adjusted.high,
-        "other_differences": [
-            {"metric": name, **interval._asdict()} for name, interval in verdict.others.items()
-        ],
+        "other_differences": [{"metric": name, **interval._asdict()} for name, interval in verdict.others.items()],
         "draws": verdict.draws,
         "num_images": len(method.sample_ids),
         "conclusion": verdict.conclusion,
@@ -77,9 +75,7 @@ def _num_classes(dataset: Dataset | None) -> int | None:
     return len(dataset.info.class_names) if dataset else None
 
 
-def accuracy_line(
-    entry: Entry, dataset: Dataset | None, recorded: Metrics, is_calibrated: bool
-) -> dict[str, Any]:
+def accuracy_line(entry: Entry, dataset: Dataset | None, recorded: Metrics, is_calibrated: bool) -> dict[str, Any]:
     """Return an accuracy's line, with the other metrics of its predictions.
 
     Args:
@@ -156,16 +152,13 @@ def uncalibrated(metrics: Mapping[str, Metrics], sweeps: Iterable[Mapping[str, A
     return {
         key
         for key, recorded in metrics.items()
-        if "temperature" in recorded
-        and not is_identified(float(recorded["temperature"]), accuracies.get(key, ()))
+        if "temperature" in recorded and not is_identified(float(recorded["temperature"]), accuracies.get(key, ()))
     }
 
 
 def chosen_trial(sweep: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the chosen trial of a sweep."""
-    name, chosen = (
-        ("number", sweep["chosen_trial"]) if "kind" in sweep else ("learning_rate", sweep["chosen"])
-    )
+    name, chosen = ("number", sweep["chosen_trial"]) if "kind" in sweep else ("learning_rate", sweep["chosen"])
     return next(trial for trial in sweep["trials"] if trial[name] == chosen)
 
 
@@ -256,8 +249,5 @@ def label_issues(table: pa.Table) -> dict[str, Any]:
     return {
         "num_issues": len(table),
         "issues": table.slice(0, MAX_ISSUES).to_pylist(),
-        "pairs": [
-            {"label": label, "suggested": other, "images": count}
-            for (label, other), count in pairs[:MAX_PAIRS]
-        ],
+        "pairs": [{"label": label, "suggested": other, "images": count} for (label, other), count in pairs[:MAX_PAIRS]],
     }

@@ -71,9 +71,7 @@ def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
     methods_right = np.sum([peer.correct.mean(axis=0) > 0.5 for peer in peers], axis=0)
     wrong = (~main.correct).sum(axis=0)
     usual = {image: _usual_mistake(main, image) for image in np.flatnonzero(wrong).tolist()}
-    order = sorted(
-        usual, key=lambda image: (-wrong[image], -(usual[image][1] or 0.0), methods_right[image], image)
-    )
+    order = sorted(usual, key=lambda image: (-wrong[image], -(usual[image][1] or 0.0), methods_right[image], image))
     return [
         Mistake(
             sample_id=main.sample_ids[image],

@@ -81,11 +81,7 @@ def with_intervals(metrics: Sequence[Line], scored: Sequence[Entry]) -> list[Lin
     unknown = {"low": None, "high": None}
     return [
         line
-        | (
-            entry.interval(line["metric"])
-            if (entry := by_key.get(tuple(line[name] for name in _ENTRY)))
-            else unknown
-        )
+        | (entry.interval(line["metric"]) if (entry := by_key.get(tuple(line[name] for name in _ENTRY))) else unknown)
         for line in metrics
     ]
 
@@ -105,9 +101,7 @@ def _of_draw(sample_ids: Sequence[str], scored: Scored, dataset: Dataset | None)
     truth, _, predicted = scored
     names = dataset.info.class_names if dataset else [f"class {number}" for number in range(truth.shape[1])]
     files = (
-        dict(zip(dataset.sample_ids("test"), dataset.index("test")["key"].to_pylist(), strict=True))
-        if dataset
-        else {}
+        dict(zip(dataset.sample_ids("test"), dataset.index("test")["key"].to_pylist(), strict=True)) if dataset else {}
     )
     hits, labelled, said = (truth & predicted).sum(0), truth.sum(0), predicted.sum(0)
     precisions, f1 = class_precisions(truth, scored.scores), f1_by_class(hits, labelled, said)

@@ -64,9 +64,7 @@ def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
     grouped = groupby(
         accuracies, lambda line: f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
     )
-    return [
-        (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"]))) for name, lines in grouped
-    ]
+    return [(name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"]))) for name, lines in grouped]
 
 
 def other_groups(metrics: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -156,9 +154,7 @@ def setting(value: Any) -> str:
         case dict():
             fields = ((name.replace("_", " "), inner) for name, inner in value.items())
             return ", ".join(
-                f"{name} ({setting(inner)})"
-                if isinstance(inner, dict | list | tuple)
-                else f"{name} {setting(inner)}"
+                f"{name} ({setting(inner)})" if isinstance(inner, dict | list | tuple) else f"{name} {setting(inner)}"
                 for name, inner in fields
             )
         case list() | tuple():

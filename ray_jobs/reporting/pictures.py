@@ -54,8 +54,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
     """
     names = dataset.info.label_names
     counts, held_out, tested = (
-        np.bincount(each_label(dataset.index(split)), minlength=len(names))
-        for split in ("train", "dev", "test")
+        np.bincount(each_label(dataset.index(split)), minlength=len(names)) for split in ("train", "dev", "test")
     )
     return {
         "name": dataset.info.name,
@@ -109,9 +108,7 @@ def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) ->
     size = dataset.info.image
     side, channels = (max(size.height, size.width), size.channels) if size else (PHOTO, 3)
     half = (0.5,) * channels
-    preprocessing = Preprocessing(
-        mean=half, std=half, crop="center", resolution=min(side, PHOTO), channels=channels
-    )
+    preprocessing = Preprocessing(mean=half, std=half, crop="center", resolution=min(side, PHOTO), channels=channels)
     return dataset.images(split, preprocessing, np.asarray(rows, int))
 
 
@@ -150,9 +147,7 @@ def overlays(store: Store, model: Manifest, dataset: Dataset, rows: Sequence[int
     if not isinstance(network, ViT) or network.config.axial:
         return []
     pixels = dataset.images("test", contract.preprocessing, np.asarray(rows))
-    looked = attention_rollout(
-        network, normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32)
-    )
+    looked = attention_rollout(network, normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
     return [_tinted(image, attention) for image, attention in zip(pixels, looked, strict=True)]
 
 

@@ -57,9 +57,7 @@ def few_shot(curves: Sequence[Curve]) -> Markup:
     ranges = [np.array([np.percentile(draws, [10, 90]) for draws in curve.draws]).T for curve in curves]
     every = [float(bound) for bounds in ranges for bound in bounds.ravel()]
     panel = Panel(spread(shots, LEFT, RIGHT, is_log=True), fractions(every, 250, 24))
-    parts = [
-        panel.axes(svg.numbers(shots), svg.percents(panel.y), "labelled images per class", "test accuracy")
-    ]
+    parts = [panel.axes(svg.numbers(shots), svg.percents(panel.y), "labelled images per class", "test accuracy")]
     for number, (curve, (low, high)) in enumerate(zip(curves, ranges, strict=True)):
         parts.append(panel.band(curve.shots, low, high, number))
         parts.append(panel.line(curve.shots, curve.means, number, ""))
@@ -77,9 +75,7 @@ def costs(unit: str, points: Sequence[CostPoint]) -> Markup:
     places = [point.cost for point in points]
     x = Scale(min(places) / 1.6, max(places) * 1.6, LEFT, RIGHT, is_log=True)  # room for a tick
     panel = Panel(x, fractions([point.accuracy for point in points], 250, 24))
-    parts = [
-        panel.axes(svg.numbers(svg.log_ticks(x.low, x.high)), svg.percents(panel.y), unit, "test accuracy")
-    ]
+    parts = [panel.axes(svg.numbers(svg.log_ticks(x.low, x.high)), svg.percents(panel.y), unit, "test accuracy")]
     for point in points:
         title = f"{point.name}, {point.series}: {point.accuracy:.1%} at {point.cost:,.4g} {unit.partition(',')[0]}"
         parts.append(panel.mark(point.cost, point.accuracy, colours[point.series], title, shapes[point.name]))
@@ -113,9 +109,7 @@ def loss(
     faint = "faint" if len(draws) > 1 else ""
     for number, (own, values) in enumerate(zip(steps, losses, strict=True)):
         draw = f"draw {number}, " * (len(draws) > 1)
-        title = (
-            f"training loss, {draw}{values[0]:.3g} at step {own[0]:,} to {values[-1]:.3g} at step {own[-1]:,}"
-        )
+        title = f"training loss, {draw}{values[0]:.3g} at step {own[0]:,} to {values[-1]:.3g} at step {own[-1]:,}"
         parts.append(above.line(own, values, 0, title, faint))
     bottom = 160.0
     if measured:
@@ -170,9 +164,7 @@ def search(trials: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]) -> Ma
         parts.append(panel.axes(names, svg.percents(panel.y, 4), "", name))
         parts.append(svg.text(left + width / 2, top + 172, field.replace("_", " ")))
         for place, value, trial in zip(places, values, trials, strict=True):
-            parts += _trial(
-                panel, place, f"{field.replace('_', ' ')} {_value(value)}", trial, trial is chosen
-            )
+            parts += _trial(panel, place, f"{field.replace('_', ' ')} {_value(value)}", trial, trial is chosen)
     rows = -(-len(fields) // columns)
     return svg.figure(f"Validation {metric} of each trial", rows * height + 4, *parts)
 
@@ -183,9 +175,7 @@ def _values(trial: Mapping[str, Any]) -> Sequence[float]:
     return values
 
 
-def _searched(
-    values: Sequence[Any], left: float, right: float
-) -> tuple[Scale, list[float], dict[float, str]]:
+def _searched(values: Sequence[Any], left: float, right: float) -> tuple[Scale, list[float], dict[float, str]]:
     """Return the scale of a searched field, the place of each value, and the ticks."""
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         names = sorted({_value(value) for value in values})
@@ -226,9 +216,7 @@ def difference(verdict: Mapping[str, Any], scale: Scale) -> Markup:
     return _dot(low, value, high, scale, title, colour, zero)
 
 
-def _dot(
-    low: float, value: float, high: float, scale: Scale, title: str, colour: str, *parts: Markup
-) -> Markup:
+def _dot(low: float, value: float, high: float, scale: Scale, title: str, colour: str, *parts: Markup) -> Markup:
     """Draw a dot and its interval; without a viewBox, so it is as wide as its cell while the dot stays round."""
     first, middle, last = (f"{scale.at(place):.2f}%" for place in (low, value, high))
     span = element("line", x1=first, x2=last, y1="50%", y2="50%")
@@ -263,9 +251,7 @@ def lineage(stages: Sequence[Mapping[str, Any]]) -> Markup:
     for stage in stages:
         members.setdefault(names[stage["artifact"]], []).append(stage)
     before = {
-        name: {
-            names[key] for each in group for keys in each["inputs"].values() for key in keys if key in names
-        }
+        name: {names[key] for each in group for keys in each["inputs"].values() for key in keys if key in names}
         - {name}
         for name, group in members.items()
     }

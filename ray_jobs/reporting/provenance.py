@@ -43,8 +43,7 @@ def stages(parts: Sequence[Part]) -> list[dict[str, Any]]:
             "kind": manifest.kind,
             "artifact": manifest.key,
             "inputs": {
-                field: [reference.key for reference in references]
-                for field, references in manifest.inputs.items()
+                field: [reference.key for reference in references] for field, references in manifest.inputs.items()
             },
             "seconds": manifest.seconds,
             "earlier_seconds": manifest.earlier_seconds,
@@ -161,8 +160,7 @@ def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
     if "test_images_seen_in_training" not in metrics:
         return ""
     seen, shared, near = (
-        metrics[f"test_images_{name}"]
-        for name in ("seen_in_training", "also_in_train", "near_training_images")
+        metrics[f"test_images_{name}"] for name in ("seen_in_training", "also_in_train", "near_training_images")
     )
     counts = [f"{seen:,} test images" if seen else "unknown" if "unknown_training" in metrics else "none"]
     counts += [f"{shared:,} also in its own train or dev"] if shared else []

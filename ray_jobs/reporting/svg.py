@@ -37,8 +37,7 @@ def element(name: str, *children: str, title: str = "", **attributes: str | floa
         attributes["role"] = "img"
         children = (Markup("<title>{}</title>").format(title), *children)
     written = Markup("").join(
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _text(value))
-        for key, value in attributes.items()
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _text(value)) for key, value in attributes.items()
     )
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), written, Markup("").join(map(escape, children)))  # noqa: S704 (a name of ours)
 
@@ -63,9 +62,7 @@ class Scale(NamedTuple):
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
 
-def spread(
-    values: Sequence[float], start: float, end: float, is_log: bool = False, pad: float = 0.06
-) -> Scale:
+def spread(values: Sequence[float], start: float, end: float, is_log: bool = False, pad: float = 0.06) -> Scale:
     """Return a scale that holds all values, with a margin of `pad` of the range at both ends."""
     low, high = min(values), max(values)
     if is_log:
@@ -130,9 +127,7 @@ class Panel:
                 parts.append(text(self.x.at(value), bottom + 16 + 12 * line, words))
         return element("g", *parts, aria_hidden="true")
 
-    def line(
-        self, xs: Sequence[float], ys: Sequence[float], colour: int, title: str, style: str = ""
-    ) -> Markup:
+    def line(self, xs: Sequence[float], ys: Sequence[float], colour: int, title: str, style: str = "") -> Markup:
         """Draw a line through points, as one mark; `style` is a class of its own."""
         points = "L".join(f"{self.x.at(x):.1f} {self.y.at(y):.1f}" for x, y in zip(xs, ys, strict=True))
         points += "h0" * (len(xs) == 1)  # a line of one point is a dot, because its ends are round

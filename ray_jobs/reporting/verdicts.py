@@ -68,9 +68,7 @@ def kind(entry: AnyEntry) -> str:
         return "apart"
     if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT)):
         return "pixels"
-    return next(
-        (word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained"
-    )
+    return next((word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained")
 
 
 def verdicts(entries: Sequence[AnyEntry]) -> list[Verdict]:

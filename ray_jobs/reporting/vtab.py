@@ -40,9 +40,7 @@ class Evaluated:
     notes: tuple[str, ...]
 
 
-def evaluated(
-    manifests: Iterable[tuple[str, Manifest]], notes: Mapping[str, tuple[str, ...]]
-) -> dict[str, Evaluated]:
+def evaluated(manifests: Iterable[tuple[str, Manifest]], notes: Mapping[str, tuple[str, ...]]) -> dict[str, Evaluated]:
     """Return the evaluations of VTAB tasks by their artifact's key.
 
     Args:
@@ -68,9 +66,7 @@ def evaluated(
                 for name, value in manifest.config.items()
                 if name not in _NOT_THE_PROTOCOL and not marks(fields[name]).get("execution")
             }
-            protocol["source"] = {
-                name: value for name, value in sources[data].items() if name not in _NOT_THE_KIND
-            }
+            protocol["source"] = {name: value for name, value in sources[data].items() if name not in _NOT_THE_KIND}
             backbone = manifest.inputs["backbone"][0].key
             evaluations[manifest.key] = Evaluated(
                 task=sources[data]["task"],

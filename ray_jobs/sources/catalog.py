@@ -71,9 +71,7 @@ def _with_one_spelling(entries: pa.Table) -> pa.Table:
     return entries.set_column(entries.schema.get_field_index("group"), ENTRIES.field("group"), new)
 
 
-def images(
-    source: Source, files: Files, entries: pa.Table
-) -> Iterator[bytes | NDArray[np.uint8] | UserError]:
+def images(source: Source, files: Files, entries: pa.Table) -> Iterator[bytes | NDArray[np.uint8] | UserError]:
     """Yield the image of each entry, in order: a file's bytes, pixels [h, w, c], or why it cannot be read."""
     codecs = set(entries["codec"].to_pylist())
     if codecs == {"row"}:

@@ -127,9 +127,7 @@ class CheckpointManager:
         minutes, is_wanted = self._every.minutes, False
         if self._rank == 0:  # its clock decides
             clock, requests = time.monotonic(), self._requests
-            is_wanted = requests > self._answered or (
-                minutes is not None and clock - self._last >= 60 * minutes
-            )
+            is_wanted = requests > self._answered or (minutes is not None and clock - self._last >= 60 * minutes)
             self._answered, self._last = requests, clock if is_wanted else self._last
         if self._agreement is None:
             return is_wanted
@@ -160,9 +158,7 @@ class CheckpointManager:
         """
         self.wait()
         self._has_checkpoints, self._last = True, time.monotonic()
-        copies = {
-            f"{shard.kind}/{shard.name}@{shard.start}": shard.values.to("cpu", copy=True) for shard in shards
-        }
+        copies = {f"{shard.kind}/{shard.name}@{shard.start}": shard.values.to("cpu", copy=True) for shard in shards}
         checkpoint = Checkpoint(
             job=self._attempt.job,
             key=self._attempt.key,
@@ -211,11 +207,7 @@ class CheckpointManager:
         elif writing.is_best or step in self._kept_steps:
             raise error
         else:
-            last = (
-                "there is no earlier one"
-                if self.newest is None
-                else f"the last checkpoint is of step {self.newest}"
-            )
+            last = "there is no earlier one" if self.newest is None else f"the last checkpoint is of step {self.newest}"
             warn(f"cannot write the checkpoint of step {step}: {error}; {last}, and training continues")
 
     def _await(self, future: Future[Any]) -> None:
@@ -310,9 +302,7 @@ class CheckpointManager:
             states.append(TrainState(self._store, checkpoint))
         return states
 
-    def _write_part(
-        self, checkpoint: Checkpoint, copies: dict[str, Tensor], state: WorkerState
-    ) -> Checkpoint:
+    def _write_part(self, checkpoint: Checkpoint, copies: dict[str, Tensor], state: WorkerState) -> Checkpoint:
         """Write this worker's file and return the checkpoint with this file only.
 
         Raises:

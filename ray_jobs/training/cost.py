@@ -61,9 +61,7 @@ def finetuning_cost(task: Task) -> Cost:
     return forward.model_copy(update={"training": measuring.speed(measured, parts * len(images), dtype)})
 
 
-def images_per_second(
-    size: Model, resolution: int, batch_size: int, threads: int
-) -> list[tuple[float, float]]:
+def images_per_second(size: Model, resolution: int, batch_size: int, threads: int) -> list[tuple[float, float]]:
     """Return speeds of fine-tunings from scratch on random pixels, on one GPU or these threads.
 
     Returns:

@@ -148,10 +148,7 @@ class Plain:
 
     def full_weights(self) -> dict[str, Tensor]:
         state = self.optimizer.state
-        return {
-            name: state[weight].get(EMA, weight).detach().cpu()
-            for name, weight in self.masters.named_parameters()
-        }
+        return {name: state[weight].get(EMA, weight).detach().cpu() for name, weight in self.masters.named_parameters()}
 
     def state_shards(self) -> Iterator[StateShard]:
         """Yield this worker's equal share of the concatenated parameters: every worker has all of them."""
@@ -180,9 +177,7 @@ class Plain:
 class Zero:
     """DeepSpeed's ZeRO, stages 1 to 3: the workers share the master weights and the optimizer's averages."""
 
-    def __init__(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         whole = {name: weight.detach().clone() for name, weight in module.named_parameters()}
         deepspeed = devices.import_deepspeed()
         with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print the machine's memory
@@ -190,9 +185,7 @@ class Zero:
                 model=module, optimizer=optimizer, config=settings, dist_init_required=False
             )
         self.module, self._zero = self._engine.module, self._engine.optimizer
-        self._frozen = {
-            name: whole[name] for name, weight in module.named_parameters() if not weight.requires_grad
-        }
+        self._frozen = {name: whole[name] for name, weight in module.named_parameters() if not weight.requires_grad}
         # DeepSpeed takes its master weights from the module after rounding it to bfloat16.
         with torch.no_grad():
             for name, start, flat, place in self._shares():
@@ -232,8 +225,7 @@ class Zero:
     def _full_averages(self) -> dict[str, Tensor]:
         named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         whole = {
-            name: torch.zeros(getattr(weight, "ds_shape", weight.shape), device=weight.device)
-            for name, weight in named
+            name: torch.zeros(getattr(weight, "ds_shape", weight.shape), device=weight.device) for name, weight in named
         }
         for name, start, flat, place in self._shares():
             part = self._zero.optimizer.state[flat][EMA][place]
@@ -281,9 +273,7 @@ class Zero:
                 yield name, start, flat, slice(offset, offset + count)
 
 
-def make_engine(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Pretrain, world: int
-) -> Engine:
+def make_engine(module: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Pretrain, world: int) -> Engine:
     """Return the engine of a pretraining: ZeRO if there is something to divide, otherwise plain torch.
 
     The module has the float32 weights to start from and is on its device. The optimizer steps its parameters and has
@@ -328,9 +318,7 @@ def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) 
 
     They are zeros; the average of the weight starts as the weight.
     """
-    averages = {
-        kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer, weight)
-    }
+    averages = {kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer, weight)}
     if EMA in averages:
         averages[EMA].copy_(weight.detach())
     optimizer.state[weight] = dict(averages)

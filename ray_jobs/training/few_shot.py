@@ -45,9 +45,7 @@ class FewShotProbe:
         self._config, self._device, self._rank = config, device, worker.rank
         self._train, self._dev = dataset.labels("train"), dataset.labels("dev")
         if not len(self._dev):
-            raise UserError(
-                f"fewshot: dataset {dataset.info.name} has no dev split to score; leave fewshot out"
-            )
+            raise UserError(f"fewshot: dataset {dataset.info.name} has no dev split to score; leave fewshot out")
         classes, shots = len(dataset.info.class_names), max(config.shots)
         if shots * classes**2 > _LARGEST:
             raise UserError(

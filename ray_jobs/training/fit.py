@@ -225,9 +225,7 @@ def fit(
     before = _state_before(saved, worker, reporting)
     setup, sampler = _setup(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
-    with Loader(
-        data, sampler, preprocessing, crop=setup.transform.crop, threads=config.threads or 1
-    ) as batches:
+    with Loader(data, sampler, preprocessing, crop=setup.transform.crop, threads=config.threads or 1) as batches:
         is_limit = config.early_stopping is not None and task.last_step is None
         log = Log(config, fit_flops(task), len(data.labels), batches, reporting, worker, last, is_limit)
         if saved is not None:
@@ -272,9 +270,7 @@ def _setup(
     config = task.config
     transform = TrainTransform(config, seed, len(task.contract.class_names), data.dataset.info.image is None)
     order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
-    sampler = Sampler(
-        data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world
-    )
+    sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world)
     loss, guard = (
         make_loss(task, engine, seed, class_weights(task, data)),
         Guard(data, sampler, task.steps, manager),
@@ -284,9 +280,7 @@ def _setup(
     ), sampler
 
 
-def make_loss(
-    task: Task, engine: Plain, seed: int, weights: Tensor | None
-) -> Callable[[optim.MicroBatch], Tensor]:
+def make_loss(task: Task, engine: Plain, seed: int, weights: Tensor | None) -> Callable[[optim.MicroBatch], Tensor]:
     """Return the loss of a fit: the cross-entropy with the labels, whose classes may have weights [classes].
 
     With several labels per image it is the binary cross-entropy, summed over classes.

@@ -23,9 +23,7 @@ class Guard:
     The engines skip an update if a gradient is not finite, so the weights stay as they were before that step.
     """
 
-    def __init__(
-        self, images: Images, sampler: Sampler, steps: int, manager: CheckpointManager | None
-    ) -> None:
+    def __init__(self, images: Images, sampler: Sampler, steps: int, manager: CheckpointManager | None) -> None:
         self._images, self._sampler, self._steps, self._manager = images, sampler, steps, manager
         self._norms: dict[int, torch.Tensor | float] = {}
 

@@ -239,9 +239,7 @@ class Log:
         )
         if is_shown:
             total, unit = self.last, self._unit
-            progress.show(
-                ProgressLine(done=done, total=total, unit=unit, line=line, may_end_before=self._is_limit)
-            )
+            progress.show(ProgressLine(done=done, total=total, unit=unit, line=line, may_end_before=self._is_limit))
         if self._writer is not None and is_written:
             self._writer.add(line)
             self._sum.zero_()

@@ -147,9 +147,7 @@ def describe(method: Method, world: int) -> tuple[str, str]:
     config, flops = method.config, method.train_flops
     exaflops = flops * config.steps * config.batch_size / 1e18
     images, parts = micro_batch_share(config, world), config.gradient_accumulation_steps
-    teacher_share = (
-        f", {method.teacher_flops / 1e9:.4g} of them the teacher's" if method.teacher_flops else ""
-    )
+    teacher_share = f", {method.teacher_flops / 1e9:.4g} of them the teacher's" if method.teacher_flops else ""
     return (
         f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
         f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
@@ -228,9 +226,7 @@ def prepare(
     return Training(method, engine, worker, dataset, dev, probe)
 
 
-def start(
-    method: Method, worker: Worker, saved: TrainState | None, init_from: ModelRef | None = None
-) -> Engine:
+def start(method: Method, worker: Worker, saved: TrainState | None, init_from: ModelRef | None = None) -> Engine:
     """Return the engine, and load the modules that the method keeps beside the trained one.
 
     Weights come from the checkpoint, or without one from `init_from`; what that does not contain is drawn by the seed.
@@ -295,9 +291,7 @@ def _run_steps(
         world=worker.world,
     )
     guard, loss = Guard(images, sampler, config.steps, manager), partial(method.loss, engine)
-    setup = TrainSetup(
-        config, config.learning_rate, config.seed, engine, transform, loss, guard, method.device, worker
-    )
+    setup = TrainSetup(config, config.learning_rate, config.seed, engine, transform, loss, guard, method.device, worker)
     with Loader(images, sampler, preprocessing, crop=transform.crop, threads=config.threads or 1) as batches:
         curve = Curve(method.device, worker, divides_first=True)
         log = Log(config, method.train_flops, len(images.labels), batches, Reporting(writer), worker)
@@ -378,7 +372,4 @@ def _summed(metrics: dict[str, float | int], training: Training) -> dict[str, fl
     values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=training.method.device)
     if training.worker.world > 1:
         dist.all_reduce(values)
-    return {
-        name: type(value)(total)
-        for (name, value), total in zip(metrics.items(), values.tolist(), strict=True)
-    }
+    return {name: type(value)(total) for (name, value), total in zip(metrics.items(), values.tolist(), strict=True)}

@@ -33,9 +33,7 @@ class ModelRef(NamedTuple):
     """the objective that trained its classifier, if it has one; for imported weights, assumed"""
 
 
-def find_model(
-    context: Context[Pretrain], field: Literal["init_from", "teacher"] = "init_from"
-) -> ModelRef | None:
+def find_model(context: Context[Pretrain], field: Literal["init_from", "teacher"] = "init_from") -> ModelRef | None:
     """Return the model that a field of the stage names, with its files on this machine; None if it is empty."""
     if field not in context.inputs:  # null, or latest without an earlier model
         return None
@@ -65,9 +63,7 @@ def make_contract(config: Pretrain, info: DatasetInfo, init_from: ModelRef | Non
         raise UserError(f"{where}: {reasons(error)}") from error
 
 
-def take_over(
-    model: Network, contract: ModelContract, init_from: ModelRef, objective: Objective
-) -> list[str]:
+def take_over(model: Network, contract: ModelContract, init_from: ModelRef, objective: Objective) -> list[str]:
     """Copy the weights of `init_from` to a new model; return a line for each part that is not just copied.
 
     Raises:
@@ -86,11 +82,7 @@ def same_classes(target: ModelContract, source: ModelContract) -> list[int] | No
 
     It can be kept if both have the same classes, in any order, the same layers in the head and the same kind of logits.
     """
-    if (
-        not target.class_names
-        or has_tanh(target) != has_tanh(source)
-        or target.problem_type != source.problem_type
-    ):
+    if not target.class_names or has_tanh(target) != has_tanh(source) or target.problem_type != source.problem_type:
         return None
     if target.class_names == source.class_names:
         return list(range(len(target.class_names)))

@@ -224,9 +224,7 @@ def is_finite_norm(value: float) -> bool:
 def check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
     """Raise DivergenceError unless a loss is finite; it may be negative."""
     if not math.isfinite(float(value)):
-        raise DivergenceError(
-            f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up"
-        )
+        raise DivergenceError(f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up")
 
 
 class MicroBatch(NamedTuple):

@@ -103,11 +103,7 @@ class TrainState:
             for kind in (WEIGHTS, *(average_kinds(optimizer, weight) if weight.requires_grad else ())):
                 wanted[kind][name] = weight.numel()
         for kind, sizes in wanted.items():
-            saved = {
-                name: sum(part.size for part in parts)
-                for (k, name), parts in self._parts.items()
-                if k == kind
-            }
+            saved = {name: sum(part.size for part in parts) for (k, name), parts in self._parts.items() if k == kind}
             different = sorted(name for name in sizes | saved if sizes.get(name) != saved.get(name))
             if different:
                 name = different[0]
@@ -123,9 +119,7 @@ class TrainState:
         for part in self._parts[kind, name]:
             low, high = max(start, part.start), min(start + count, part.start + part.size)
             if low < high:
-                values[low - start : high - start] = part.file.get_slice(part.key)[
-                    low - part.start : high - part.start
-                ]
+                values[low - start : high - start] = part.file.get_slice(part.key)[low - part.start : high - part.start]
         return values
 
     def load(self, module: torch.nn.Module, *kinds: str, prefix: str = "") -> None:

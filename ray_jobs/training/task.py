@@ -215,9 +215,7 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
                 " all_but_biases"
             )
         if config.lora.rank > architecture.width:
-            raise UserError(
-                f"lora.rank {config.lora.rank}: the backbone's matrices have {architecture.width} rows"
-            )
+            raise UserError(f"lora.rank {config.lora.rank}: the backbone's matrices have {architecture.width} rows")
     if isinstance(config.freeze, int):
         if not isinstance(architecture, ViTConfig):
             raise UserError(

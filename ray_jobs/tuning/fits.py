@@ -88,9 +88,7 @@ def trial(
         _record(context, name, result, manager)
         print(f"{title}: {result.outcome}", flush=True)
         raise
-    evaluations = (
-        storable(stopping.evaluations) if stopping and isinstance(context.config.search, ASHA) else ()
-    )
+    evaluations = storable(stopping.evaluations) if stopping and isinstance(context.config.search, ASHA) else ()
     result = result.model_copy(update={"evaluations": evaluations, "seconds": time.monotonic() - began})
     _record(context, name, result, manager)
     print(f"{title}: {outcome}", flush=True)
@@ -106,9 +104,7 @@ def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | No
     return None
 
 
-def score_trial(
-    model: Network, task: Task, held_out: Evaluator, stopping: Stopping | None, writer: LogWriter
-) -> Trial:
+def score_trial(model: Network, task: Task, held_out: Evaluator, stopping: Stopping | None, writer: LogWriter) -> Trial:
     """Return the results of a trial's model; with early stopping, its best evaluation.
 
     Raises:
@@ -132,9 +128,7 @@ def _record(context: Context[Finetune], name: FitName, result: Trial, manager: C
     manager.remove()
 
 
-def refit(
-    context: Context[Finetune], task: Task, pool: Images, draw: int, worker: Worker = ALONE
-) -> Refitted | None:
+def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, worker: Worker = ALONE) -> Refitted | None:
     """Fit on all of a draw's labels, score on test, and record it in the ledger.
 
     Draw 0's model becomes the artifact's. Workers other than the first return None.

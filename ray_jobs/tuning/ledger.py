@@ -104,9 +104,7 @@ class Ledger:
     def points(self) -> dict[int, Point]:
         """Return the points that Optuna proposed, by number, in ascending order."""
         job, key = self._context.attempt.job, self._context.attempt.key
-        files = {
-            name for attempt in self._all for name in self._store.names(Layout.ledger(job, key, attempt))
-        }
+        files = {name for attempt in self._all for name in self._store.names(Layout.ledger(job, key, attempt))}
         proposed: dict[int, Point] = {}
         for file in files:
             if match := re.fullmatch(r"point-(\d+)\.json", file):
@@ -156,9 +154,7 @@ class Ledger:
                     continue
                 check_name(self._store, name, entry.name)
                 if entry.sha256 != entry.checksum():
-                    raise StoreDamaged(
-                        f"{self._store.uri}/{name} is damaged: its checksum does not match its contents"
-                    )
+                    raise StoreDamaged(f"{self._store.uri}/{name} is damaged: its checksum does not match its contents")
             except StoreDamaged as error:
                 print(f"{error}; it is not used", flush=True)
                 continue

@@ -40,10 +40,7 @@ def points(config: Finetune) -> list[Point]:
         for attempt in range(_TRIES):
             raw = np.random.SeedSequence((search.seed, Purpose.DRAW_POINTS, number, attempt))
             uniform = np.random.Philox(raw).random_raw(len(space)) / 2.0**64
-            point = {
-                path: _value(values, float(u))
-                for (path, values), u in zip(space.items(), uniform, strict=True)
-            }
+            point = {path: _value(values, float(u)) for (path, values), u in zip(space.items(), uniform, strict=True)}
             if point not in drawn:
                 drawn.append(point)
                 break
@@ -93,9 +90,7 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
     try:
         import optuna
     except ImportError:
-        raise UserError(
-            "search.kind optuna needs Optuna on the cluster: pip install 'vitflow[optuna]'"
-        ) from None
+        raise UserError("search.kind optuna needs Optuna on the cluster: pip install 'vitflow[optuna]'") from None
 
     assert isinstance(config.search, Optuna)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -120,9 +115,7 @@ def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Po
             }
         )
         state = states.RUNNING if result is None else states.COMPLETE
-        study.add_trial(
-            optuna.trial.create_trial(state=state, value=result, params=known[-1], distributions=space)
-        )
+        study.add_trial(optuna.trial.create_trial(state=state, value=result, params=known[-1], distributions=space))
     for _ in range(_TRIES):
         asked = study.ask(space).params
         if asked not in known:

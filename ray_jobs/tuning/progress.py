@@ -55,9 +55,7 @@ def table(tried: Sequence[TriedPoint], rows: int | None = None) -> str:
     return "\n".join([*lines, f"  and {more} more"] if more else lines)
 
 
-def progress(
-    config: Finetune, ledger: Ledger, folds: int, concurrent: int = 1, deadline: float = math.inf
-) -> str:
+def progress(config: Finetune, ledger: Ledger, folds: int, concurrent: int = 1, deadline: float = math.inf) -> str:
     """Return how many trials of a sweep have ended, the time left, and the best point so far.
 
     If there are at least 8 points, a table follows after each quarter of them.

@@ -76,9 +76,7 @@ def choose(tried: Sequence[TriedPoint]) -> TriedPoint:
     """
     best = max((point for point in tried if not point.is_pruned), key=lambda point: point.rank)
     if all(trial.loss == DIVERGED for trial in best.folds):
-        raise DivergenceError(
-            "learning_rates: training diverged with every rate of the sweep; use lower rates"
-        )
+        raise DivergenceError("learning_rates: training diverged with every rate of the sweep; use lower rates")
     return best
 
 
@@ -96,9 +94,7 @@ def held_out_temperature(trials: Sequence[Trial]) -> float | None:
     return statistics.geometric_mean(temperatures) if temperatures else None
 
 
-def reuse_trial(
-    context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger: Ledger
-) -> Trial | None:
+def reuse_trial(context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger: Ledger) -> Trial | None:
     """Return a trial that is in the ledger, with a line in the log; None if it is not."""
     if (entry := ledger.trial(task.trial(fold))) is None:
         return None
@@ -321,9 +317,7 @@ class Proposals:
             print(f"search.trials is {self._trials}, but the space has only {self.total} points", flush=True)
 
 
-def run_point(
-    context: Context[Finetune], task: Task, pool: Images, folds: Folds, deadline: float
-) -> float | None:
+def run_point(context: Context[Finetune], task: Task, pool: Images, folds: Folds, deadline: float) -> float | None:
     """Run a point's trials, fold by fold, and return their mean of the `select_by` metric; None after the deadline."""
     if time.time() >= deadline:
         return None

@@ -44,9 +44,7 @@ def test_what_an_audit_lists_leaves_the_dataset(tmp_path: Path, vitflow_local: V
     source = f"{{job: ingest, source: {SHAPES}, exclude: {wrong}}}"
     cleaned.write_text(f"name: cleaned\nstages:\n  clean: {source}\n")
     vitflow_local("run", cleaned, *store)
-    (folder,) = (
-        path for path in (tmp_path / "s").glob("artifacts/ingest/*/attempts/1/files/excluded.parquet")
-    )
+    (folder,) = (path for path in (tmp_path / "s").glob("artifacts/ingest/*/attempts/1/files/excluded.parquet"))
     splits = json.loads((folder.parent / "dataset.json").read_text())["splits"]
     assert splits["train"] + splits["dev"] == 240 - 10
     assert splits["test"] == 40

@@ -29,9 +29,7 @@ def write_weights(folder: Path) -> None:
             save_model(folder / name, model, contract)
 
 
-def test_two_backbones_are_compared_and_what_they_cost_is_shown(
-    vitflow_local: Vitflow, tmp_path: Path
-) -> None:
+def test_two_backbones_are_compared_and_what_they_cost_is_shown(vitflow_local: Vitflow, tmp_path: Path) -> None:
     write_images(tmp_path / "photos", each=20)
     write_weights(tmp_path)
     recipe, store = tmp_path / "which.yaml", tmp_path / "s"
@@ -45,9 +43,7 @@ def test_two_backbones_are_compared_and_what_they_cost_is_shown(
         "features.draws=2",
         "features.shots=[1, 5]",
     )
-    vitflow_local(
-        "run", recipe, "--store", store, *(word for change in changes for word in ("--set", change))
-    )
+    vitflow_local("run", recipe, "--store", store, *(word for change in changes for word in ("--set", change)))
 
     [report] = store.glob("artifacts/report/*/attempts/1/files")
     numbers = json.loads((report / "report.json").read_text())

@@ -34,9 +34,7 @@ def cluster() -> Iterator[RayCluster]:
         yield started
 
 
-def vitflow(
-    environment: dict[str, str], *arguments: str | Path, check: int = 0
-) -> subprocess.CompletedProcess[str]:
+def vitflow(environment: dict[str, str], *arguments: str | Path, check: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipelines", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -45,9 +43,7 @@ def vitflow(
 
 def submit(environment: dict[str, str], cluster: RayCluster, *arguments: str | Path) -> str:
     """The id of a run that was submitted to the cluster."""
-    done = vitflow(
-        environment, "submit", *arguments, "--address", cluster.address, "--token-file", cluster.token
-    )
+    done = vitflow(environment, "submit", *arguments, "--address", cluster.address, "--token-file", cluster.token)
     return done.stdout.split()[1]
 
 
@@ -174,9 +170,7 @@ def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> N
     run = submit(here, cluster, TINY, *long)
     at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
     running = {"stage": "pretrain", "status": "RUNNING"}
-    wait_for(
-        lambda: any(running.items() <= event.items() for event in read_events(open_store(str(store)), run))
-    )
+    wait_for(lambda: any(running.items() <= event.items() for event in read_events(open_store(str(store)), run)))
     wait_for(lambda: f'run="{run}"' in gauges(cluster, "ray_vitflow_step"), 120)
     process = driver(run)
     said = vitflow(there, "stop", run, *at).stdout
@@ -201,9 +195,7 @@ def listening(environment: dict[str, str]) -> set[tuple[str, str]]:
     for process in ray_processes(environment):
         with suppress(psutil.Error):
             sockets = process.net_connections("inet")
-            found |= {
-                (process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN
-            }
+            found |= {(process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN}
     return found
 
 
@@ -220,9 +212,7 @@ def test_a_local_run_beside_this_ray_finds_its_own_and_listens_on_loopback_only(
             time.sleep(0.1)
         said = finish(run)
     assert "multiple active Ray instances" not in said and "Exception in thread" not in said
-    assert any(name.startswith("ray::RayTrainWorker") for name, _ in seen), (
-        "it was looked at while it trained"
-    )
+    assert any(name.startswith("ray::RayTrainWorker") for name, _ in seen), "it was looked at while it trained"
     assert {ip for _, ip in seen if not ip_address(ip.removeprefix("::ffff:")).is_loopback} == set()
 
 
@@ -246,6 +236,4 @@ def test_a_node_that_dies_during_pretraining(tmp_path: Path) -> None:
 
 def checkpoint_steps(store: Store) -> list[int]:
     """Return the steps after which the pretraining can continue."""
-    return [
-        each.step for key in store.names("artifacts/pretrain") for each in checkpoints(store, "pretrain", key)
-    ]
+    return [each.step for key in store.names("artifacts/pretrain") for each in checkpoints(store, "pretrain", key)]

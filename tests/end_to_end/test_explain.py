@@ -39,9 +39,7 @@ def test_two_planted_differences_are_found(tmp_path: Path, vitflow_local: Vitflo
     effects = {field["field"]: field["effect"] for field in setting["fields"]}
     assert effects.keys() == {"eval_crop", "protocol"}
     assert all(effects.values()), "each changes the accuracy"
-    assert setting["together"] == pytest.approx(setting["b"] - setting["a"], abs=1e-12), (
-        "nothing else differs"
-    )
+    assert setting["together"] == pytest.approx(setting["b"] - setting["a"], abs=1e-12), "nothing else differs"
     assert setting["rest"] == pytest.approx(setting["together"] - sum(effects.values()), abs=1e-12)
     assert len(found["literature"]) == 2
 

@@ -197,10 +197,7 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
     ours, theirs = (manifests(root)["pretrain"] for root in (store, tmp_path / "undisturbed"))
     assert ours["attempt"] == 3
     assert repeated(ours["files"]) == repeated(theirs["files"])
-    starts = [
-        json.loads(path.read_text())
-        for path in sorted(store.glob("artifacts/pretrain/*/attempts/*/start.json"))
-    ]
+    starts = [json.loads(path.read_text()) for path in sorted(store.glob("artifacts/pretrain/*/attempts/*/start.json"))]
     assert [(each["attempt"], each["step"]) for each in starts] == [
         (None, None),
         (1, max(first_saved)),
@@ -214,9 +211,7 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(int(os.environ.get("VITFLOW_FAULT_ROUNDS", "1"))))
-def test_kills_at_random_moments(
-    number: int, own_ray: dict[str, str], tiny_store: Path, tmp_path: Path
-) -> None:
+def test_kills_at_random_moments(number: int, own_ray: dict[str, str], tiny_store: Path, tmp_path: Path) -> None:
     chance = random.Random(int(os.environ.get("VITFLOW_FAULT_SEED", "0")) + number)
     store = tmp_path / "s"
     for victim in chance.sample(list(VICTIMS), k=2):

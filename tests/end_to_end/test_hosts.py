@@ -71,9 +71,7 @@ class Clustered:
 
     def cpus(self) -> int:
         """Of the nodes that live, as Ray sees them."""
-        code = (
-            "import ray; ray.init(logging_level='error'); print(int(ray.cluster_resources().get('CPU', 0)))"
-        )
+        code = "import ray; ray.init(logging_level='error'); print(int(ray.cluster_resources().get('CPU', 0)))"
         at = self.environment | {"RAY_ADDRESS": f"{self.hosts.address(HEAD)}:6379"}
         return int(self.hosts.run(HEAD, sys.executable, "-W", "ignore", "-c", code, **at).split()[-1])
 
@@ -122,18 +120,14 @@ def test_workers_on_two_hosts_train_and_what_follows_is_made(cluster: Clustered)
     run = cluster.vitflow("submit", TINY, "--set", "pretrain.workers=2").split()[1]
     log = cluster.finish(run)
     assert cluster.status(run)["status"] == "SUCCEEDED", log
-    assert re.search(
-        r"workers on 2 hosts connect over 10\.88\.0\.[23] \(eth0\), 10\.88\.0\.[23] \(eth0\)", log
-    )
+    assert re.search(r"workers on 2 hosts connect over 10\.88\.0\.[23] \(eth0\), 10\.88\.0\.[23] \(eth0\)", log)
     assert "workers died" not in log
 
 
 def test_a_host_that_is_cut_off_for_a_minute_and_another_that_is_killed(cluster: Clustered) -> None:
     """Training goes on on the hosts that are left, in one attempt."""
     long = ("--set", "pretrain.steps=100000", "--set", "pretrain.checkpoint_every.steps=200")
-    run = cluster.vitflow("submit", TINY, "--set", "pretrain.workers=2", *long, "--only", "pretrain").split()[
-        1
-    ]
+    run = cluster.vitflow("submit", TINY, "--set", "pretrain.workers=2", *long, "--only", "pretrain").split()[1]
     wait_for(lambda: step(cluster, run) > 200, 120)
     cluster.hosts.cut(WORKERS[1])
     time.sleep(60)
@@ -163,8 +157,5 @@ def test_workers_that_cannot_connect_say_so_once(cluster: Clustered) -> None:
     log = cluster.finish(run)
     [pretrain] = [stage for stage in cluster.status(run)["stages"] if stage["stage"] == "pretrain"]
     assert pretrain["status"] == "FAILED" and pretrain["attempt"] == 1
-    assert (
-        "the workers cannot connect: rank" in pretrain["detail"]
-        and "GLOO_SOCKET_IFNAME" in pretrain["detail"]
-    )
+    assert "the workers cannot connect: rank" in pretrain["detail"] and "GLOO_SOCKET_IFNAME" in pretrain["detail"]
     assert "GLOO_SOCKET_IFNAME=lo" in log and "Traceback" not in log and "workers died" not in log

@@ -59,9 +59,7 @@ def by_transformers(folder: Path, images: Sequence[Path]) -> list[dict[str, floa
     """Class -> probability for each image file, by transformers alone."""
     model = ViTForImageClassification.from_pretrained(folder).eval()
     processor = ViTImageProcessor.from_pretrained(folder)
-    pixels = processor([Image.open(path).convert("RGB") for path in images], return_tensors="pt")[
-        "pixel_values"
-    ]
+    pixels = processor([Image.open(path).convert("RGB") for path in images], return_tensors="pt")["pixel_values"]
     with torch.inference_mode():
         probabilities = model(pixels).logits.softmax(-1)
     return [{model.config.id2label[i]: p for i, p in enumerate(row)} for row in probabilities.tolist()]
@@ -80,9 +78,7 @@ def assert_alike(one: list[dict[str, float]], other: list[dict[str, float]]) -> 
 
 
 @pytest.mark.full
-def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
-    vitflow: Any, tmp_path: Path
-) -> None:
+def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(vitflow: Any, tmp_path: Path) -> None:
     images, checkpoint, store = write_images(tmp_path / "images"), tmp_path / "vit", tmp_path / "store"
     write_hugging_face(checkpoint)
     recipe = tmp_path / "mine.yaml"
@@ -107,9 +103,7 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     assert snapshot(store) == before, "the second run touches nothing"
 
     backbone = by_vitflow(vitflow, "mine/vit_2", images, store)
-    assert_alike(
-        backbone, [{name: row[name] for name in "abcd"} for row in by_transformers(checkpoint, images)]
-    )
+    assert_alike(backbone, [{name: row[name] for name in "abcd"} for row in by_transformers(checkpoint, images)])
 
     output = tmp_path / "exported"
     said = vitflow("export", "mine/vit", "--format", "hf", "--output", output, "--store", store)

@@ -94,9 +94,7 @@ def test_from_a_table_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> N
         for key, each in zip(table["sample_id"].to_pylist(), predicted, strict=True)
     }
     stage = pq.read_table(only(store, "predict/*/attempts/1/files/images/*.parquet"))
-    assert (
-        dict(zip(*(stage[name].to_pylist() for name in ("sample_id", "predictions")), strict=True)) == named
-    )
+    assert dict(zip(*(stage[name].to_pylist() for name in ("sample_id", "predictions")), strict=True)) == named
     command = vitflow_local("predict", "several/vit", "--split", "test", "--csv", "--store", store).stdout
     lines = list(csv.DictReader(io.StringIO(command)))
     said = vitflow_local("predict", "several/vit", "--split", "test", "--store", store).stdout
@@ -115,9 +113,7 @@ def test_from_a_table_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> N
     assert lines["class frequencies"]["value"] == pytest.approx(truth.mean())
     (verdict,) = report["verdicts"]
     assert verdict["reference"] == max(("k-NN", "logistic regression"), key=lambda name: lines[name]["value"])
-    assert report["headline"].startswith(
-        f"The ViT trained from scratch reaches {values['mAP']:.1%} mAP with all"
-    )
+    assert report["headline"].startswith(f"The ViT trained from scratch reaches {values['mAP']:.1%} mAP with all")
     assert report["headline"] in " ".join(ended.stdout.split())
     compared = json.loads(
         vitflow_local("report", "compare", "several/pixels", "several/vit", "--store", store, "--json").stdout
@@ -140,8 +136,6 @@ def test_from_a_table_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> N
     assert shown["wrong"] == np.count_nonzero((truth != predicted).any(axis=1))
     by_class = {each["name"]: each["average_precision"] for each in shown["classes"]}
     for number, name in enumerate(CLASSES):
-        assert by_class[name] == pytest.approx(
-            average_precision_score(truth[:, number], scores[:, number]), abs=1e-6
-        )
+        assert by_class[name] == pytest.approx(average_precision_score(truth[:, number], scores[:, number]), abs=1e-6)
     page = only(store, "report/*/attempts/1/files/report.html").read_text()
     assert "Images with the most wrong labels" in page and page.count('alt="test image ') > 0

@@ -58,9 +58,7 @@ def test_a_pretraining_is_continued_with_another_objective_and_fine_tuned(
     (tuned,) = (one for one in made if one["job"] == "finetune" and one["run"] != first["run"])
     (second,) = (one for one in made if one["key"] == tuned["inputs"]["backbone"][0]["key"])
     assert second["inputs"]["init_from"][0]["key"] == first["key"]
-    assert (
-        json.loads((files_of(store, tuned) / "config.json").read_text())["architecture"]["image_size"] == 16
-    )
+    assert json.loads((files_of(store, tuned) / "config.json").read_text())["architecture"]["image_size"] == 16
     lineage = vitflow_local("lineage", tuned["key"], "--store", store).stdout
     assert f"init_from: pretrain  pretrain {first['key'][:12]}" in lineage
     assert run(vitflow_local, store, *more).count("CACHED") == 3, "it does not continue its own result"
@@ -87,9 +85,7 @@ STUDENT = """
 """
 
 
-def test_a_student_learns_from_a_fine_tuned_teacher(
-    vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path
-) -> None:
+def test_a_student_learns_from_a_fine_tuned_teacher(vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_store, store := tmp_path / "store")
     (recipe := tmp_path / "tiny.yaml").write_text(TINY.read_text() + STUDENT)
     said = str(vitflow_local("run", recipe, "--store", store, "--only", "exam").stdout)
@@ -101,9 +97,7 @@ def test_a_student_learns_from_a_fine_tuned_teacher(
     assert contract["architecture"]["distillation"], "the token is kept"
     lineage = vitflow_local("lineage", made["exam"]["key"], "--store", store).stdout
     assert f"teacher: finetune  finetune {teacher[:12]}" in lineage
-    refused = vitflow_local(
-        "plan", recipe, "--store", store, "--set", "student.resolution=16", check=2
-    ).stderr
+    refused = vitflow_local("plan", recipe, "--store", store, "--set", "student.resolution=16", check=2).stderr
     assert "stages.student.teacher: finetune" in refused
 
 
@@ -140,8 +134,7 @@ def test_a_models_predictions_are_those_of_its_evaluation(
         vitflow_local("predict", made["finetune"]["key"][:12], *files, "--store", tiny_store, "--json").stdout
     )
     same = [
-        row["top"][0]["class"] == str(expected["prediction"])
-        for row, expected in zip(said, predictions, strict=False)
+        row["top"][0]["class"] == str(expected["prediction"]) for row, expected in zip(said, predictions, strict=False)
     ]
     assert sum(same) >= 19, "one may differ where bfloat16 and float32 disagree on a near tie"
 
@@ -150,15 +143,11 @@ def test_a_models_predictions_are_those_of_its_evaluation(
         vitflow_local("predict", model, "--split", "test", "--csv", "--store", tiny_store).stdout.splitlines()
     )
     said = {line["image"]: (line["label"], line["prediction"]) for line in lines}
-    index = pq.read_table(
-        files_of(tiny_store, made["digits"]) / "index.parquet", columns=["sample_id", "key"]
-    )
+    index = pq.read_table(files_of(tiny_store, made["digits"]) / "index.parquet", columns=["sample_id", "key"])
     keys = dict(zip(*(index[name].to_pylist() for name in ("sample_id", "key")), strict=True))
     stored = {keys[row["sample_id"]]: (str(row["label"]), str(row["prediction"])) for row in predictions}
     assert said.keys() == stored.keys()
-    assert {key: label for key, (label, _) in said.items()} == {
-        key: label for key, (label, _) in stored.items()
-    }
+    assert {key: label for key, (label, _) in said.items()} == {key: label for key, (label, _) in stored.items()}
     assert sum(said[key] == stored[key] for key in stored) >= 0.99 * len(stored)
 
 
@@ -180,9 +169,7 @@ def test_your_own_images_from_init_to_predict(vitflow_local: Vitflow, tmp_path: 
     said = vitflow_local("init", recipe, "--images", images).stdout
     assert "121 images of 2 classes" in said
     assert "weak" in said
-    vitflow_local(
-        "run", recipe, "--store", tmp_path / "s", "--set", "vit.steps=40", "--set", "vit.model.depth=2"
-    )
+    vitflow_local("run", recipe, "--store", tmp_path / "s", "--set", "vit.steps=40", "--set", "vit.model.depth=2")
     dataset = manifests(tmp_path / "s")["images"]
     assert dataset["metrics"]["quarantined"] == 1
     model = manifests(tmp_path / "s")["vit"]

@@ -34,9 +34,7 @@ MINUTES = int(os.environ.get("VITFLOW_SCHEDULE_MINUTES", "0"))
 
 def add_image(images: Path, label: str, number: int) -> None:
     (images / label).mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (16, 16), (number % 256, 90 if label == "a" else 10, 40)).save(
-        images / label / f"{number}.png"
-    )
+    Image.new("RGB", (16, 16), (number % 256, 90 if label == "a" else 10, 40)).save(images / label / f"{number}.png")
 
 
 @pytest.fixture
@@ -77,14 +75,10 @@ def outcome(store: Store, run: str) -> dict[str, str]:
 
 
 def drivers(store: Store, run: str) -> list[str]:
-    return [
-        event["submission_id"] for event in read_events(store, run) if event["event"] == "driver submitted"
-    ]
+    return [event["submission_id"] for event in read_events(store, run) if event["event"] == "driver submitted"]
 
 
-def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
-    store: Store, images: Path
-) -> None:
+def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(store: Store, images: Path) -> None:
     def at(tick: datetime) -> tuple[list[str], dict[str, str]]:
         said = list(attend(store, find_schedule(store, "often"), tick, None, MINUTE))
         return said, outcome(store, run_of(store, tick))
@@ -249,6 +243,4 @@ def test_a_served_schedule_whose_server_is_killed_twice_fires_each_tick_once(
     made = [json.loads(path.read_text()) for path in Path(store.uri).glob("artifacts/ingest/*/manifest.json")]
     assert {manifest["attempt"] for manifest in made} == {1}
     assert {manifest["run"] for manifest in made} <= set(fired)
-    print(
-        f"{len(decided)} ticks, {len(fired)} runs, {len(decided) - len(fired)} skipped, {len(made)} data sets"
-    )
+    print(f"{len(decided)} ticks, {len(fired)} runs, {len(decided) - len(fired)} skipped, {len(made)} data sets")

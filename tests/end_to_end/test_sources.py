@@ -91,9 +91,7 @@ def test_a_dataset_has_the_images_and_labels_of_its_source(
     found = stored(made, example.name)
     for key, (data, label, split) in found.items():
         entry, image = truth[key]
-        assert data == (image if isinstance(image, bytes) else image.tobytes()) and label == entry["label"], (
-            key
-        )
+        assert data == (image if isinstance(image, bytes) else image.tobytes()) and label == entry["label"], key
         assert split == entry["split"] or entry["split"] in (None, "train"), key
     quarantine = pq.read_table(made.dataset(example.name).folder / "quarantine.parquet").to_pylist()
     copies = pq.read_table(made.dataset(example.name).folder / "duplicates.parquet").to_pylist()

@@ -58,9 +58,7 @@ def table_of(context: Context[Any], result: Result) -> pa.Table:
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-def test_values_equal_those_of_a_loop_by_hand(
-    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_equal_those_of_a_loop_by_hand(problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed, "SMALLEST", 8)
     made = Made(tmp_path / "store", problem_type=problem)
     model, contract = load_model(made.store.local(made.model.folder, made.model.files))
@@ -87,16 +85,12 @@ def test_values_equal_those_of_a_loop_by_hand(
             {"predictions": pa.list_(pa.string())},
         )
         extra = {} if job == "embed" else many if problem.startswith("multi") else one
-        assert dict(zip(table.column_names, table.schema.types, strict=True)) == TYPES | extra | {
-            values: width
-        }
+        assert dict(zip(table.column_names, table.schema.types, strict=True)) == TYPES | extra | {values: width}
         assert len(result.files) == 5 and result.metrics["images"] == 35 and len(table) == 35
         for row in table.to_pylist():
             key, split, label, features, likely = expected[row["sample_id"]]
             assert (row["key"], row["split"], row["label"]) == (key, split, label)
-            np.testing.assert_allclose(
-                row[values], features if job == "embed" else likely, rtol=1e-4, atol=1e-5
-            )
+            np.testing.assert_allclose(row[values], features if job == "embed" else likely, rtol=1e-4, atol=1e-5)
             if job == "predict" and problem.startswith("multi"):
                 assert row["predictions"] == [
                     name for name, value in zip("abc", row[values], strict=True) if value >= 0.5
@@ -223,16 +217,11 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
     assert '<a href="#groups">Groups</a>' in page.read_text() and "Group 1: 9 images" in page.read_text()
     listed = list(csv.reader(page.with_name("groups.csv").read_text().splitlines()))
     assert sorted(listed[1:]) == sorted(["embed", "1", row["key"]] for row in rows)
-    assert (
-        page.with_name("groups.csv").as_uri()
-        in vitflow_local("report", "show", "--store", tmp_path / "s").stdout
-    )
+    assert page.with_name("groups.csv").as_uri() in vitflow_local("report", "show", "--store", tmp_path / "s").stdout
     assert "9 training, 0 dev and 0 test images without labels" in page.read_text()
 
 
-def test_a_prefix_on_s3_becomes_features_on_s3(
-    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_on_s3_becomes_features_on_s3(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     bucket = moto.bucket()
@@ -250,6 +239,4 @@ def test_a_prefix_on_s3_becomes_features_on_s3(
         result = embed.infer(Context(create_attempt(store, context.attempt), config, context.inputs))
         rows = table_of(context, result).to_pylist()
     assert sorted(row["key"] for row in rows) == [f"{number}.png" for number in range(5)]
-    assert all(
-        name.startswith("store/artifacts/embed/k/") for name in bucket.objects("store/artifacts/embed")
-    )
+    assert all(name.startswith("store/artifacts/embed/k/") for name in bucket.objects("store/artifacts/embed"))

@@ -74,9 +74,7 @@ def test_what_is_given_fills_what_is_not_said(given: Any, channels: int, mean: A
 def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() -> None:
     pixels = contract_of(imported(SAID), stage("half")).preprocessing
     assert pixels == SAID.model_copy(update={"mean": HALF, "std": HALF})
-    squashed = contract_of(
-        imported(SAID), stage({"mean": [0.5], "std": [0.5], "crop": "squash"})
-    ).preprocessing
+    squashed = contract_of(imported(SAID), stage({"mean": [0.5], "std": [0.5], "crop": "squash"})).preprocessing
     assert (squashed.crop, squashed.crop_fraction) == ("squash", 1.0), "the fraction was the other rule's"
 
 
@@ -104,9 +102,7 @@ def test_what_was_taken_is_said() -> None:
     assert "mean 0.1, 0.2, 0.3, std 0.4, 0.5, 0.6; bicubic, shorter side to 16, the middle 8 x 8" in said
     assert "classes: 2 (0, 1)" in said and "license: apache-2.0" in said
     said = "\n".join(describe(contract_of(imported(), stage("half")), None))
-    assert (
-        "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, squashed to 8 x 8" in said
-    )
+    assert "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, squashed to 8 x 8" in said
     said = "\n".join(describe(contract_of(imported(SAID), stage("half")), SAID))
     assert "preprocessing in the file, not used: mean 0.1, 0.2, 0.3" in said
 
@@ -162,9 +158,7 @@ def test_an_import_that_nothing_new_concerns_keeps_its_digest(name: str, tmp_pat
 
 
 def test_a_strangers_names_do_not_steer_the_terminal() -> None:
-    hostile = imported(SAID)._replace(
-        class_names=("\x1b]0;owned\x07", "x" * 10_000), license="mit\n\x1b[2Jerror: x"
-    )
+    hostile = imported(SAID)._replace(class_names=("\x1b]0;owned\x07", "x" * 10_000), license="mit\n\x1b[2Jerror: x")
     lines = list(describe(contract_of(hostile, stage()), SAID))
     assert all(line.isprintable() and len(line) < 300 for line in lines)
 

@@ -52,9 +52,7 @@ def main() -> None:
             record[job] = {"version": stage.VERSION, "digest": now}
         elif entry["digest"] != now:
             if not why:
-                sys.exit(
-                    f"{job}: its code changed. Raise its VERSION if results change, or say WHY they do not"
-                )
+                sys.exit(f"{job}: its code changed. Raise its VERSION if results change, or say WHY they do not")
             record[job] = entry | {"digest": now, "same_result": " ".join(why)}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -76,9 +76,7 @@ def rar_volumes(members: Mapping[str, bytes], length: int, old_names: bool = Fal
         b"".join(
             [
                 _RAR,
-                _rar_block(
-                    0x73, (0x0001 if old_names else 0x0011) | (0x0100 if number == 1 else 0), bytes(6)
-                ),
+                _rar_block(0x73, (0x0001 if old_names else 0x0011) | (0x0100 if number == 1 else 0), bytes(6)),
                 *files,
                 _rar_block(0x7B, 0x4000 | (1 if number < len(volumes) else 0), b""),
             ]
@@ -107,9 +105,7 @@ def _rar_file(
         letters = name.encode("utf-16-le")
         packed = b"".join(b"\xaa" + letters[place : place + 8] for place in range(0, len(letters), 8))
         encoded, flags = b"x\0\0" + packed, flags | 0x200
-    fields = struct.pack(
-        "<IIBIIBBHI", len(content), len(data), 3, crc, 0, version, method, len(encoded), mode
-    )
+    fields = struct.pack("<IIBIIBBHI", len(content), len(data), 3, crc, 0, version, method, len(encoded), mode)
     return _rar_block(0x74, 0x8000 | flags, fields + encoded) + content
 
 

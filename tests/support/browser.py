@@ -53,9 +53,7 @@ class Tab:
 
     async def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
-        answer = await self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 

@@ -65,13 +65,9 @@ def model_at(step: int, contract: ModelContract = CONTRACT) -> ViT:
     return model.eval()
 
 
-def put_pretraining(
-    store: Store, contract: ModelContract = CONTRACT, best: int | None = 5, **fields: Any
-) -> Manifest:
+def put_pretraining(store: Store, contract: ModelContract = CONTRACT, best: int | None = 5, **fields: Any) -> Manifest:
     """Commit a pretraining of 20 steps that kept its steps 5 and 10, and measured dev accuracy at 10 and 20."""
-    manifest = make_manifest(
-        "pretrain", **{"key": "pa", "stage": "pretrain", "config": {"steps": 20}} | fields
-    )
+    manifest = make_manifest("pretrain", **{"key": "pa", "stage": "pretrain", "config": {"steps": 20}} | fields)
     with store.staging(Layout.files("pretrain", manifest.key, 1)) as staging:
         for step in (5, 10):
             folder = staging.path / "checkpoints" / str(step)

@@ -35,9 +35,7 @@ class _Pickler:
                 )
                 shape = b"".join(self._put(size) for size in value.shape) + b"\x86"
                 return (
-                    b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
-                    + self._put("b")
-                    + b"\x87R"
+                    b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + self._put("b") + b"\x87R"
                     b"(K\x01" + shape + dtype + b"\x89" + self._put(value.tobytes()) + b"tb"
                 )
         raise TypeError(type(value))
@@ -53,9 +51,7 @@ def batches(classes: int) -> list[tuple[str, np.ndarray, list[int]]]:
     """(file without ending, images, labels)."""
     names = [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"] if classes == 10 else ["train", "test"]
     sizes = [PER_BATCH] * 6 if classes == 10 else [5 * PER_BATCH, PER_BATCH]
-    return [
-        (name, *made(classes, seed, size)) for seed, (name, size) in enumerate(zip(names, sizes, strict=True))
-    ]
+    return [(name, *made(classes, seed, size)) for seed, (name, size) in enumerate(zip(names, sizes, strict=True))]
 
 
 def planes(images: np.ndarray) -> np.ndarray:
@@ -76,16 +72,10 @@ def members(classes: int, version: str) -> dict[str, bytes]:
     if version == "python":
         folder = "cifar-10-batches-py" if classes == 10 else "cifar-100-python"
         for name, images, labels in batches(classes):
-            own = (
-                {"labels": labels}
-                if classes == 10
-                else {"fine_labels": labels, "coarse_labels": [0] * len(labels)}
-            )
+            own = {"labels": labels} if classes == 10 else {"fine_labels": labels, "coarse_labels": [0] * len(labels)}
             found[f"{folder}/{name}"] = python2({"batch_label": name, "data": planes(images)} | own)
         meta = (
-            {"label_names": names}
-            if classes == 10
-            else {"coarse_label_names": ["c"] * 20, "fine_label_names": names}
+            {"label_names": names} if classes == 10 else {"coarse_label_names": ["c"] * 20, "fine_label_names": names}
         )
         found[f"{folder}/{'batches.meta' if classes == 10 else 'meta'}"] = python2(meta)
         return found | {f"{folder}/readme.html": b"<html>"}
@@ -93,9 +83,7 @@ def members(classes: int, version: str) -> dict[str, bytes]:
     for name, images, labels in batches(classes):
         coarse = b"" if classes == 10 else b"\x05"
         records = zip(labels, planes(images), strict=True)
-        found[f"{folder}/{name}.bin"] = b"".join(
-            coarse + bytes([label]) + row.tobytes() for label, row in records
-        )
+        found[f"{folder}/{name}.bin"] = b"".join(coarse + bytes([label]) + row.tobytes() for label, row in records)
     listed = "\n".join(names) + ("\n\n" if classes == 10 else "")
     found[f"{folder}/{'batches.meta.txt' if classes == 10 else 'fine_label_names.txt'}"] = listed.encode()
     return found

@@ -163,16 +163,12 @@ class FakeCluster:
         self.arrived.append((self.session_name, submission_id))
         if submission_id in self.jobs:
             return
-        record = (
-            entrypoint.rpartition(" ")[2].removeprefix(f"{self.store.uri}/").removesuffix("/attempt.json")
-        )
+        record = entrypoint.rpartition(" ")[2].removeprefix(f"{self.store.uri}/").removesuffix("/attempt.json")
         attempt = read_attempt(self.store, record)
         assert attempt is not None, "a job was submitted before its attempt was written"
         assert attempt.submission_id == submission_id
         others = [job for job in self.jobs.values() if job.attempt.key == attempt.key and not job.ended]
-        assert {job.attempt.submission_id for job in others} <= self.stopped, (
-            "two jobs of one artifact at once"
-        )
+        assert {job.attempt.submission_id for job in others} <= self.stopped, "two jobs of one artifact at once"
         assert read_manifest(self.store, attempt.job, attempt.key) is None, "a job for what is committed"
         job = self.jobs[submission_id] = Job(attempt, self.script(attempt), self.session_name)
         self.started.append(job)

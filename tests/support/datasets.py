@@ -22,9 +22,7 @@ def identities(count: int) -> list[str]:
 def raw(identity: str, pixels: np.ndarray, label: int) -> Sample:
     """A sample of pixels, uint8 [h, w, c]; its key is its identity."""
     facts = examine_pixels(pixels)
-    return Sample(
-        identity, identity, pixels.tobytes(), "raw", facts.width, facts.height, facts.channels, label
-    )
+    return Sample(identity, identity, pixels.tobytes(), "raw", facts.width, facts.height, facts.channels, label)
 
 
 HALVES = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))

@@ -32,9 +32,7 @@ def grey() -> NDArray[np.uint8]:
     return (ink()[0] * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
 
 
-def put_digits(
-    folder: Path, name: str, parts: Mapping[str, Iterable[int]], notes: tuple[str, ...] = ()
-) -> None:
+def put_digits(folder: Path, name: str, parts: Mapping[str, Iterable[int]], notes: tuple[str, ...] = ()) -> None:
     """Write the digits of these numbers as a dataset; ids are in the order of the numbers."""
     pixels, labels = grey(), ink()[1]
     ids = datasets.identities(len(pixels))
@@ -90,10 +88,7 @@ def probe_accuracy(model: ViT, per_class: int = 10, draws: int = 5) -> float:
     for draw in range(draws):
         rng = np.random.default_rng(draw)
         support = np.concatenate(
-            [
-                rng.choice(np.flatnonzero(labels[:TRAIN] == label), per_class, replace=False)
-                for label in range(10)
-            ]
+            [rng.choice(np.flatnonzero(labels[:TRAIN] == label), per_class, replace=False) for label in range(10)]
         )
         mean, std = features[support].mean(axis=0), features[support].std(axis=0) + 1e-6
         scaled = (features - mean) / std

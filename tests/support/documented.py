@@ -81,9 +81,7 @@ def put_quickstart(store: Store) -> None:
     """Commit an artifact for each stage of the quickstart, and the run that made them."""
     pipeline = load_pipeline("quickstart")
     run = start_run(store, pipeline, tuple(pipeline.stages))
-    while waiting := [
-        stage for stage in plan_pipeline(store, pipeline, pipeline.order()) if stage.state != "cached"
-    ]:
+    while waiting := [stage for stage in plan_pipeline(store, pipeline, pipeline.order()) if stage.state != "cached"]:
         for stage in waiting:
             if stage.state == "run":
                 _commit(store, stage, run.id)
@@ -168,9 +166,7 @@ def _put_training(folder: Path, config: Finetune) -> None:
     lines = [LogLine.model_validate(line | {"step": step, "dev_accuracy": step / 100}) for step in (40, 80)]
     (folder / LOG).write_bytes(encode_lines(lines))
     forward = Speed(images=32, dtype="float32", images_per_second=1000.0, peak_bytes=None)
-    write_cost(
-        folder, Cost(resolution=8, parameters=10, gflops=0.1, device="CPU", threads=1, forward=forward)
-    )
+    write_cost(folder, Cost(resolution=8, parameters=10, gflops=0.1, device="CPU", threads=1, forward=forward))
 
 
 def _put_scores(folder: Path, context: Context[Any]) -> None:

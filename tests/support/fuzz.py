@@ -185,21 +185,12 @@ def targets() -> dict[str, Target]:
         "avif": [("AVIF", "RGB"), ("AVIF", "L")],
     }
     return {
-        **{
-            name: Target([archives.image(3, *one) for one in kinds], of_image)
-            for name, kinds in forms.items()
-        },
-        "png with right CRCs": Target(
-            [archives.image(3, "PNG", mode) for mode in ("RGB", "P")], of_image, checked_png
-        ),
+        **{name: Target([archives.image(3, *one) for one in kinds], of_image) for name, kinds in forms.items()},
+        "png with right CRCs": Target([archives.image(3, "PNG", mode) for mode in ("RGB", "P")], of_image, checked_png),
         "tar": Target(tars, of_archive),
         "tar with right checksums": Target([*tars, nested], of_archive, checked_tar),
-        "zip": Target(
-            [*zips, archives.zipped({"a.tar": tars[0], "b.gz": archives.tar(inner, "w:gz")})], of_archive
-        ),
-        "gz, bz2, xz": Target(
-            [archives.tar(inner, f"w:{packed}") for packed in ("gz", "bz2", "xz")], of_archive
-        ),
+        "zip": Target([*zips, archives.zipped({"a.tar": tars[0], "b.gz": archives.tar(inner, "w:gz")})], of_archive),
+        "gz, bz2, xz": Target([archives.tar(inner, f"w:{packed}") for packed in ("gz", "bz2", "xz")], of_archive),
         "rar with right CRCs": Target([archives.rar(inner)], of_archive, checked_rar, share=0.05),
         **of_examples(),
         **of_arrays(),
@@ -225,9 +216,7 @@ def inside(whole: Target, seed: bytes, packed: Callable[[bytes], bytes]) -> Targ
 def in_zip(whole: Target, path: str) -> Target:
     with zipfile.ZipFile(io.BytesIO(whole.seeds[0])) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    return inside(
-        whole, members[path], lambda data: archives.zipped(members | {path: data}, zipfile.ZIP_STORED)
-    )
+    return inside(whole, members[path], lambda data: archives.zipped(members | {path: data}, zipfile.ZIP_STORED))
 
 
 def in_tar(whole: Target, path: str) -> Target:
@@ -379,11 +368,7 @@ class Guard:
     def see(self, event: str, given: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        writes = (
-            event == "open"
-            and isinstance(given[2], int)
-            and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        )
+        writes = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if (writes or event in {"os.rename", "os.link", "os.symlink", "os.mkdir", "os.remove"}) and not (
             isinstance(given[0], str | Path) and self.allowed(str(given[0]))
         ):
@@ -407,9 +392,7 @@ def fuzz(folder: Path, number: int, seed: int, names: Sequence[str]) -> dict[str
     signal.signal(signal.SIGALRM, _late)
     for name in names or known:  # what is imported late is imported now
         for data in known[name].seeds:
-            assert _outcome(None, folder, known[name], data) == "read", (
-                f"{name}: a seed that is no right file"
-            )
+            assert _outcome(None, folder, known[name], data) == "read", f"{name}: a seed that is no right file"
     guard = Guard(folder)
     before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (before + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))

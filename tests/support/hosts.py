@@ -71,9 +71,7 @@ class Hosts:
         """Run a command on a host, and return what it prints."""
         own = self._environment(host, environment)
         done = subprocess.run(self._on(host, command), env=own, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, (
-            f"{command} on host {host}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        )
+        assert done.returncode == 0, f"{command} on host {host}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def cut(self, host: int) -> None:

@@ -114,9 +114,7 @@ class Hub:
         if request.path.endswith("/preupload/main"):
             paths = [file["path"] for file in request.json["files"]]
             modes = {path: "lfs" if path.endswith(LFS_SUFFIXES) else "regular" for path in paths}
-            files = [
-                {"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()
-            ]
+            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return {"files": files}
         if request.path.endswith(".git/info/lfs/objects/batch"):
             objects = [

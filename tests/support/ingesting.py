@@ -11,9 +11,7 @@ from ray_jobs import ingest
 from tests.support.records import make_context, make_manifest
 
 
-def in_tasks_here(
-    function: Callable[..., Any], shared: Sequence[Any], items: Sequence[Any], unit: str
-) -> list[Any]:
+def in_tasks_here(function: Callable[..., Any], shared: Sequence[Any], items: Sequence[Any], unit: str) -> list[Any]:
     """Call the function on each item, in place of `ingest.in_tasks`."""
     return [function(*shared, item) for item in items]
 

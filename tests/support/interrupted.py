@@ -114,9 +114,7 @@ def write_inputs(config: Pretrain, folder: Path, dataset: Path) -> ModelRef | No
 
 def files_below(folder: Path) -> dict[str, bytes]:
     """Return {relative path: bytes}."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def logged(store: Store, job: str) -> list[dict[str, Any]]:

@@ -50,7 +50,5 @@ CASES: dict[str, Case] = {
     "labels and patches": Case({"auxiliary": {"masked_patches": 0.5}}, zero_stage=3),
     "contrastive": Case(MOCO, zero_stage=1),
     "mae": Case(MAE, zero_stage=3),
-    "distillation": Case(
-        {"objective": "distillation", "teacher": "first", "distillation": SOFT}, zero_stage=3
-    ),
+    "distillation": Case({"objective": "distillation", "teacher": "first", "distillation": SOFT}, zero_stage=3),
 }

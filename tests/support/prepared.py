@@ -79,9 +79,7 @@ SPLITS = {"train": [5, 4], "validation": [2], "test": [3]}
 
 def records(split: str) -> list[bytes]:
     seeds = range(100 * list(SPLITS).index(split), 100 * list(SPLITS).index(split) + sum(SPLITS[split]))
-    return [
-        example({"id": [f"{seed}".encode()], "image": [image(seed)], "label": [seed % 3]}) for seed in seeds
-    ]
+    return [example({"id": [f"{seed}".encode()], "image": [image(seed)], "label": [seed % 3]}) for seed in seeds]
 
 
 def put_tfds(root: Path, form: str, splits: Mapping[str, Sequence[int]] = SPLITS, **info: object) -> None:

@@ -12,9 +12,7 @@ from tests.support.records import make_attempt
 KEY = "e" * 64
 
 
-def make_report(
-    store: Store, of: Sequence[Manifest], title: str = "A title", **fields: Any
-) -> dict[str, bytes]:
+def make_report(store: Store, of: Sequence[Manifest], title: str = "A title", **fields: Any) -> dict[str, bytes]:
     """Make a report of these artifacts, each time by another attempt, and return its files."""
     config = Report(job="report", title=title, of=tuple(manifest.stage for manifest in of), **fields)
     attempt = make_attempt(

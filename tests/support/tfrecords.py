@@ -43,9 +43,7 @@ def _example() -> Any:
         "Int64List": ("TYPE_INT64", True),
     }
     for name, (kind, packed) in kinds.items():
-        field = file.message_type.add(name=name).field.add(
-            name="value", number=1, type=kind, label="LABEL_REPEATED"
-        )
+        field = file.message_type.add(name=name).field.add(name="value", number=1, type=kind, label="LABEL_REPEATED")
         if packed:
             field.options.packed = True
     feature = file.message_type.add(name="Feature")

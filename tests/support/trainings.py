@@ -49,9 +49,7 @@ def line(step: int, fit: str | None = None, **fields: Any) -> LogLine:
     return LogLine(**known | fields)
 
 
-def put_lines(
-    store: Store, stage: str, *lines: LogLine, attempt: int = 1, start: int = 0, number: int = 1
-) -> None:
+def put_lines(store: Store, stage: str, *lines: LogLine, attempt: int = 1, start: int = 0, number: int = 1) -> None:
     """Write a segment of a stage's log, by the only writer of its fit in an attempt."""
     writer = {None: "A", "trial-0-0": "B", "trial-1-0": "C", "refit-1-0": "D"}[lines[0].fit]
     name = segment_name(STAGES[stage]["job"], stage, attempt, start, writer * 26, number)

@@ -43,12 +43,9 @@ def patch_camelyon(root: Path, train: int = 30) -> Truth:
             packed = gzip.compress(data.getvalue(), 1)
             (root / f"camelyonpatch_level_2_split_{name}_{array}.h5.gz").write_bytes(packed)
         truth[part] = {
-            f"{name}_{number}": ({"patch_camelyon": int(y[number, 0, 0, 0])}, x[number])
-            for number in range(size)
+            f"{name}_{number}": ({"patch_camelyon": int(y[number, 0, 0, 0])}, x[number]) for number in range(size)
         }
-    (root / "camelyonpatch_level_2_split_train_meta.csv").write_text(
-        ",coord_y,coord_x,tumor_patch\n0,1,2,True\n"
-    )
+    (root / "camelyonpatch_level_2_split_train_meta.csv").write_text(",coord_y,coord_x,tumor_patch\n0,1,2,True\n")
     return truth
 
 
@@ -74,14 +71,10 @@ def eurosat(root: Path) -> Truth:
 def resisc45(root: Path) -> Truth:
     from ray_jobs.sources.vtab.aerial import CLASS_NAMES
 
-    return _classes(
-        root / "NWPU-RESISC45.zip", "resisc45", "NWPU-RESISC45", CLASS_NAMES["resisc45"], 256, "{:03d}", 6
-    )
+    return _classes(root / "NWPU-RESISC45.zip", "resisc45", "NWPU-RESISC45", CLASS_NAMES["resisc45"], 256, "{:03d}", 6)
 
 
-def _classes(
-    path: Path, task: str, top: str, names: tuple[str, ...], side: int, number: str, count: int = 4
-) -> Truth:
+def _classes(path: Path, task: str, top: str, names: tuple[str, ...], side: int, number: str, count: int = 4) -> Truth:
     rng, found = np.random.default_rng(1), {}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.mkdir(top)
@@ -146,9 +139,7 @@ def clevr(root: Path, train: int = 40) -> Truth:
                     {"color": "red", "3d_coords": [0.1, 1.0, 0.35], "pixel_coords": [1, 2, depth]}
                     for depth in depths.tolist()
                 ]
-                scenes.append(
-                    {"image_index": number, "image_filename": key, "objects": objects, "split": name}
-                )
+                scenes.append({"image_index": number, "image_filename": key, "objects": objects, "split": name})
                 edges = [8.0, 8.5, 9.0, 9.5, 10.0]
                 distance = sum(edge < depths.min() for edge in edges)
                 found[key] = {"clevr_count": len(depths) - 3, "clevr_dist": int(distance)}, image
@@ -185,9 +176,7 @@ def kitti(root: Path) -> Truth:
         for number, place in enumerate(order.tolist()):
             image = image_file(rng.integers(0, 256, (12, 40, 3), np.uint8), "PNG")
             images.writestr(f"training/image_2/{number:06d}.png", image)
-            images.writestr(
-                f"testing/image_2/{number:06d}.png", image_file(np.zeros((12, 40, 3), np.uint8), "PNG")
-            )
+            images.writestr(f"testing/image_2/{number:06d}.png", image_file(np.zeros((12, 40, 3), np.uint8), "PNG"))
             label = number % 4
             nearest = {0: 8.0, 1: 20.0, 2: 33.3, 3: None}[label]
             rest = "0.00 0 -1.58 587.01 173.33 614.12 200.12 1.65 1.67 3.64 -0.65 1.71"
@@ -209,9 +198,7 @@ def dmlab(root: Path) -> Truth:
                 for _ in range(size):
                     image = image_file(rng.integers(0, 256, (18, 24, 3), np.uint8))
                     name, label, number = f"video_{number}_0_884.jpg", int(rng.integers(0, 6)), number + 1
-                    payloads.append(
-                        example({"image": [image], "filename": [name.encode()], "label": [label]})
-                    )
+                    payloads.append(example({"image": [image], "filename": [name.encode()], "label": [label]}))
                     truth[part][name] = {"dmlab": label}, image
                 data = framed(payloads)
                 member = tarfile.TarInfo(f"dmlab-{part}.tfrecord-{shard:05d}-of-{len(sizes):05d}")

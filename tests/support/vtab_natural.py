@@ -65,9 +65,7 @@ def svhn():
 
 def dtd():
     """The images of 3 classes by their names, and the files of the archive; partition 1 has every third in train."""
-    keys = [
-        f"{name}/{name}_{n:04d}.jpg" for name in ("banded", "polka-dotted", "porous") for n in range(1, 13)
-    ]
+    keys = [f"{name}/{name}_{n:04d}.jpg" for name in ("banded", "polka-dotted", "porous") for n in range(1, 13)]
     files = {f"dtd/images/{key}": encoded(number) for number, key in enumerate(keys)}
     for number, first in ((1, 0), (2, 1)):
         for split, at in (("train", 0), ("val", 1), ("test", 2)):
@@ -111,18 +109,12 @@ def pets():
     lines = [f"{name} {PETS.index(name.rpartition('_')[0]) + 1} 1 1" for name in names]
     annotations = {
         "annotations/list.txt": "\n".join(["#Image CLASS-ID SPECIES BREED ID", *lines]).encode(),
-        "annotations/trainval.txt": "".join(
-            f"{line}\n" for line in lines if line.split()[0][-1] in "51"
-        ).encode(),
-        "annotations/test.txt": "".join(
-            f"{line}\n" for line in lines if line.split()[0][-1] not in "51"
-        ).encode(),
+        "annotations/trainval.txt": "".join(f"{line}\n" for line in lines if line.split()[0][-1] in "51").encode(),
+        "annotations/test.txt": "".join(f"{line}\n" for line in lines if line.split()[0][-1] not in "51").encode(),
         "annotations/trimaps/._Abyssinian_5.png": b"\0\5\26\7",
     }
     annotations |= {f"annotations/trimaps/{name}.png": trimap(data) for name, data in pictures.items()}
-    archive = {f"images/{name}.jpg": data for name, data in pictures.items()} | {
-        "images/Abyssinian_100.mat": b""
-    }
+    archive = {f"images/{name}.jpg": data for name, data in pictures.items()} | {"images/Abyssinian_100.mat": b""}
     return pictures, {"images.tar.gz": tarred(archive, gz=False), "annotations.tar.gz": tarred(annotations)}
 
 

@@ -60,9 +60,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 PEAK_RATES = {("SGD", True): 0.06, ("SGD", False): 0.01}
 PEAK_RATE = 1e-3  # of the others
 CLIP_NORM = 1.0  # the gradients' norm is about 6
-_LAYERS_ABOVE = defaultdict(
-    int, {"cls_token": 3, "pos_embed": 3, "patch_embed.proj": 3, "blocks.0": 2, "blocks.1": 1}
-)
+_LAYERS_ABOVE = defaultdict(int, {"cls_token": 3, "pos_embed": 3, "patch_embed.proj": 3, "blocks.0": 2, "blocks.1": 1})
 LIMITS = {"float32": 1e-6, "bfloat16": 5e-3}
 """The largest difference of a tensor, relative to its norm; in float32 on some CPUs more, see `Result.holds`."""
 CHANGE_LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
@@ -115,9 +113,7 @@ CASES += [
 # ZeRO is refused with Muon.
 CASES += [
     Case(0, dtype, accumulation, clips, "Muon", workers)
-    for workers, dtype, accumulation, clips in itertools.product(
-        (1, 2), ("float32", "bfloat16"), (1, 4), (True, False)
-    )
+    for workers, dtype, accumulation, clips in itertools.product((1, 2), ("float32", "bfloat16"), (1, 4), (True, False))
 ]
 CASES += [
     Case(0, dtype, 1, True, "Muon, averaged", workers)
@@ -265,9 +261,7 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return pixels, torch.arange(BATCH) % 3, torch.arange(step * BATCH, (step + 1) * BATCH)
 
 
-def loss_of(
-    network: Callable[..., Any], method: Method, pixels: Tensor, labels: Tensor, positions: Tensor
-) -> Tensor:
+def loss_of(network: Callable[..., Any], method: Method, pixels: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
     """The loss of part of a batch, or of a whole batch in one of the two processes."""
     views = (pixels, pixels.flip(2))[: objective_properties(method.config.objective).views]
     part = optim.MicroBatch(views, labels, positions.numpy())
@@ -288,9 +282,7 @@ def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str, pa
     method, masters = make_task(objective, dtype)
     working = copy.deepcopy(masters).to(getattr(torch, dtype))
     named = [(name, weight) for name, weight in masters.named_parameters() if weight.requires_grad]
-    kernels = {
-        f"{name}.weight" for name, module in masters.named_modules() if isinstance(module, torch.nn.Linear)
-    }
+    kernels = {f"{name}.weight" for name, module in masters.named_modules() if isinstance(module, torch.nn.Linear)}
     decays_all = objective == "contrastive"  # the authors hand all parameters to torch's AdamW
     settings, peak = OPTIMIZERS[optimizer], PEAK_RATES.get((optimizer, clips), PEAK_RATE)
     groups, momenta = [], {}

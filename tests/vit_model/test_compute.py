@@ -101,9 +101,7 @@ def printed(value: float, like: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "size", "macs", "forward", "train"), FLOPS)
-def test_flops_are_the_tables_to_its_last_digit(
-    name: str, size: int, macs: str, forward: str, train: str
-) -> None:
+def test_flops_are_the_tables_to_its_last_digit(name: str, size: int, macs: str, forward: str, train: str) -> None:
     config = ViTConfig.variant(name, image_size=size, num_classes=1000, representation_head=True)
     assert printed(compute.forward_macs(config) / 1e9, macs) == macs
     assert printed(compute.forward_flops(config) / 1e9, forward) == forward
@@ -123,9 +121,7 @@ def restrict(model: Network, trained: Trained) -> None:
         assert isinstance(model, ViT)
         lora.add(model, trained, seed=0)
     for name, weight in model.named_parameters():
-        is_trained = {"all": True, "biases": name.endswith(".bias"), "head": False}.get(
-            str(trained), ".lora." in name
-        )
+        is_trained = {"all": True, "biases": name.endswith(".bias"), "head": False}.get(str(trained), ".lora." in name)
         weight.requires_grad_(is_trained or name.startswith(HEADS))
 
 

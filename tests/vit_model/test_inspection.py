@@ -46,8 +46,7 @@ def slow_weights(model: ViT, images: Tensor) -> list[np.ndarray]:
     """softmax(q k / sqrt(e)) of each block, head by head, from what each block's attention is really given."""
     given: list[Tensor] = []
     handles = [
-        block.attn.register_forward_pre_hook(lambda _module, inputs: given.append(inputs[0]))
-        for block in model.blocks
+        block.attn.register_forward_pre_hook(lambda _module, inputs: given.append(inputs[0])) for block in model.blocks
     ]
     with torch.no_grad():
         model.eval()(images)
@@ -100,9 +99,7 @@ def test_distance_is_the_mean_over_queries_and_images(options: dict[str, Any]) -
         for h in range(config.num_heads):
             by_query = [
                 sum(
-                    weights[image, h, skipped + q, skipped + k]
-                    * math.dist(places[q], places[k])
-                    * config.patch_size
+                    weights[image, h, skipped + q, skipped + k] * math.dist(places[q], places[k]) * config.patch_size
                     for k in range(len(places))
                 )
                 for image in range(len(images))

@@ -46,18 +46,14 @@ def test_what_is_added_changes_nothing_before_the_first_step_and_depends_on_the_
     bound = CONFIG.width**-0.5
     assert down.abs().max() <= bound and down.std() == pytest.approx(bound / 3**0.5, rel=0.1)
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in matrices.items())
-    assert not torch.equal(
-        matrices["blocks.0.attn.lora.key.down.weight"], other.blocks[0].attn.lora["key"].down.weight
-    )
+    assert not torch.equal(matrices["blocks.0.attn.lora.key.down.weight"], other.blocks[0].attn.lora["key"].down.weight)
 
 
 @pytest.mark.parametrize("targets", [("query", "value"), ("key",), ("proj",), ALL], ids=str)
 @pytest.mark.parametrize(
     "fields", [{}, {"pooling": "gap"}, {"axial": True, "pooling": "gap"}, {"position": "relative"}]
 )
-def test_the_merged_model_is_an_ordinary_one_that_computes_the_same(
-    fields: dict[str, Any], targets: Any
-) -> None:
+def test_the_merged_model_is_an_ordinary_one_that_computes_the_same(fields: dict[str, Any], targets: Any) -> None:
     """Queries of the class token alone, of all tokens, and of rows and columns."""
     model = adapted(OPTIONS.model_copy(update={"targets": targets}), **fields).double()
     ordinary = randomised(model.config).double()
@@ -66,9 +62,7 @@ def test_the_merged_model_is_an_ordinary_one_that_computes_the_same(
     assert model.state_dict().keys() == ordinary.state_dict().keys()
     torch.testing.assert_close(model(images(model.config).double()), before, rtol=1e-12, atol=1e-12)
     changed = {
-        name
-        for name, weight in model.state_dict().items()
-        if not torch.equal(weight, ordinary.state_dict()[name])
+        name for name, weight in model.state_dict().items() if not torch.equal(weight, ordinary.state_dict()[name])
     }
     kinds = {"attn.proj.weight" if target == "proj" else "attn.qkv.weight" for target in targets}
     assert changed == {f"blocks.{block}.{kind}" for block in range(model.config.num_blocks) for kind in kinds}
@@ -119,9 +113,7 @@ def test_training_steps_change_the_same_weights_as_pefts() -> None:
     assert counts[0] == counts[1] == CONFIG.depth * 2 * 2 * 4 * CONFIG.width + (CONFIG.width + 1) * 7
     labels = torch.tensor([0, 1, 2, 3])
     for model in (ours, theirs):
-        optimizer = torch.optim.AdamW(
-            [w for w in model.parameters() if w.requires_grad], lr=1e-2, weight_decay=0.1
-        )
+        optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=1e-2, weight_decay=0.1)
         for _ in range(5):
             logits = model(images())
             loss = nn.functional.cross_entropy(getattr(logits, "logits", logits), labels)

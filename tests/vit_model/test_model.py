@@ -40,9 +40,7 @@ def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> 
 
     # q, k, v together: a key's bias only moves all scores alike, so its own gradient is rounding and no more.
     grouped: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    gradients = {
-        name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None
-    }
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
     reference = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     renamed = hugging_face_names(gradients, config)
     assert renamed.keys() == reference.keys()
@@ -71,9 +69,7 @@ def test_gap_is_the_mean_of_normalised_tokens() -> None:
     seen: list[Tensor] = []
     model.blocks[-1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     tokens, pooled = model.forward_features(images)
-    normalised = F.layer_norm(
-        seen[0], (config.width,), model.norm.weight, model.norm.bias, config.layer_norm_eps
-    )
+    normalised = F.layer_norm(seen[0], (config.width,), model.norm.weight, model.norm.bias, config.layer_norm_eps)
     assert tokens.shape == (3, 9, 32)
     torch.testing.assert_close(pooled, normalised.mean(dim=1))
     norm_of_mean = F.layer_norm(
@@ -167,9 +163,7 @@ def test_attention_is_as_exact_as_hugging_face_s(dtype: torch.dtype, tokens: int
     exact = with_gradients(plain_attention, [part.double() for part in parts])
     ours, theirs = with_gradients(attention, parts), with_gradients(plain_attention, parts)
     for right, mine, other in zip(exact, ours, theirs, strict=True):
-        rounding = (
-            relative_difference(other, right) if dtype == torch.bfloat16 else 20 * torch.finfo(dtype).eps
-        )
+        rounding = relative_difference(other, right) if dtype == torch.bfloat16 else 20 * torch.finfo(dtype).eps
         assert relative_difference(mine, right) <= 1.01 * rounding
 
 
@@ -336,9 +330,7 @@ def test_every_option_builds_what_is_counted_and_all_of_it_is_trained(options: d
 
 def test_axial_blocks_see_one_row_and_then_one_column() -> None:
     """After both a token knows the whole grid; after the first it knows its own row only."""
-    config = ViTConfig.model_validate(
-        {**SMALL, "axial": True, "pooling": "gap", "depth": 1, "image_size": (12, 16)}
-    )
+    config = ViTConfig.model_validate({**SMALL, "axial": True, "pooling": "gap", "depth": 1, "image_size": (12, 16)})
     model = randomised(config)
     x = torch.randn(1, 12, config.width, requires_grad=True)
     row = along_axis(model.blocks[0], x, config.grid, 0)
@@ -389,8 +381,7 @@ def test_axial_blocks_are_torchs_own_under_masks_of_rows_and_columns() -> None:
     other = [x, *(layers[index].self_attn.in_proj_weight for index in (0, 3)), layers[3].linear1.weight]
     direction = torch.randn_like(found)
     ours_theirs = [
-        torch.autograd.grad((out * direction).sum(), weights)
-        for out, weights in ((found, mine), (expected, other))
+        torch.autograd.grad((out * direction).sum(), weights) for out, weights in ((found, mine), (expected, other))
     ]
     torch.testing.assert_close(*ours_theirs, rtol=1e-9, atol=1e-11)
 

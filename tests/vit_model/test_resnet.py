@@ -170,9 +170,7 @@ def test_the_stem_of_hybrids_is_timms_with_the_authors_standardisation(
     expected = torch.func.functional_call(plain, kernels, (images,))
     assert_close({"maps": maps}, {"maps": expected}, 1e-12)
     direction = noise(*maps.shape, seed=2).double()
-    found = dict(
-        zip(weights, torch.autograd.grad((maps * direction).sum(), list(weights.values())), strict=True)
-    )
+    found = dict(zip(weights, torch.autograd.grad((maps * direction).sum(), list(weights.values())), strict=True))
     reference = torch.autograd.grad((expected * direction).sum(), list(weights.values()))
     assert_close(found, dict(zip(weights, reference, strict=True)), 1e-10)
 
@@ -188,9 +186,7 @@ def test_a_whole_hybrid_is_timms_but_for_the_constants(timm: ModuleType) -> None
     from timm.models.vision_transformer import VisionTransformer
 
     sizes = {"depth": 2, "num_heads": 2, "num_classes": 5}
-    config = ViTConfig(
-        image_size=(32, 64), patch_size=8, width=32, mlp_dim=128, stem=(1, 2), gelu="exact", **sizes
-    )
+    config = ViTConfig(image_size=(32, 64), patch_size=8, width=32, mlp_dim=128, stem=(1, 2), gelu="exact", **sizes)
     backbone = ResNetV2(
         layers=(1, 2),
         channels=(256, 512),
@@ -220,9 +216,7 @@ def test_gradients_of_standardised_kernels(kind: type[StdConv2d] | type[StdConv2
 
     assert torch.autograd.gradcheck(convolved, noise(3, 2, 3, 3, seed=3).double().requires_grad_())
     by_hand = standardised(noise(3, 2, 3, 3, seed=4).double())
-    assert convolved(by_hand * 7 + 2).isclose(convolved(by_hand), rtol=1e-4).all(), (
-        "scale and mean do not matter"
-    )
+    assert convolved(by_hand * 7 + 2).isclose(convolved(by_hand), rtol=1e-4).all(), "scale and mean do not matter"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -370,12 +364,8 @@ def test_a_saved_resnet_is_loaded_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    ("field", "value"), [("units", [1, 10**15]), ("width_factor", 10**9), ("units", [1, 2, 1])]
-)
-def test_a_contract_of_other_sizes_is_refused_before_it_is_built(
-    tmp_path: Path, field: str, value: object
-) -> None:
+@pytest.mark.parametrize(("field", "value"), [("units", [1, 10**15]), ("width_factor", 10**9), ("units", [1, 2, 1])])
+def test_a_contract_of_other_sizes_is_refused_before_it_is_built(tmp_path: Path, field: str, value: object) -> None:
     model = ResNet(ResNetConfig.model_validate(SMALL))
     save_model(tmp_path, model, contract_for(model.config))
     contract = contract_for(model.config).model_dump(mode="json")

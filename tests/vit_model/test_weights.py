@@ -193,9 +193,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
-)
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES])
 def test_damaged_folders_are_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(folder)
     with pytest.raises(ValueError, match=message):
@@ -236,9 +234,7 @@ def test_transfer_never_copies_a_tanh_layer() -> None:
 
 @pytest.mark.parametrize("fields", [{"representation_head": True}, {"distillation": True}], ids=str)
 @pytest.mark.parametrize("classes", [(0, 1, 2), (2, 0, 1)], ids=str)
-def test_transfer_keeps_a_classifier_in_the_models_order(
-    fields: dict[str, Any], classes: tuple[int, ...]
-) -> None:
+def test_transfer_keeps_a_classifier_in_the_models_order(fields: dict[str, Any], classes: tuple[int, ...]) -> None:
     """The same image has the same logit for each class, which now has another place."""
     source, model = randomised(changed(**fields, num_classes=3)), ViT(changed(**fields, num_classes=3))
     lines = transfer_backbone(model, source, classes)

@@ -125,15 +125,12 @@ def _read_pickle(path: Path, averages: bool) -> tuple[dict[str, Tensor], list[st
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except PICKLE_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{path} is not a complete torch.save file that holds only tensors: {reason}"
-        ) from error
+        raise UserError(f"{path} is not a complete torch.save file that holds only tensors: {reason}") from error
     lines: list[str] = []
     for _ in range(2):  # a checkpoint may be within another's entry
         entries = content if isinstance(content, dict) else {}
         raw, averaged = (
-            next((key for key in keys if isinstance(entries.get(key), dict)), None)
-            for keys in (RAW, AVERAGED)
+            next((key for key in keys if isinstance(entries.get(key), dict)), None) for keys in (RAW, AVERAGED)
         )
         taken = (averaged or raw) if averages else (raw or averaged)
         if taken is None:
@@ -204,9 +201,7 @@ def shapes_of(config: ViTConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in ViT(config).state_dict().items()}
 
 
-def to_ours(
-    path: Path, sources: dict[str, Source], config: ViTConfig, tensors: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def to_ours(path: Path, sources: dict[str, Source], config: ViTConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert the foreign `tensors` to ours, float32.
 
     Raises UserError, naming the tensors, for missing or unexpected tensors, for a wrong shape or dtype, and for NaN or
@@ -214,9 +209,7 @@ def to_ours(
     """
     expected = {name: source.shape for source in sources.values() for name in source.names}
     require_shapes(f"{path}: ", expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    if other := [
-        f"{name} is {tensors[name].dtype}" for name in expected if tensors[name].dtype not in FLOATS
-    ]:
+    if other := [f"{name} is {tensors[name].dtype}" for name in expected if tensors[name].dtype not in FLOATS]:
         raise UserError(f"{path}: {', '.join(other)}; quantised weights are not supported; floating point is")
     weights = {}
     for name, shape in shapes_of(config).items():
@@ -245,9 +238,7 @@ def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[st
     for name, source in sources.items():
         tensor = weights[name]
         if not source.names and tensor.any():
-            raise UserError(
-                f"weight {name!r} cannot be written: this format has no such tensor and assumes zeros"
-            )
+            raise UserError(f"weight {name!r} cannot be written: this format has no such tensor and assumes zeros")
         for part, values in zip(source.names, tensor.reshape(-1).chunk(len(source.names) or 1), strict=False):
             theirs[part] = values.reshape(source.shape).clone()
     return theirs
@@ -264,9 +255,7 @@ def read_license(folder: Path) -> str | None:
     with path.open("rb") as file:
         text = file.read(MAX_README_BYTES).decode(errors="replace")
     front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    lines = (
-        re.findall(r"^license(_name)?:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else []
-    )
+    lines = re.findall(r"^license(_name)?:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else []
     stated = {key: value.strip("'\"") for key, value in lines}
     return stated.get("_name") if stated.get("") == "other" else stated.get("")
 

@@ -91,11 +91,7 @@ def read(folder: Path) -> Imported:
         *lines,
         *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
         *([f"weights: {len(unused)} tensors that the encoder does not use were dropped."] if unused else []),
-        *(
-            f"{name}: zeros, because the model has none."
-            for name, source in sources.items()
-            if not source.names
-        ),
+        *(f"{name}: zeros, because the model has none." for name, source in sources.items() if not source.names),
         *how,
     ]
     return Imported(
@@ -132,15 +128,11 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         why = f" ({REFUSED[kind]})" if isinstance(kind, str) and kind in REFUSED else ""
         raise UserError(f"{path}: model_type {kind!r} is not supported{why}; {', '.join(FAMILIES)} are")
     if "quantization_config" in config:
-        raise UserError(
-            f"{path}: quantized weights (quantization_config) are not supported; floating point is"
-        )
+        raise UserError(f"{path}: quantized weights (quantization_config) are not supported; floating point is")
     family = FAMILIES[kind]
     classes = config.get("architectures") or [family.classes[0]]
     if not isinstance(classes, list) or classes[0] not in family.classes:
-        raise UserError(
-            f"{path}: architectures {classes!r} is not supported; {', '.join(family.classes)} are"
-        )
+        raise UserError(f"{path}: architectures {classes!r} is not supported; {', '.join(family.classes)} are")
     part = config.get("vision_config", {}) if kind in ("clip", "siglip") else config
     if not isinstance(part, dict):
         raise UserError(f"{path}: vision_config is {part!r}; expected an object")
@@ -152,9 +144,7 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if sizes.get("use_swiglu_ffn"):
         raise UserError(f"{path}: use_swiglu_ffn: SwiGLU is not supported; an MLP of two layers is")
     if sizes["hidden_act"] not in list(GELUS):
-        raise UserError(
-            f"{path}: hidden_act {sizes['hidden_act']!r} is not supported; {', '.join(GELUS)} are"
-        )
+        raise UserError(f"{path}: hidden_act {sizes['hidden_act']!r} is not supported; {', '.join(GELUS)} are")
     if isinstance(patch := sizes["patch_size"], list) and len(set(map(str, patch))) == 1:
         sizes["patch_size"] = patch[0]
     return kind, sizes
@@ -282,9 +272,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
     write_json(folder / "config.json", config)
     write_json(folder / "preprocessor_config.json", processor_config(contract.preprocessing))
     if contract.preprocessing.crop_offset == "round" and contract.preprocessing.offset_matters:
-        return [
-            "crop_offset: transformers rounds it down; the crop of a quarter of all sizes lies one pixel off"
-        ]
+        return ["crop_offset: transformers rounds it down; the crop of a quarter of all sizes lies one pixel off"]
     return []
 
 

@@ -107,12 +107,8 @@ DINOV2 = SIZES | {"patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4, "lay
 REGISTERS = DINOV2 | {"patch_size": 16, "num_register_tokens": 4}
 CLIP = SIZES | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 SIGLIP = SIZES | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-CLIP_FAMILY = Family(
-    CLIP_NAMES, ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"), CLIP, TEXT
-)
-SIGLIP_FAMILY = Family(
-    SIGLIP_NAMES, ("SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"), SIGLIP, TEXT
-)
+CLIP_FAMILY = Family(CLIP_NAMES, ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"), CLIP, TEXT)
+SIGLIP_FAMILY = Family(SIGLIP_NAMES, ("SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"), SIGLIP, TEXT)
 FAMILIES = {
     "vit": Family(VIT_NAMES, ("ViTModel", "ViTForImageClassification"), SIZES, MASK),
     "deit": Family(
@@ -244,7 +240,6 @@ def for_class(kind: str, name: str, tensors: dict[str, Tensor]) -> dict[str, Ten
     base = "" if name.endswith("Model") else f"{kind}."
     prefix = "vision_model." if kind.startswith(("clip", "siglip")) else base
     heads = tuple(
-        f"{head}."
-        for head in ("classifier", "cls_classifier", "distillation_classifier", "visual_projection")
+        f"{head}." for head in ("classifier", "cls_classifier", "distillation_classifier", "visual_projection")
     )
     return {name if name.startswith(heads) else prefix + name: tensor for name, tensor in tensors.items()}

@@ -86,11 +86,7 @@ def preprocessing_of(
         if not isinstance(config.get(key), list) or len(config[key]) != channels
     ]
     unlike = [
-        *(
-            []
-            if fields
-            else [f"size {size!r} and crop {crop!r} for an image_size of {image_size[0]}x{image_size[1]}"]
-        ),
+        *([] if fields else [f"size {size!r} and crop {crop!r} for an image_size of {image_size[0]}x{image_size[1]}"]),
         *([] if config["resample"] in list(RESAMPLE) else [f"resample {config['resample']!r}"]),
         *([f"{' and '.join(never)} false"] if never else []),
         *([] if config.get("rescale_factor", 1 / 255) == 1 / 255 else ["a rescale_factor other than 1/255"]),
@@ -128,11 +124,7 @@ def processor_config(preprocessing: Preprocessing) -> dict[str, Any]:
     square = {"height": side, "width": side}
     resized = preprocessing.resized
     crops = preprocessing.crop == "center" or resized != side
-    size = (
-        {"shortest_edge": resized}
-        if preprocessing.crop == "center"
-        else {"height": resized, "width": resized}
-    )
+    size = {"shortest_edge": resized} if preprocessing.crop == "center" else {"height": resized, "width": resized}
     return {
         "image_processor_type": "CLIPImageProcessor" if crops else "ViTImageProcessor",
         "do_convert_rgb": preprocessing.channels == 3,

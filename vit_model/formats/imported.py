@@ -23,7 +23,5 @@ class Imported(NamedTuple):
     """What was imported, resized, dropped or newly initialised; one sentence each."""
     training_data: str = "unknown"
     """As in a `ModelContract`, like `problem_type` and `thresholds`."""
-    problem_type: Literal["single_label_classification", "multi_label_classification"] = (
-        "single_label_classification"
-    )
+    problem_type: Literal["single_label_classification", "multi_label_classification"] = "single_label_classification"
     thresholds: tuple[float, ...] = ()

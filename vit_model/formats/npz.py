@@ -54,9 +54,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> list[str]:
     with zipfile.ZipFile(path, "w") as archive:
         for part in layout(config):
             # ZipInfo's own date is 1980, so that the bytes depend on the weights only.
-            with archive.open(
-                zipfile.ZipInfo(f"{name_of(part.theirs)}.npy"), "w", force_zip64=True
-            ) as member:
+            with archive.open(zipfile.ZipInfo(f"{name_of(part.theirs)}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, taken(part, weights[part.ours]), allow_pickle=False)
     return _lost(contract)
 
@@ -68,17 +66,13 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
         lines.append(f"dropped: {len(left)} arrays outside {prefix}, of an optimizer or another tower")
     if prefix.endswith("img/") and "head/kernel" in stored:
         stored = {name: array for name, array in stored.items() if not name.startswith("head/")}
-        lines.append(
-            "head: dropped; a tower's head maps to the space shared with texts and is not a classifier"
-        )
+        lines.append("head: dropped; a tower's head maps to the space shared with texts and is not a classifier")
     shapes = {name: array.shape for name, array in stored.items()}
     config = _architecture(shapes)
     if isinstance(config, ResNetConfig):
         lines.append(f"image_size: not in the file; assumed {config.image_size}, at which BiT was trained")
     elif config.position == "sincos2d":
-        lines.append(
-            f"position: no table in the file, so sincos2d, with big_vision's image_size {config.image_size}"
-        )
+        lines.append(f"position: no table in the file, so sincos2d, with big_vision's image_size {config.image_size}")
     parts = {part.theirs: part for part in layout(config)}
     require_shapes("", {name: part.shape for name, part in parts.items()}, shapes)
     weights, halves = _weights(archive, stored, parts, config)
@@ -87,17 +81,13 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
     if not config.num_classes:
         lines.append("head: none in the file, so the model returns representations, not classes")
     elif not weights["head.weight"].any():
-        lines.append(
-            "head: its kernel is zero (as in the paper's ImageNet-21k files), so it cannot classify yet"
-        )
+        lines.append("head: its kernel is zero (as in the paper's ImageNet-21k files), so it cannot classify yet")
     if isinstance(config, ViTConfig):
         lines.append("gelu is tanh and layer_norm_eps 1e-06, as in Google's code")
     preprocessing = _preprocessing(config)
     if preprocessing is not None:
         size = preprocessing.resolution
-        lines.append(
-            f"preprocessing as in Google's code: mean and std 0.5, bilinear, squashed to {size} x {size}"
-        )
+        lines.append(f"preprocessing as in Google's code: mean and std 0.5, bilinear, squashed to {size} x {size}")
     names = tuple(map(str, range(config.num_classes)))
     count = sum(tensor.numel() for tensor in weights.values())
     summary = f"imported: {len(stored)} arrays with {count} parameters"
@@ -229,9 +219,7 @@ def _weights(
 def _is_big_visions(config: ViTConfig) -> bool:
     """Return whether only big_vision has such models: with a MAP head, or a class token without a learned position."""
     return (
-        config.pooling == "map"
-        or config.position == "sincos2d"
-        or (config.class_token and not config.class_position)
+        config.pooling == "map" or config.position == "sincos2d" or (config.class_token and not config.class_position)
     )
 
 

@@ -134,9 +134,7 @@ def _shape(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
     if not all(side > 0 for side in shape):
         raise UserError(f"{array} is {list(shape)}; every side must be positive")
     if info.file_size != start.tell() + math.prod(shape) * dtype.itemsize:
-        raise UserError(
-            f"{array} is {dtype} {list(shape)}, but has {info.file_size} bytes, which does not match"
-        )
+        raise UserError(f"{array} is {dtype} {list(shape)}, but has {info.file_size} bytes, which does not match")
     return tuple(map(int, shape))
 
 

@@ -113,9 +113,7 @@ def _stem(stem: tuple[int, ...], in_channels: int) -> tuple[list[Part], int]:
             names = f"block{stage + 1}/unit{unit + 1}", f"{ours}.stages.{stage}.blocks.{unit}"
             kernels = {1: (1, 1, channels, middle), 2: (3, 3, middle, middle), 3: (1, 1, middle, 4 * middle)}
             for place, shape in kernels.items():
-                parts.append(
-                    _convolution(f"{names[0]}/conv{place}/kernel", f"{names[1]}.conv{place}.weight", shape)
-                )
+                parts.append(_convolution(f"{names[0]}/conv{place}/kernel", f"{names[1]}.conv{place}.weight", shape))
                 parts += _norm(f"{names[0]}/gn{place}", f"{names[1]}.norm{place}", shape[-1])
             if unit == 0:
                 theirs, shortcut = f"{names[0]}/conv_proj/kernel", f"{names[1]}.downsample"

@@ -70,9 +70,7 @@ def _keep_zeros(graph: "ir.Graph") -> None:
     """
     from onnxscript import ir
 
-    tiny = ir.Value(
-        name="smallest", const_value=ir.tensor(torch.finfo(torch.float32).tiny, ir.DataType.FLOAT)
-    )
+    tiny = ir.Value(name="smallest", const_value=ir.tensor(torch.finfo(torch.float32).tiny, ir.DataType.FLOAT))
     for node in list(graph):
         border = node.inputs[0].producer() if node.op_type == "MaxPool" and node.inputs[0] else None
         if border is not None and border.op_type == "Pad":

@@ -64,9 +64,7 @@ def read(path: Path, averages: bool = True) -> Imported:
     exactly, for damaged files, and for missing, unexpected, misshapen, quantised, NaN or infinite tensors.
     """
     config = read_json(path / "config.json") if path.is_dir() else {}
-    file = (
-        path if path.is_file() else next((path / name for name in WEIGHTS if (path / name).is_file()), None)
-    )
+    file = path if path.is_file() else next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise UserError(f"{path} does not contain weights (expected {' or '.join(WEIGHTS)})")
     foreign, which = read_tensors(file, averages)
@@ -108,11 +106,7 @@ def read(path: Path, averages: bool = True) -> Imported:
             *lines,
             *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
             *([f"weights: dropped {', '.join(unused)}."] if unused else []),
-            *(
-                f"{name}: zeros, because the model has none."
-                for name, source in sources.items()
-                if not source.names
-            ),
+            *(f"{name}: zeros, because the model has none." for name, source in sources.items() if not source.names),
             *how,
         ),
     )
@@ -144,11 +138,7 @@ def _fold_positions(file: Path, config: ViTConfig, tensors: dict[str, Tensor]) -
     """Add the registers' positions to the registers, because ours have no positions; the sum is the same."""
     table, registers = tensors.get("pos_embed"), tensors.get("reg_token")
     classes = config.class_token + config.distillation
-    if (
-        table is None
-        or registers is None
-        or table.shape[1] != classes + config.registers + config.num_patches
-    ):
+    if table is None or registers is None or table.shape[1] != classes + config.registers + config.num_patches:
         return []
     if table.shape[2:] != registers.shape[2:]:
         raise UserError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
@@ -176,11 +166,7 @@ def _class_names(
         names = [names.get(str(index)) for index in range(len(names))]
     if names is None or num_classes == 0:
         return tuple(map(str, range(num_classes)))
-    if (
-        not isinstance(names, list)
-        or len(names) != num_classes
-        or not all(isinstance(name, str) for name in names)
-    ):
+    if not isinstance(names, list) or len(names) != num_classes or not all(isinstance(name, str) for name in names):
         raise UserError(f"{path}: label_names does not name the {num_classes} classes that head.weight has")
     return tuple(names)
 
@@ -297,9 +283,7 @@ def _lost(contract: ModelContract) -> list[str]:
     pixels = contract.preprocessing
     lines = []
     if pixels.crop_offset == "floor" and pixels.offset_matters:
-        lines.append(
-            "crop_offset: timm rounds half to even; the crop of a quarter of all sizes lies one pixel off"
-        )
+        lines.append("crop_offset: timm rounds half to even; the crop of a quarter of all sizes lies one pixel off")
     if contract.problem_type != "single_label_classification":
         lines.append(f"problem_type: the format has no field for {contract.problem_type}; use a sigmoid")
     return lines

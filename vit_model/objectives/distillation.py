@@ -74,9 +74,7 @@ class Student(AroundModel):
             self.projection.weight.copy_(drawn)
             self.projection.bias.zero_()
 
-    def forward(
-        self, images: Tensor, drop_path_draws: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[b, c, height, width] -> in training (logits [b, classes] for the labels, outputs for the teacher).
 
         The outputs for the teacher are logits (the distillation token's or the classifier's) or the projected
@@ -126,9 +124,7 @@ class Teacher:
         return logits[:, self._classes]
 
 
-def _read(
-    model: Network, images: Tensor, drop_path_draws: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _read(model: Network, images: Tensor, drop_path_draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return `ViT.read` for a ViT; a ResNet's representation and None."""
     if isinstance(model, ViT):
         return model.read(images, drop_path_draws)

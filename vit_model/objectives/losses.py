@@ -21,9 +21,7 @@ def softmax_cross_entropy(
     """
     if class_weights is None:
         return F.cross_entropy(in_full(logits), labels, label_smoothing=label_smoothing)
-    total = F.cross_entropy(
-        in_full(logits), labels, class_weights, label_smoothing=label_smoothing, reduction="sum"
-    )
+    total = F.cross_entropy(in_full(logits), labels, class_weights, label_smoothing=label_smoothing, reduction="sum")
     return total / len(logits)
 
 

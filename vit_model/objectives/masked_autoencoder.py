@@ -105,9 +105,7 @@ class MaskedAutoencoder(AroundModel):
         self.decoder.to_empty(device=model.patch_embed.proj.weight.device)
         self.decoder.initialise(seed)
 
-    def forward(
-        self, images: Tensor, pixels: Tensor, draws: Tensor, drop_path_draws: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, images: Tensor, pixels: Tensor, draws: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
         """Return the loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
 
         It is the squared error of the masked patches' pixels from -1 to 1, or normalised, averaged over all of them.

@@ -151,9 +151,7 @@ class MaskedPatches(AroundModel):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self, images: Tensor, pixels: Tensor, draws: Tensor, drop_path_draws: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, images: Tensor, pixels: Tensor, draws: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
         """Return the loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
 
         The loss is the cross-entropy, or the squared error for pixels, averaged over images, corrupted patches and the

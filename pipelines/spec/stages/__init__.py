@@ -16,9 +16,7 @@ from pipelines.spec.stages.pretrain import Pretrain
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 
-AnyStage = (
-    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Embed | Predict | Report
-)
+AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Embed | Predict | Report
 """All stages. Everything else that lists them is derived from this union."""
 Stage = Annotated[AnyStage, Field(discriminator="job")]
 STAGE_TYPES: dict[str, type[BaseStage]] = {

@@ -21,9 +21,7 @@ class CrossValidation(Fit):
 
     folds: int = Field(5, ge=2, description="parts of train and dev; copies and groups stay together")
     model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
-    resolution: int | None = Field(
-        None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
-    )
+    resolution: int | None = Field(None, ge=4, le=8192, description="with a backbone: null keeps the backbone's")
     learning_rate: Rate
     steps: int = Field(ge=1, description="training steps per fold")
     batch_size: int = Field(ge=1)

@@ -120,11 +120,7 @@ class TrainingStage(Fit, BaseStage):
 @cache
 def input_fields(stage: type[BaseStage]) -> dict[str, tuple[str, ...]]:
     """Return {field: the kinds of artifact it takes} for every field of a stage that names other stages."""
-    return {
-        field: tuple(kinds)
-        for field, info in stage.model_fields.items()
-        if (kinds := marks(info).get("input"))
-    }
+    return {field: tuple(kinds) for field, info in stage.model_fields.items() if (kinds := marks(info).get("input"))}
 
 
 def has_stochastic_depth(model: Model | None) -> bool:

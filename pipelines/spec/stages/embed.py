@@ -15,9 +15,9 @@ from vit_model.fields import execution, takes
 class _Inference(BaseStage):
     data: str = takes("dataset")
     backbone: Backbone = takes("model", description=BACKBONE)
-    splits: Annotated[
-        tuple[Literal["train", "dev", "test"], ...], Field(min_length=1), AfterValidator(distinct)
-    ] = Field(("train", "dev", "test"), description="the splits whose images are computed")
+    splits: Annotated[tuple[Literal["train", "dev", "test"], ...], Field(min_length=1), AfterValidator(distinct)] = (
+        Field(("train", "dev", "test"), description="the splits whose images are computed")
+    )
     threads: int = execution(1, ge=1, description="CPU threads per task; each task has a GPU if there is one")
     cache_gib: float = cache_gib()
 

@@ -31,9 +31,7 @@ class Labels(Frozen):
     """The labels for training: all of train (dev selects), or `per_class` of each class, drawn `draws` times."""
 
     per_class: int | None = Field(None, ge=2, description="null: all labels, and dev selects the settings")
-    draws: int = Field(
-        5, ge=1, description="with per_class: number of independent draws, each scored on test"
-    )
+    draws: int = Field(5, ge=1, description="with per_class: number of independent draws, each scored on test")
     folds: int = Field(
         5,
         ge=2,
@@ -66,9 +64,7 @@ class EarlyStopping(Frozen):
     evaluations: int = Field(
         20, ge=2, description="evaluations of a trial, at equal distances; the last is after its last step"
     )
-    patience: int = Field(
-        5, ge=1, description="end a trial after this many evaluations in a row without a new best"
-    )
+    patience: int = Field(5, ge=1, description="end a trial after this many evaluations in a row without a new best")
 
 
 class Finetune(TrainingStage):
@@ -86,9 +82,7 @@ class Finetune(TrainingStage):
     data: str = takes("dataset")
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)
     model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
-    resolution: int | None = Field(
-        None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
-    )
+    resolution: int | None = Field(None, ge=4, le=8192, description="with a backbone: null keeps the backbone's")
     labels: Labels = Labels()
     refits: int = later(
         1,
@@ -220,9 +214,7 @@ class Finetune(TrainingStage):
     def space(self) -> dict[str, Range | Choices]:
         """The possible values of a trial's fields, by path, the learning rate's first."""
         over = {} if self.search is None else self.search.over
-        rates: dict[str, Range | Choices] = (
-            {} if "learning_rate" in over else {"learning_rate": self.learning_rates}
-        )
+        rates: dict[str, Range | Choices] = {} if "learning_rate" in over else {"learning_rate": self.learning_rates}
         return rates | over
 
     def at(self, point: Point) -> Self:
@@ -233,9 +225,7 @@ class Finetune(TrainingStage):
         """
         fields = self.model_dump(exclude={"search", "learning_rates"})
         values = {path: value for path, value in point.items() if path != "learning_rate"}
-        return type(self).model_validate(
-            placed(fields, values) | {"learning_rates": (point["learning_rate"],)}
-        )
+        return type(self).model_validate(placed(fields, values) | {"learning_rates": (point["learning_rate"],)})
 
     @model_validator(mode="after")
     def _search_fits(self) -> Self:
@@ -264,8 +254,7 @@ class Finetune(TrainingStage):
             name for name, info in type(self).model_fields.items() if marks(info).get("execution")
         }
         values = {
-            path: values.samples() if isinstance(values, Range) else values
-            for path, values in self.space.items()
+            path: values.samples() if isinstance(values, Range) else values for path, values in self.space.items()
         }
         first = {"learning_rate": values["learning_rate"][0]}
         for path in values:
@@ -292,9 +281,7 @@ class Finetune(TrainingStage):
                 f"freeze {self.freeze}: lora trains only its own matrices and the head; leave out freeze or lora"
             )
         if self.freeze == "backbone" and self.head_first:
-            raise ValueError(
-                f"head_first {self.head_first}: freeze backbone trains only the head in all steps"
-            )
+            raise ValueError(f"head_first {self.head_first}: freeze backbone trains only the head in all steps")
         if self.optimizer.name == "muon" and (self.lora is not None or isinstance(self.freeze, str)):
             what = f"freeze {self.freeze}" if self.lora is None else "lora"
             raise ValueError(

@@ -91,9 +91,7 @@ class Distillation(Frozen):
         if self.temperature != 1.0 and self.kind != "soft":
             raise ValueError(f"temperature {self.temperature} is for kind soft; kind is {self.kind}")
         if self.weight == 1.0 and self.kind == "features":
-            raise ValueError(
-                "weight 1 leaves no labels, and kind features trains no classifier; use less than 1"
-            )
+            raise ValueError("weight 1 leaves no labels, and kind features trains no classifier; use less than 1")
         return self
 
 
@@ -121,9 +119,7 @@ class Pretrain(TrainingStage):
     # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
     # by the digest of its input.
     VERSION = 6
-    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
-        6: lambda stage: has_stochastic_depth(stage.model)
-    }
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: has_stochastic_depth(stage.model)}
     KIND = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -288,9 +284,7 @@ class Pretrain(TrainingStage):
                 f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
             )
         if self.activation_checkpointing and isinstance(self.model, ResNetSize):
-            raise ValueError(
-                f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}"
-            )
+            raise ValueError(f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}")
         return self
 
     @model_validator(mode="after")
@@ -318,15 +312,11 @@ class Pretrain(TrainingStage):
     def _check_auxiliary(self) -> None:
         """Raise ValueError for fields that do not apply to an auxiliary task."""
         if self.objective in WITHOUT_LABELS:
-            raise ValueError(
-                f"auxiliary is beside labels, which objective {self.objective} does not use; remove it"
-            )
+            raise ValueError(f"auxiliary is beside labels, which objective {self.objective} does not use; remove it")
         if self.objective == "distillation":
             raise ValueError("auxiliary cannot be combined with objective distillation; remove one of them")
         if isinstance(self.model, ResNetSize):
-            raise ValueError(
-                f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}"
-            )
+            raise ValueError(f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}")
         if self.model is not None and self.resolution == self.model.patch_size:
             raise ValueError(f"resolution {self.resolution} is a single patch; auxiliary needs two or more")
 
@@ -334,9 +324,7 @@ class Pretrain(TrainingStage):
         """Raise ValueError for a teacher and settings that do not go with the objective and the model."""
         if self.objective != "distillation":
             if self.teacher is not None:
-                raise ValueError(
-                    f"teacher {self.teacher} is for objective distillation; objective is {self.objective}"
-                )
+                raise ValueError(f"teacher {self.teacher} is for objective distillation; objective is {self.objective}")
         elif self.teacher is None:
             raise ValueError("teacher is missing; objective distillation needs a model to imitate")
         elif self.distillation.weight == 1.0 and getattr(self.model, "distillation", False):
@@ -368,14 +356,8 @@ class Pretrain(TrainingStage):
         """Raise ValueError for fields that do not apply to an objective without labels."""
         model = self.model
         if isinstance(model, ResNetSize):
-            reason = (
-                "MoCo v3 is only implemented for ViTs"
-                if self.objective == "contrastive"
-                else "it uses patches"
-            )
-            raise ValueError(
-                f"objective {self.objective} needs a ViT, because {reason}; model is a {model.family}"
-            )
+            reason = "MoCo v3 is only implemented for ViTs" if self.objective == "contrastive" else "it uses patches"
+            raise ValueError(f"objective {self.objective} needs a ViT, because {reason}; model is a {model.family}")
         classifier = (False, 0.0) if model is None else (model.representation_head, model.head_bias)
         if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
             raise ValueError(
@@ -412,9 +394,7 @@ class Pretrain(TrainingStage):
                 " the images of a whole batch; use 1"
             )
         if properties.compares_images and self.batch_size < 2:
-            raise ValueError(
-                f"batch_size 1: objective {self.objective} compares the images of a batch; use 2 or more"
-            )
+            raise ValueError(f"batch_size 1: objective {self.objective} compares the images of a batch; use 2 or more")
         if self.objective == "contrastive" and self.zero_stage == 3:
             raise ValueError(
                 "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"

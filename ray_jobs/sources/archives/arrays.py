@@ -29,9 +29,7 @@ from vit_model.errors import UserError
 _NPZ, _HDF5 = b"PK\3\4", b"\x89HDF\r\n\x1a\n"
 
 
-def read_array(
-    files: Files, file: str, name: str, dtype: type[Any], shape: Sequence[int | None]
-) -> NDArray[Any]:
+def read_array(files: Files, file: str, name: str, dtype: type[Any], shape: Sequence[int | None]) -> NDArray[Any]:
     """Return the array `name` of an npz, HDF5 or MATLAB v5 file, mapped.
 
     The array is unpacked once per machine into the cache folder `unpacked`: from an npz as from any zip, with its
@@ -62,9 +60,7 @@ def read_array(
         wanted in (None, size) for wanted, size in zip(shape, array.shape, strict=True)
     )
     if not fits or not np.issubdtype(array.dtype, dtype):
-        raise UserError(
-            f"{file}: {name} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}"
-        )
+        raise UserError(f"{file}: {name} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}")
     return array
 
 
@@ -131,9 +127,7 @@ def read_norb(files: Files, file: str) -> NDArray[Any]:
         raise UserError(f"{file} is not a matrix of uint8 or int32: it begins with {magic:#010x}")
     start = 8 + 4 * max(3, dimensions)
     if not 1 <= dimensions <= 8 or len(header) < start:
-        raise UserError(
-            f"{file}: expected a matrix of 1 to 8 dimensions, not {dimensions}, or it is truncated"
-        )
+        raise UserError(f"{file}: expected a matrix of 1 to 8 dimensions, not {dimensions}, or it is truncated")
     shape = struct.unpack(f"<{dimensions}i", header[8 : 8 + 4 * dimensions])
     return _mapped(path, file, _NORB_TYPES[magic], shape, start)
 

@@ -234,9 +234,7 @@ def _unpack_xz(reader: Reader) -> Iterator[bytes]:
     return _streams(reader, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_DICTIONARY))
 
 
-def _streams(
-    reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
-) -> Iterator[bytes]:
+def _streams(reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> Iterator[bytes]:
     """Decompress consecutive streams, which may have zeros between them; anything else is an error."""
     data = reader.read(_CHUNK)
     while data:
@@ -297,14 +295,10 @@ def local_path(blob: Blob, check: Callable[[], None] | None = None) -> Path:
         for start in range(0, blob.size, _COPIED):
             file.write(blob.read(start, min(_COPIED, blob.size - start)))
 
-    return Path(
-        cached(blob.name, blob.extents, "checked copy" if check else "copy", write).extents[0].location
-    )
+    return Path(cached(blob.name, blob.extents, "checked copy" if check else "copy", write).extents[0].location)
 
 
-def cached(
-    name: str, extents: tuple[Extent, ...], how: str, write: Callable[[io.BufferedWriter], None]
-) -> Blob:
+def cached(name: str, extents: tuple[Extent, ...], how: str, write: Callable[[io.BufferedWriter], None]) -> Blob:
     """Return the output of `write` for these extents, written once per machine and kept in the cache folder."""
     key = identity.sha256(identity.canonical_json([how, [list(extent) for extent in extents]]))[:40]
     folder = _cache()

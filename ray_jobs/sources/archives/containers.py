@@ -185,9 +185,7 @@ def _resolve(files: Files, file: str) -> _Place:
     first = outermost(files, file)
     inner = file.removeprefix(first).split(_CHAIN)[1:]
     if len(inner) >= MAX_DEPTH:
-        raise UserError(
-            f"{file!r}: {len(inner)} nested archives are too many; expected at most {MAX_DEPTH - 1}"
-        )
+        raise UserError(f"{file!r}: {len(inner)} nested archives are too many; expected at most {MAX_DEPTH - 1}")
     place = _Place(first, 0, decompressed(open_blob(_locations(files, first))))
     chain = first
     for path in inner:
@@ -311,11 +309,7 @@ def _check_crc(blob: Blob, crc: int) -> None:
 def _object(files: Files, file: str, length: int) -> bytes | None:
     """Read a whole S3 object in one request; return None if `file` is not one, or must be unpacked."""
     location = files.get(file, "")
-    if (
-        not location.startswith("s3://")
-        or not 0 < length <= MAX_IMAGE_BYTES
-        or len(parts_of(file, files)) > 1
-    ):
+    if not location.startswith("s3://") or not 0 < length <= MAX_IMAGE_BYTES or len(parts_of(file, files)) > 1:
         return None
     data = s3.read_range(location, 0, length)
     return data if len(data) == length and unpacker(data[:MAGIC_BYTES]) is None else None

@@ -162,9 +162,7 @@ def _tar_member(blob: Blob, info: tarfile.TarInfo) -> Member | Refused | None:
     if not info.isreg():
         return Refused(info.name, "it is a link" if info.issym() or info.islnk() else "it is no regular file")
     if info.offset_data + info.size > blob.size:
-        raise UserError(
-            f"{info.name!r} ends at byte {info.offset_data + info.size:,}, but the file at {blob.size:,}"
-        )
+        raise UserError(f"{info.name!r} ends at byte {info.offset_data + info.size:,}, but the file at {blob.size:,}")
     return Member(info.name, "", info.offset_data, info.size, "stored", info.size)
 
 
@@ -198,9 +196,7 @@ def _in_zip(blob: Blob) -> Iterator[Member | Refused]:
     with ThreadPoolExecutor(THREADS) as threads:
         read = threads.map if blob.remote else map
         starts = list(read(lambda info: _start(blob, info), files))
-    ranges = sorted(
-        (info.header_offset, start + info.compress_size) for info, start in zip(files, starts, strict=True)
-    )
+    ranges = sorted((info.header_offset, start + info.compress_size) for info, start in zip(files, starts, strict=True))
     if any(after[0] < before[1] for before, after in pairwise(ranges)):
         raise UserError(f"{blob.name} is damaged: its members overlap")
     yield from map(_zip_member, files, starts)
@@ -211,9 +207,7 @@ def _start(blob: Blob, info: zipfile.ZipInfo) -> int:
     magic, name, extra = _LOCAL_HEADER.unpack(blob.read(info.header_offset, _LOCAL_HEADER.size))
     start = info.header_offset + _LOCAL_HEADER.size + name + extra
     if magic != b"PK\3\4" or start + info.compress_size > blob.size:
-        raise UserError(
-            f"{blob.name} is truncated or damaged: {info.filename!r} is not where its directory says"
-        )
+        raise UserError(f"{blob.name} is truncated or damaged: {info.filename!r} is not where its directory says")
     return start
 
 

@@ -111,9 +111,7 @@ class _Rar:
                 f"is the first of several volumes, and {self.missing[0]} is missing: put all volumes into one folder"
             )
         if code == _BAD_DATA and self.opened.Flags & _OLD_COMMENT:
-            raise RefusedError(
-                f"was packed by RAR 1 or 2, with a comment that the library does not read: {_ADVICE}"
-            )
+            raise RefusedError(f"was packed by RAR 1 or 2, with a comment that the library does not read: {_ADVICE}")
         if code:
             raise RefusedError(_REASONS.get(code, f"is truncated or damaged: {where}, error {code}"))
 

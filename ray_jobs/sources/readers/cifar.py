@@ -82,9 +82,7 @@ def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]
         folder, names = CIFAR_FILES[classes, version]
         by_name = {name: members[path] for name in names if (path := f"{folder}/{name}") in members}
         if len(by_name) == len(names):
-            contents = {
-                name: containers.read_member(files, member, MAX_BYTES) for name, member in by_name.items()
-            }
+            contents = {name: containers.read_member(files, member, MAX_BYTES) for name, member in by_name.items()}
             return read(classes, version, contents), version
     expected = " or ".join(f"{CIFAR_FILES[classes, version][0]}/..." for version in ("binary", "python"))
     raise UserError(

@@ -80,9 +80,7 @@ def one_spelling(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         spellings[unicodedata.normalize("NFC", text)].add(text)
     return {
-        text: composed if composed in alike else min(alike)
-        for composed, alike in spellings.items()
-        for text in alike
+        text: composed if composed in alike else min(alike) for composed, alike in spellings.items() for text in alike
     }
 
 
@@ -91,9 +89,7 @@ def alike_note(class_names: Iterable[str]) -> tuple[str, ...]:
     alike: dict[str, list[str]] = defaultdict(list)
     for name in class_names:
         alike[re.sub(r"[\s_-]", "", name).casefold()].append(name)
-    groups = [
-        " and ".join(map(repr, names)) for key, names in alike.items() if len(names) > 1 and len(key) > 1
-    ]
+    groups = [" and ".join(map(repr, names)) for key, names in alike.items() if len(names) > 1 and len(key) > 1]
     if not groups:
         return ()
     return (

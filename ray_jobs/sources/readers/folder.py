@@ -50,8 +50,7 @@ from ray_jobs.sources.readers.misread import (
 from vit_model.errors import UserError
 
 EXTENSIONS = tuple(
-    f".{name}"
-    for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
+    f".{name}" for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
 _UNLABELLED = "If the images have no labels, set source.labels: false"
@@ -110,14 +109,8 @@ def arrange(
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
         counts = f": {_extensions(files)}" if files else ""
-        raise UserError(
-            f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}"
-        )
-    labelled = (
-        _from_tables(root, images, tables, columns)
-        if tables
-        else _without_tables(root, files, images, columns)
-    )
+        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}")
+    labelled = _from_tables(root, images, tables, columns) if tables else _without_tables(root, files, images, columns)
     check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     used = {*images, *tables}
     ignored = tuple(key for key in files if key not in used)
@@ -130,9 +123,7 @@ def arrange(
         check_not_joined(root, class_names)
     if len(class_names) < 2:
         inside = f"{str(root).rstrip('/')}/{''.join(class_names)}"
-        nested = not tables and all(
-            key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
-        )
+        nested = not tables and all(key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images)
         only = f"only the class {class_names[0]!r}" if class_names else "no labels"
         raise UserError(
             f"{root} has {only}: a classifier needs two classes or more. "
@@ -144,18 +135,14 @@ def arrange(
         for key, names, split, group in sorted(labelled, key=itemgetter(0))
     ]
     entries = tuple(
-        Entry(key, SEVERAL, split, group, labels)
-        if columns.multi_label
-        else Entry(key, labels[0], split, group)
+        Entry(key, SEVERAL, split, group, labels) if columns.multi_label else Entry(key, labels[0], split, group)
         for key, labels, split, group in numbered
     )
     _check_given_splits(root, class_names, numbered)
     return Listing(str(root), class_names, entries, ignored)
 
 
-def _without_tables(
-    root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns
-) -> list[_Labelled]:
+def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns) -> list[_Labelled]:
     """Return the images with the labels that folders say. Raises UserError for a field that is about tables."""
     for option, column, default in zip((*OPTIONS, "multi_label"), columns, IMAGEFOLDER, strict=False):
         if column not in (None, default):
@@ -182,8 +169,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     if Path(source.root).is_dir():
         scanned, unusable = scan(Path(source.root), columns, files.keys()), list[Unusable]()
         members = {
-            entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
-            for entry in scanned.entries
+            entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size) for entry in scanned.entries
         }
     else:
         members, unusable = _members(source, files)
@@ -193,14 +179,11 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
                 f"{unusable[0].reason}"
             )
         tables = {
-            key: containers.read_member(files, members[key])
-            for key in check_tables(source.root, members, EXTENSIONS)
+            key: containers.read_member(files, members[key]) for key in check_tables(source.root, members, EXTENSIONS)
         }
         scanned = arrange(source.root, list(members), tables, columns)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
-    return entries.Listing(
-        scanned.class_names, entries.table(rows), unusable=tuple(unusable), notes=_notes(scanned)
-    )
+    return entries.Listing(scanned.class_names, entries.table(rows), unusable=tuple(unusable), notes=_notes(scanned))
 
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
@@ -242,9 +225,7 @@ def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], lis
         return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
     members, refused = containers.contents(files, name)
     around = _around([member.path for member in members])
-    inside = {
-        member.path.removeprefix(around): member for member in members if member.path.startswith(around)
-    }
+    inside = {member.path.removeprefix(around): member for member in members if member.path.startswith(around)}
     return inside, refused
 
 
@@ -298,16 +279,12 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
             yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
 
-def _from_folders(
-    root: Path | str, files: Sequence[str], images: Sequence[str]
-) -> list[tuple[str, str, str | None]]:
+def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str]) -> list[tuple[str, str, str | None]]:
     """Return (key, class, split) of each image, by the names of its folders."""
     loose = [key for key in images if "/" not in key]
     if loose:
         tables = [PurePosixPath(key) for key in files if key.endswith((".csv", ".jsonl", ".parquet"))]
-        renamed = "".join(
-            f" If {path} lists the labels, rename it to metadata{path.suffix}." for path in tables[:1]
-        )
+        renamed = "".join(f" If {path} lists the labels, rename it to metadata{path.suffix}." for path in tables[:1])
         raise UserError(
             f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
             f"{renamed} {_UNLABELLED}"
@@ -329,9 +306,7 @@ def _from_folders(
         top = key.partition("/")[0]
         label, slash, _ = key.removeprefix(around[top]).partition("/")
         if not slash:
-            raise UserError(
-                f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {_UNLABELLED}"
-            )
+            raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {_UNLABELLED}")
         labelled.append((key, label, split_folders[top]))
     return labelled
 

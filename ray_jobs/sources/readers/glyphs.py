@@ -119,9 +119,7 @@ def glyph_classes(fonts: Sequence[Path]) -> list[GlyphClass]:
     letters, with its ink stretched to a square, overlaps a digit by more than 0.7 in any two fonts, or fills the square
     as a bare stroke does.
     """
-    letters = {
-        code: letter_fonts for code, letter_fonts in _letters(fonts).items() if len(letter_fonts) >= MIN_FONTS
-    }
+    letters = {code: letter_fonts for code, letter_fonts in _letters(fonts).items() if len(letter_fonts) >= MIN_FONTS}
     alike = _digit_lookalikes(letters, fonts)
     groups = _merge_identical(letters)
     return [

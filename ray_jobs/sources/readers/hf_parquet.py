@@ -150,9 +150,7 @@ def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
         features = json.loads(text)["info"]["features"] if text else {}
         return {column: feature for column, feature in features.items() if isinstance(feature, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{name}: its metadata is not in the format of Hugging Face's datasets: {error}"
-        ) from error
+        raise UserError(f"{name}: its metadata is not in the format of Hugging Face's datasets: {error}") from error
 
 
 def _is_image(kind: pa.DataType) -> bool:

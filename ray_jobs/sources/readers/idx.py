@@ -51,9 +51,7 @@ def listing(source: IdxSource, files: Files) -> Listing:
     entries = (
         {"key": key, "label": label, "split": split, "file": "", "offset": row, "codec": "row"}
         | {"length": height * width}
-        for row, (key, label, split) in enumerate(
-            zip(images.keys, images.labels.tolist(), images.splits, strict=True)
-        )
+        for row, (key, label, split) in enumerate(zip(images.keys, images.labels.tolist(), images.splits, strict=True))
     )
     size = ImageSize(height=height, width=width, channels=channels)
     return Listing(tuple(source.class_names[label] for label in source.selected()), table(entries), size)
@@ -95,9 +93,7 @@ def read(files: Files, num_classes: int, classes: Sequence[int]) -> Images:
     result = Images(np.concatenate(images)[..., None], np.concatenate(labels), keys, splits)
     trained = set(result.labels[np.array(splits) == "train"].tolist())
     if untrained := [number for label, number in enumerate(classes) if label not in trained]:
-        named = (
-            f"classes {', '.join(map(str, untrained))} have" if untrained[1:] else f"class {untrained[0]} has"
-        )
+        named = f"classes {', '.join(map(str, untrained))} have" if untrained[1:] else f"class {untrained[0]} has"
         raise UserError(f"{files[FILES['train'][1]]}: {named} no image in train")
     return result
 
@@ -129,8 +125,7 @@ def read_file(files: Files, name: str) -> NDArray[np.uint8]:
         )
     if len(data) - start != expected:
         raise UserError(
-            f"{path} is truncated or damaged: its header says {expected:,} numbers, but it has"
-            f" {len(data) - start:,}"
+            f"{path} is truncated or damaged: its header says {expected:,} numbers, but it has {len(data) - start:,}"
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 

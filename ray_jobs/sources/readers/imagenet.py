@@ -118,20 +118,15 @@ def _validation(files: Files, devkit: Devkit, unusable: list[Unusable]) -> Itera
             continue
         number = int(match[2]) - 1
         if not 0 <= number < len(devkit.val_labels) or number in numbers:
-            raise UserError(
-                f"{files[IMAGENET_VAL]}: {member.path} has no label in the devkit, or is a duplicate"
-            )
+            raise UserError(f"{files[IMAGENET_VAL]}: {member.path} has no label in the devkit, or is a duplicate")
         numbers.add(number)
         entry = row(f"val/{match[1]}", devkit.val_labels[number], "test", member)
         yield entry | ({} if real is None else {"labels": real[number]})
-    unusable += [
-        Unusable(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in misnamed
-    ]
+    unusable += [Unusable(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in misnamed]
     if len(numbers) < len(devkit.val_labels):
         hint = f"; {misnamed[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if misnamed else ""
         raise UserError(
-            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, "
-            f"but the devkit labels {len(devkit.val_labels):,}{hint}"
+            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, but the devkit labels {len(devkit.val_labels):,}{hint}"
         )
 
 
@@ -150,9 +145,7 @@ def read_devkit(files: Files) -> Devkit:
     try:
         labels = tuple(rank[leaves[int(line)][0]] for line in text.split())
     except (KeyError, ValueError) as error:
-        raise UserError(
-            f"{where}: a validation label is not an ILSVRC2012_ID of meta.mat: {error}"
-        ) from error
+        raise UserError(f"{where}: a validation label is not an ILSVRC2012_ID of meta.mat: {error}") from error
     return Devkit(wnids, tuple(words[wnid] for wnid in wnids), labels)
 
 
@@ -185,9 +178,7 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
     if not isinstance(real, list) or len(real) != images:
         raise UserError(f"{where} is not a list of {images:,} lists, one for each validation image")
     for labels in real:
-        if not isinstance(labels, list) or not all(
-            type(label) is int and 0 <= label < classes for label in labels
-        ):
+        if not isinstance(labels, list) or not all(type(label) is int and 0 <= label < classes for label in labels):
             raise UserError(f"{where}: {str(labels)[:80]} is not a list of classes from 0 to {classes - 1}")
     return [sorted(set(labels)) for labels in real]
 
@@ -195,9 +186,7 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
 # ------------------------------------------------------------------------------------------------- shared
 
 
-def synsets(
-    files: Files, chains: Iterable[str], unusable: list[Unusable]
-) -> Iterator[tuple[str, list[Member]]]:
+def synsets(files: Files, chains: Iterable[str], unusable: list[Unusable]) -> Iterator[tuple[str, list[Member]]]:
     """Yield (WNID, images) of each synset, sorted by WNID; add refused members to `unusable`. Raises UserError."""
     tars: dict[str, str] = {}
     others: list[Unusable] = []
@@ -215,9 +204,7 @@ def synsets(
         )
     unusable += others
     wnids = sorted(tars)
-    for wnid, (images, refused) in zip(
-        wnids, each_contents(files, (tars[wnid] for wnid in wnids)), strict=True
-    ):
+    for wnid, (images, refused) in zip(wnids, each_contents(files, (tars[wnid] for wnid in wnids)), strict=True):
         unusable += refused
         yield wnid, images
 

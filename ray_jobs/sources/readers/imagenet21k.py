@@ -43,9 +43,7 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
 
     entries = table(rows())
     if not class_names:
-        raise UserError(
-            f"{source.root} has no synset with at least {source.min_images} images; lower min_images"
-        )
+        raise UserError(f"{source.root} has no synset with at least {source.min_images} images; lower min_images")
     notes = [f"no official splits: {source.held_out:.2%} each are dev and test by a hash of names"]
     if left_out:
         notes.append(f"left out, with fewer than {source.min_images} images: {', '.join(left_out)}")

@@ -113,9 +113,7 @@ _Located = tuple[str, dict[str, Any]]
 def _csv(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
     """Return the header, and (position, cells) of each row."""
     try:
-        reader = csv.reader(
-            io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True, skipinitialspace=True
-        )
+        reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True, skipinitialspace=True)
         header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not CSV in UTF-8: {error}") from error
@@ -159,8 +157,7 @@ def _parquet(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
     header = table.column_names
     rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
     return header, [
-        (f"{path} row {number}", dict(zip(header, row, strict=True)))
-        for number, row in enumerate(rows, start=1)
+        (f"{path} row {number}", dict(zip(header, row, strict=True))) for number, row in enumerate(rows, start=1)
     ]
 
 
@@ -186,9 +183,7 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
         if column not in (*options, "split")
         and (near := difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75))
     }
-    problems = [
-        f"has an unknown column {column!r}: did you mean {name!r}?" for name, column in likely.items()
-    ]
+    problems = [f"has an unknown column {column!r}: did you mean {name!r}?" for name, column in likely.items()]
     missing = [column for column in options if header.count(column) != 1]
     if needed := [f"one column {column!r}" for column in missing if column not in likely]:
         problems.append(f"needs {' and '.join(needed)}; it has {', '.join(header) or 'none'}.")
@@ -198,9 +193,7 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
         first = {column: str(cell) for column, cell in rows[0][1].items() if column not in likely.values()}
         files = [column for column, cell in first.items() if re.search(r"\.[A-Za-z]{3,4}$", cell)]
         likely = dict(zip([columns.image], files, strict=False)) | likely
-    settings = [
-        f"source.{options[name]}: {repr(likely[name]) if name in likely else 'NAME'}" for name in missing
-    ]
+    settings = [f"source.{options[name]}: {repr(likely[name]) if name in likely else 'NAME'}" for name in missing]
     advice = f" Rename or add it, or set {' and '.join(settings)}" if settings else ""
     one_hot = [name for name in header if rows and all(row.get(name) in _BITS for _, row in rows)]
     if columns.label in missing and len(one_hot) > 1:
@@ -251,9 +244,7 @@ def _text(where: str, column: str, value: Any) -> str:
         return ""
     if isinstance(value, int):  # includes booleans
         return json.dumps(value)
-    raise UserError(
-        f"{where}: {column} must be text or a whole number, not {json.dumps(value, default=str)[:60]}"
-    )
+    raise UserError(f"{where}: {column} must be text or a whole number, not {json.dumps(value, default=str)[:60]}")
 
 
 def _items(cell: Any) -> list[Any] | None:

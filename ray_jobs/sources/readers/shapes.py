@@ -75,9 +75,7 @@ def render(source: ShapesSource, number: int) -> tuple[NDArray[np.uint8], dict[s
 def _drawn(source: ShapesSource, number: int) -> tuple[dict[str, int], list[int], np.random.Generator]:
     """The factors of an image, the cells of its figures, and what draws the rest."""
     rng = np.random.default_rng([source.seed, _SEED_PURPOSE, number])
-    factors = {
-        name: int(rng.integers(len(FACTORS[name]))) for name in ("shape", "colour", "orientation", "scale")
-    }
+    factors = {name: int(rng.integers(len(FACTORS[name]))) for name in ("shape", "colour", "orientation", "scale")}
     count = int(rng.integers(source.max_count))
     places: list[int] = rng.permutation(_CELLS**2)[: count + 1].tolist()
     return factors | {"position": places[0], "count": count}, places, rng

@@ -32,9 +32,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     info, features = _json(files, "dataset_info.json"), _json(files, "features.json")
     form = info.get("fileFormat", "tfrecord")
     if form not in ("tfrecord", "array_record"):
-        raise UserError(
-            f"dataset_info.json: unsupported fileFormat {form!r}; expected tfrecord or array_record"
-        )
+        raise UserError(f"dataset_info.json: unsupported fileFormat {form!r}; expected tfrecord or array_record")
     image, label = _named(source, features)
     # the position of each image, in little memory: names of files are shared
     names, offsets, lengths = list[str](), array("q"), array("q")

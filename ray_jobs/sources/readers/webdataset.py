@@ -156,9 +156,7 @@ def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
     if source.class_names is None:
         classes = classes_of(present, None, f"field {source.label!r}")
         if len(classes.names) < 2:
-            raise UserError(
-                f"{source.root} has {len(classes.names)} classes, but a classifier needs two or more"
-            )
+            raise UserError(f"{source.root} has {len(classes.names)} classes, but a classifier needs two or more")
         return classes
     numbering: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
@@ -166,9 +164,7 @@ def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
     spelled = one_spelling([*source.class_names, *(label for label in present if isinstance(label, str))])
     named = {spelled[name]: numbering[name] for name in source.class_names}
     numbering |= {
-        text: named[spelling]
-        for text, spelling in spelled.items()
-        if spelling in named and text not in numbering
+        text: named[spelling] for text, spelling in spelled.items() if spelling in named and text not in numbering
     }
     if unnamed := sorted(map(str, present - numbering.keys())):
         raise UserError(f"{source.root} has the label {unnamed[0]!r}, which is not in source.class_names")

@@ -29,9 +29,7 @@ def by_folder(
     names = sorted(set(folder.values()))
     label = {name: number for number, name in enumerate(names)}
     return names, {
-        part: Records(
-            keys, [label[folder[key]] for key in keys], [members.get(f"{prefix}{key}") for key in keys]
-        )
+        part: Records(keys, [label[folder[key]] for key in keys], [members.get(f"{prefix}{key}") for key in keys])
         for part, keys in lists.items()
     }
 

@@ -13,8 +13,5 @@ _LISTS = {"train": "train1", "validation": "val1", "test": "test1"}
 def listing(source: VtabSource, files: Files) -> Listing:
     """List images of 47 classes, sorted by name."""
     members = archives.by_path(files, _FILE)
-    lists = {
-        part: archives.lines_of(files, _FILE, members, f"dtd/labels/{name}.txt")
-        for part, name in _LISTS.items()
-    }
+    lists = {part: archives.lines_of(files, _FILE, members, f"dtd/labels/{name}.txt") for part, name in _LISTS.items()}
     return splits.listing(source, *archives.by_folder(lists, "dtd/images/", members))

@@ -80,9 +80,7 @@ def _eyes(files: Files) -> dict[str, Records]:
     """Return the labelled photographs by part; a column of the test labels says which are for validation."""
     solution = _grades(files, "retinopathy_solution.csv", ("image", "level", "Usage"))
     if unknown := {row["Usage"] for row in solution.values()} - set(_USAGE):
-        raise UserError(
-            f"retinopathy_solution.csv: unknown Usage {min(unknown)!r}; expected Public or Private"
-        )
+        raise UserError(f"retinopathy_solution.csv: unknown Usage {min(unknown)!r}; expected Public or Private")
     graded = {"train": _grades(files, "trainLabels.csv.zip", ("image", "level"))}
     for usage, part in _USAGE.items():
         graded[part] = {image: row for image, row in solution.items() if row["Usage"] == usage}
@@ -109,9 +107,7 @@ def _grades(files: Files, name: str, columns: tuple[str, ...]) -> dict[str, dict
         rows = {row["image"]: row for row in reader}
     except (csv.Error, UnicodeDecodeError, KeyError) as error:
         raise UserError(f"{name} is not CSV with {', '.join(columns)}: {error}") from error
-    if tuple(reader.fieldnames or ()) != columns or any(
-        None in row or None in row.values() for row in rows.values()
-    ):
+    if tuple(reader.fieldnames or ()) != columns or any(None in row or None in row.values() for row in rows.values()):
         raise UserError(
             f"{name}: expected the columns {', '.join(columns)} in each row; its header is {reader.fieldnames}"
         )

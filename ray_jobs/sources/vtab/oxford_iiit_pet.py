@@ -20,9 +20,7 @@ _ODD = frozenset(
     )
 )
 _QUALITY = 95  # TensorFlow's default
-_NOTE = (
-    "pixels: the 12 files that are no sound JPEG are encoded as one, as in TFDS's 4.0.0, not in VTAB's 3.*"
-)
+_NOTE = "pixels: the 12 files that are no sound JPEG are encoded as one, as in TFDS's 4.0.0, not in VTAB's 3.*"
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
@@ -35,9 +33,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         rows = [_line(line, path) for line in archives.lines_of(files, ANNOTATIONS, annotations, path)]
         names |= {label: image.rpartition("_")[0] for image, label in rows}
         keys = [f"{image}.jpg" for image, _ in rows]
-        parts[part] = Records(
-            keys, [label for _, label in rows], [images.get(f"images/{key}") for key in keys]
-        )
+        parts[part] = Records(keys, [label for _, label in rows], [images.get(f"images/{key}") for key in keys])
     notes = (_NOTE,) if source.pixels == "published" else ()
     return splits.listing(source, archives.numbered(names, ANNOTATIONS), parts, notes=notes)
 

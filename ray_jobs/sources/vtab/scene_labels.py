@@ -60,9 +60,7 @@ def clevr_scenes(data: bytes) -> list[dict[str, Any]]:
     """
     try:
         # all fields of 70,000 scenes would need several GB of memory
-        content = json.loads(
-            data, object_hook=lambda item: {key: item[key] for key in _NEEDED if key in item}
-        )
+        content = json.loads(data, object_hook=lambda item: {key: item[key] for key in _NEEDED if key in item})
     except (ValueError, RecursionError) as error:
         raise UserError("is not the JSON of CLEVR's scenes, or is truncated") from error
     scenes = content.get("scenes") if isinstance(content, dict) else None
@@ -91,9 +89,7 @@ def kitti_label(text: str) -> int:
         if not columns:
             continue
         if len(columns) != 15 or columns[0] not in KITTI_TYPES:
-            raise UserError(
-                f"{line!r} is not the label of an object; expected 15 columns, the first one a type"
-            )
+            raise UserError(f"{line!r} is not the label of an object; expected 15 columns, the first one a type")
         if columns[0] in VEHICLES:
             depths.append(float(columns[13]))
     return interval(min(depths), KITTI_DISTANCES)
@@ -109,9 +105,7 @@ def kitti_drives(rand: str, mapping: str) -> list[str]:
     drives = []
     for number in re.split(r"[\s,]+", rand.strip().strip(",")):
         if not number.isdecimal() or not 1 <= int(number) <= len(lines):
-            raise UserError(
-                f"train_rand.txt: {number[:20]!r} is not the number of a line of train_mapping.txt"
-            )
+            raise UserError(f"train_rand.txt: {number[:20]!r} is not the number of a line of train_mapping.txt")
         columns = lines[int(number) - 1].split()
         if len(columns) != 3:
             raise UserError(f"line {number} of train_mapping.txt is not date, drive, frame")

@@ -140,15 +140,11 @@ def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
         features = parse_example(data)
         names, labels = features.get("filename", []), features.get("label", [])
         if len(names) != 1 or len(labels) != 1 or not isinstance(names[0], bytes):
-            raise UserError(
-                f"has a record with {', '.join(sorted(features))}; expected one filename, label and image"
-            )
+            raise UserError(f"has a record with {', '.join(sorted(features))}; expected one filename, label and image")
         offset, size = feature_range(data, "image")
         key = names[0].decode()
         yield key, int(labels[0]), Member(key, file.file, start + offset, size, "stored", size)
 
 
 def _records(rows: Sequence[_Row]) -> Records:
-    return Records(
-        [key for key, _, _ in rows], [label for _, label, _ in rows], [member for *_, member in rows]
-    )
+    return Records([key for key, _, _ in rows], [label for _, label, _ in rows], [member for *_, member in rows])

@@ -53,38 +53,24 @@ def _rule(
     return Rule({part: size for part, size in sizes.items() if size}, dev, test_from, checks)
 
 
-_CLEVR = _rule(
-    70_000, 15_000, 0, ("train", 63_000), ("validation", 0), ("5dc1033102716488", "9a9150228251ccef")
-)
-_DSPRITES = _rule(
-    737_280, 0, 0, ("train", 589_824), ("train", 663_552), ("54130b46ffd22579", "86005e8c04783edc")
-)
+_CLEVR = _rule(70_000, 15_000, 0, ("train", 63_000), ("validation", 0), ("5dc1033102716488", "9a9150228251ccef"))
+_DSPRITES = _rule(737_280, 0, 0, ("train", 589_824), ("train", 663_552), ("54130b46ffd22579", "86005e8c04783edc"))
 _SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2bd4a468", "d9fca0e85af945f0"))
 # The sizes come from the tests of task_adaptation. SUN397's train list has 76,128 images, one of which cannot be
 # decoded. EuroSAT's check values assume the published sizes of its classes.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
-    "cifar": _rule(
-        50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")
-    ),
+    "cifar": _rule(50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")),
     "dtd": _rule(1_880, 1_880, 1_880, ("validation", 0), ("test", 0)),
     "oxford_flowers102": _rule(1_020, 1_020, 6_149, ("validation", 0), ("test", 0)),
     "oxford_iiit_pet": _rule(3_680, 0, 3_669, ("train", 2_944), ("test", 0)),
-    "svhn": _rule(
-        73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")
-    ),
-    "sun397": _rule(
-        76_127, 10_875, 21_750, ("validation", 0), ("test", 0), ("bbfe318c912bf278", "ed3f4079a4f342a7")
-    ),
+    "svhn": _rule(73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")),
+    "sun397": _rule(76_127, 10_875, 21_750, ("validation", 0), ("test", 0), ("bbfe318c912bf278", "ed3f4079a4f342a7")),
     "patch_camelyon": _rule(
         262_144, 32_768, 32_768, ("validation", 0), ("test", 0), ("c1122cb7e413b8b3", "b3998b44bc8423a1")
     ),
-    "eurosat": _rule(
-        27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")
-    ),
-    "resisc45": _rule(
-        31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")
-    ),
+    "eurosat": _rule(27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")),
+    "resisc45": _rule(31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")),
     "diabetic_retinopathy": _rule(35_126, 10_906, 42_670, ("validation", 0), ("test", 0)),
     "clevr_count": _CLEVR,
     "clevr_dist": _CLEVR,
@@ -170,9 +156,7 @@ def used(
         dev_start = max(1, round((1 - dev_fraction) * train_end))
         slices[:2] = [("train", "train", 0, dev_start), ("dev", "train", dev_start, train_end)]
     orders = {part: hash_order(part, keys) for part, keys in parts.items()}
-    records = [
-        Used(part, number, split) for split, part, start, end in slices for number in orders[part][start:end]
-    ]
+    records = [Used(part, number, split) for split, part, start, end in slices for number in orders[part][start:end]]
     note = f"incomplete archive: {present:,} of {expected:,} records, splits are not VTAB's"
     return records, () if is_complete else (note,)
 
@@ -203,9 +187,7 @@ def listing(
     if source.subset == "whole":
         chosen, _ = used(task, keys, source.dev_fraction)
         whole = (f"all of TFDS's train, of which the last {source.dev_fraction:.0%} is dev; not VTAB-1k",)
-    starts = dict(
-        zip(PARTS, _starts({part: len(part_keys) for part, part_keys in keys.items()}), strict=True)
-    )
+    starts = dict(zip(PARTS, _starts({part: len(part_keys) for part, part_keys in keys.items()}), strict=True))
     rows: list[dict[str, Any]] = []
     unusable: list[Unusable] = []
     for part, number, split in chosen:
@@ -230,9 +212,7 @@ def listing(
     return Listing(tuple(class_names), table(rows), image, tuple(unusable), (*whole, *confirmed, *notes))
 
 
-def _confirmed(
-    task: Task, keys: Mapping[str, Sequence[int | str]], chosen: Sequence[Used], membership: str
-) -> str:
+def _confirmed(task: Task, keys: Mapping[str, Sequence[int | str]], chosen: Sequence[Used], membership: str) -> str:
     """Return a note that says whether a complete archive's splits have the same records as VTAB's."""
     expected = RULES[task].checks
     if expected is None:

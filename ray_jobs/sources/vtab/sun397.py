@@ -16,9 +16,7 @@ from vit_model.errors import UserError
 _FILE = "SUN397.tar.gz"
 _LISTS = {"train": "tr", "validation": "va", "test": "te"}
 # TFDS leaves these out, because decoders disagree on them or fail.
-_SKIPPED = frozenset(
-    ("/c/church/outdoor/sun_bhenjvsvrtumjuri.jpg", "/t/track/outdoor/sun_aophkoiosslinihb.jpg")
-)
+_SKIPPED = frozenset(("/c/church/outdoor/sun_bhenjvsvrtumjuri.jpg", "/t/track/outdoor/sun_aophkoiosslinihb.jpg"))
 _MAX_PIXELS = 120_000
 _QUALITY = 95  # OpenCV's default; TFDS's documentation says 72, its code leaves it unset
 _NOTES = {

@@ -43,9 +43,7 @@ def orientation(number: NDArray[np.int64]) -> NDArray[np.int64]:
 
 CLASS_NAMES: dict[str, tuple[str, ...]] = {
     "dsprites_loc": tuple(f"x {2 * number} to {2 * number + 1}" for number in range(16)),
-    "dsprites_ori": tuple(
-        f"turn {-(-5 * number // 2)} to {-(-5 * (number + 1) // 2) - 1}" for number in range(16)
-    ),
+    "dsprites_ori": tuple(f"turn {-(-5 * number // 2)} to {-(-5 * (number + 1) // 2) - 1}" for number in range(16)),
     "smallnorb_azi": tuple(f"{20 * number} degrees" for number in range(18)),
     "smallnorb_ele": tuple(f"{30 + 5 * number} degrees" for number in range(9)),
 }
@@ -56,11 +54,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
     names = CLASS_NAMES[source.task]
     if source.task.startswith("dsprites"):
         latents = _latents(files)
-        label = (
-            location(latents[:, _X])
-            if source.task == "dsprites_loc"
-            else orientation(latents[:, _ORIENTATION])
-        )
+        label = location(latents[:, _X]) if source.task == "dsprites_loc" else orientation(latents[:, _ORIENTATION])
         parts = {"train": Records(range(len(label)), label.tolist())}
         side = SPRITE
     else:

@@ -83,6 +83,4 @@ class Method(ABC):
 
     def drop_path_draws(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the draws of stochastic depth for each pass over the samples."""
-        return drop_path_draws(
-            self.contract.architecture, self.config.seed, batch.positions, self.device, self.passes
-        )
+        return drop_path_draws(self.contract.architecture, self.config.seed, batch.positions, self.device, self.passes)

@@ -27,9 +27,7 @@ _NAMED = 5  # classes in a message
 class Distillation(Method):
     """Learns labels, and the teacher's outputs for the same pixels."""
 
-    def __init__(
-        self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef
-    ) -> None:
+    def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device, teacher: ModelRef) -> None:
         super().__init__(config, contract, device)
         self._folder, self._teacher_contract = teacher.folder, read_teacher(teacher, config, contract)
         is_by_class = config.distillation.kind != "features"

@@ -54,8 +54,7 @@ def micro_batch_share(config: Pretrain, world: int) -> int:
         what = f"batch_size {config.batch_size}"
         what += f" / gradient_accumulation_steps {steps} = {images}" if steps > 1 else ""
         raise UserError(
-            f"{what} is not a multiple of the {world} workers;"
-            f" use one of {', '.join(map(str, divisors))} workers"
+            f"{what} is not a multiple of the {world} workers; use one of {', '.join(map(str, divisors))} workers"
         )
     return images // world
 

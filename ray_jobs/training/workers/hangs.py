@@ -92,9 +92,7 @@ class _Watch(threading.Thread):
         """Return where the training is (file:line in function), with a leading `*` if it waits there for the others."""
         frame = sys._current_frames()[self._training]
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        waits = name == "_is_requested" or re.search(
-            "/(deepspeed|torch/distributed)/", frame.f_code.co_filename
-        )
+        waits = name == "_is_requested" or re.search("/(deepspeed|torch/distributed)/", frame.f_code.co_filename)
         return f"{'*' if waits else ''}{path.parent.name}/{path.name}:{frame.f_lineno} in {name}"
 
 

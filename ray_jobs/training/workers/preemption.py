@@ -30,9 +30,7 @@ def save_on_notice(context: Context[Pretrain]) -> Iterator[None]:
     sends SIGKILL 3 s after SIGTERM, or after RAY_JOB_STOP_WAIT_TIME_S of the head's environment.
     """
     over = threading.Event()
-    threading.Thread(
-        target=_watch_machines, args=(context, over), name="draining machines", daemon=True
-    ).start()
+    threading.Thread(target=_watch_machines, args=(context, over), name="draining machines", daemon=True).start()
     before = signal.getsignal(signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:

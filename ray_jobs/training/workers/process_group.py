@@ -70,9 +70,7 @@ class _LocalBackend(Backend):
             worker_group.execute(stay_on_loopback)
             meeting = worker_group.execute_single(0, _open_folder)
         world = len(worker_group)
-        joining = [
-            worker_group.execute_single_async(rank, _join, meeting, rank, world) for rank in range(world)
-        ]
+        joining = [worker_group.execute_single_async(rank, _join, meeting, rank, world) for rank in range(world)]
         while joining:
             [joined], joining = ray.wait(joining)
             if (reason := ray.get(joined)) is not None:
@@ -127,9 +125,7 @@ def choose_interface(address: str) -> str:
     ]
     configured = {name: value for name in _INTERFACES if (value := os.environ.get(name))}
     if matches:  # "=": NCCL takes the name for a prefix otherwise
-        os.environ.update(
-            {"GLOO_SOCKET_IFNAME": matches[0], "NCCL_SOCKET_IFNAME": f"={matches[0]}"} | configured
-        )
+        os.environ.update({"GLOO_SOCKET_IFNAME": matches[0], "NCCL_SOCKET_IFNAME": f"={matches[0]}"} | configured)
     chosen = matches[0] if matches else "no interface has this address"
     return ", ".join([chosen, *(f"{name}={value}" for name, value in configured.items())])
 
@@ -151,13 +147,9 @@ def _open_store() -> tuple[str, int]:
 
     global _store
     address = ray.util.get_node_ip_address()
-    with socket.create_server(
-        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-    ) as server:
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
         port = server.getsockname()[1]
-        _store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-        )
+        _store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
     return address, port
 
 

@@ -129,9 +129,7 @@ def test_a_log_that_is_not_text_stops_nobody(cluster: Cluster) -> None:
 
 
 @pytest.mark.ray
-def test_without_the_token_nobody_is_let_in(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_token_nobody_is_let_in(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)  # set by a Ray that this process has joined
     wrong = tmp_path / "wrong"
     wrong.write_text("0" * 64)

@@ -83,9 +83,7 @@ def asked(
 def marked_with(folder: Path, process: psutil.Process) -> bool:
     """Whether a process was started for this state folder; told without head.json, which is gone."""
     try:
-        return process.pid != os.getpid() and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(
-            folder / "token"
-        )
+        return process.pid != os.getpid() and process.environ().get("RAY_AUTH_TOKEN_PATH") == str(folder / "token")
     except psutil.Error:
         return False
 
@@ -106,9 +104,7 @@ def test_two_that_start_at_once_get_one_head_without_what_is_only_theirs(folder:
         "RAY_ADDRESS": "h:1",
     }
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True, env=os.environ | theirs
-        )
+        subprocess.Popen([sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True, env=os.environ | theirs)
         for _ in range(2)
     ]
     sessions = {process.communicate(timeout=90)[0].strip() for process in started}
@@ -117,9 +113,7 @@ def test_two_that_start_at_once_get_one_head_without_what_is_only_theirs(folder:
         assert {ray.session_name} == sessions
         assert present(folder).address == ray.address
         passed_on = psutil.Process(present(folder).pids["raylet"]).environ()
-        assert {name: passed_on[name] for name in theirs if name in passed_on} == {
-            "RAY_TRAIN_V2_ENABLED": "1"
-        }
+        assert {name: passed_on[name] for name in theirs if name in passed_on} == {"RAY_TRAIN_V2_ENABLED": "1"}
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(Path(present(folder).temp_folder).stat().st_mode) == 0o700
 

@@ -55,9 +55,7 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["run", TINY, "--address", "http://127.0.0.1:1", "--token-file", "."], ".: cannot be read"),
     ],
 )
-def test_wrong_requests(
-    vitflow_here, tmp_path: Path, arguments: list[str], message: str, monkeypatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_requests(vitflow_here, tmp_path: Path, arguments: list[str], message: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     done = vitflow_here(*arguments, check=2)
@@ -67,9 +65,7 @@ def test_wrong_requests(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("verb", "what"), [("run", "damaged"), ("list", "damaged"), ("schedule tick often", "silent")]
-)
+@pytest.mark.parametrize(("verb", "what"), [("run", "damaged"), ("list", "damaged"), ("schedule tick often", "silent")])
 def test_a_store_that_is_damaged_or_does_not_answer_is_no_wrong_request(  # type: ignore[no-untyped-def]
     vitflow, tmp_path: Path, verb: str, what: str
 ) -> None:
@@ -84,9 +80,7 @@ def test_a_store_that_is_damaged_or_does_not_answer_is_no_wrong_request(  # type
         "AWS_SECRET_ACCESS_KEY": "s",
     }
     done = vitflow(*arguments, "--store", store, check=1, **nobody)
-    assert (
-        "cannot be read as a store's record" if what == "damaged" else "cannot read store.json"
-    ) in done.stderr
+    assert ("cannot be read as a store's record" if what == "damaged" else "cannot read store.json") in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -33,9 +33,7 @@ def test_the_quickstart_ends_with_an_answer_on_one_screen(
         "export quickstart/finetune_all --format onnx --output FOLDER",
     ]
     rows = vitflow_here(*shlex.split(split, comments=True)).stdout.splitlines()
-    assert {row.partition(",")[2] for row in rows} == {"split", "train", "dev", "test"} and len(
-        rows
-    ) == 1 + 1797
+    assert {row.partition(",")[2] for row in rows} == {"split", "train", "dev", "test"} and len(rows) == 1 + 1797
     monkeypatch.chdir("/")
     said = vitflow_here("run", "quickstart", "--store", workspace / "runs").stdout
     assert f"IMAGE... --store {workspace}/runs\n" in said

@@ -141,9 +141,7 @@ def test_mistakes_in_a_recipe_are_said(fields: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.slow
-def test_objects_are_known_by_etag_and_size_and_fetched(
-    moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_are_known_by_etag_and_size_and_fetched(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket: Bucket = moto.bucket()
     put = lambda name, data: bucket.client.put_object(Bucket=bucket.name, Key=name, Body=data)  # noqa: E731
     for name, data in (
@@ -301,9 +299,7 @@ def test_an_import_without_mean_and_std_is_refused_before_a_job_starts(store: St
         assert (formats.read(path).preprocessing is None) == (path in silent)
         recipe = {"name": "import", "stages": {"vit": {"job": "import", "path": str(path)}}}
         if path in silent:
-            with pytest.raises(
-                RecipeError, match=rf"^stages.vit.preprocessing: {path} does not give the mean"
-            ):
+            with pytest.raises(RecipeError, match=rf"^stages.vit.preprocessing: {path} does not give the mean"):
                 plan_pipeline(store, parse_pipeline(recipe, "x"), ("vit",))
             recipe["stages"]["vit"]["preprocessing"] = "half"  # type: ignore[index]
         (planned,) = plan_pipeline(store, parse_pipeline(recipe, "x"), ("vit",))
@@ -317,18 +313,12 @@ def test_what_is_no_checkpoint_is_left_to_its_reader(tmp_path: Path, content: st
     assert not lacks_preprocessing(str(tmp_path / "config.json"))
 
 
-def test_a_checkpoint_can_be_exported_and_asked(
-    store: Store, tmp_path: Path, printed: Callable[..., str]
-) -> None:
+def test_a_checkpoint_can_be_exported_and_asked(store: Store, tmp_path: Path, printed: Callable[..., str]) -> None:
     put_pretraining(store)
     put_model(store)
     given = ("--output", tmp_path / "out", "--store", store.uri)
-    assert "was made without it" in printed(
-        "export", "pa", "--format", "hf", "--checkpoint", "step:6", *given, code=2
-    )
-    assert "is not a pretraining" in printed(
-        "export", "ma", "--format", "hf", "--checkpoint", "best", *given, code=2
-    )
+    assert "was made without it" in printed("export", "pa", "--format", "hf", "--checkpoint", "step:6", *given, code=2)
+    assert "is not a pretraining" in printed("export", "ma", "--format", "hf", "--checkpoint", "best", *given, code=2)
     assert not (tmp_path / "out").exists()
     printed("export", "pa", "--format", "hf", "--checkpoint", "step:10", *given)
     found = formats.read(tmp_path / "out").weights
@@ -425,9 +415,7 @@ def test_wrong_requests(
     assert set(tmp_path.rglob("*")) == before, "nothing was begun, and nothing is left"
 
 
-def test_the_model_that_a_run_and_a_stage_name_is_told(
-    store: Store, tmp_path: Path, vitflow_here: Vitflow
-) -> None:
+def test_the_model_that_a_run_and_a_stage_name_is_told(store: Store, tmp_path: Path, vitflow_here: Vitflow) -> None:
     """On stderr, because stdout is for programs. A key already says which."""
     image = tmp_path / "a.png"
     Image.new("RGB", (8, 8)).save(image)

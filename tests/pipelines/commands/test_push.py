@@ -78,9 +78,7 @@ def test_a_pushed_model_is_the_same_when_it_is_imported(
     assert f"'{'hf-hub:' * (to == 'timm')}org/pets'" in card, "the code loads it from the hub"
 
 
-def test_a_second_push_is_a_commit_that_keeps_other_files(
-    hub: Hub, store: Store, push: Callable[..., str]
-) -> None:
+def test_a_second_push_is_a_commit_that_keeps_other_files(hub: Hub, store: Store, push: Callable[..., str]) -> None:
     put_model(store)
     hub.commit("org/pets", {"notes.txt": b"mine", "README.md": b"old"})
     hub.private["org/pets"] = True

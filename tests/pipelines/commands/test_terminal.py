@@ -43,9 +43,7 @@ def store(tmp_path: Path) -> FolderStore:
     """A store with one run of one stage, whose log is hostile."""
     store = FolderStore(tmp_path / "s")
     stages = {"digits": {"job": "ingest", "source": {"kind": "digits"}}}
-    runs.start_run(
-        store, parse_pipeline({"name": "one", "stages": stages}, "test"), ("digits",), run_id="one-1-1-1"
-    )
+    runs.start_run(store, parse_pipeline({"name": "one", "stages": stages}, "test"), ("digits",), run_id="one-1-1-1")
     add_event(store, "one-1-1-1", "stage", stage="digits", status="SUCCEEDED", key="k")
     create_attempt(store, make_attempt(run="one-1-1-1"))
     store.create(f"{Layout.attempt('ingest', 'k', 1)}/log.txt", HOSTILE.encode())

@@ -74,9 +74,7 @@ def scalars(url: str, run: str, tag: str) -> list[Any]:
         return []
 
 
-def test_tensorboard_follows_the_run_on_loopback_only_and_leaves_nothing(
-    store: Store, tmp_path: Path
-) -> None:
+def test_tensorboard_follows_the_run_on_loopback_only_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
     (scratch := tmp_path / "scratch").mkdir()
     put_lines(store, "pretrain", line(5), line(10), line(20, dev_accuracy=0.5))
     arguments = ("tensorboard", RUN, "--store", store.uri, "--port", "0")

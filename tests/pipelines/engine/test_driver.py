@@ -627,9 +627,7 @@ def episode(seed: int) -> World:
     attempts = [attempt for job in ("ingest", "baselines", "report") for attempt in world.attempts(job)]
     made = [(attempt.key, attempt.nonce.split("-")[0]) for attempt in attempts]
     # one more, if the answer to the first got lost: then it is found, like one of another command
-    assert all(made.count(each) <= decisions.ATTEMPTS + 1 for each in made), (
-        "too many attempts of one command"
-    )
+    assert all(made.count(each) <= decisions.ATTEMPTS + 1 for each in made), "too many attempts of one command"
     return world
 
 

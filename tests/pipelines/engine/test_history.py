@@ -56,9 +56,7 @@ def test_the_end_of_a_run_is_recorded_once_with_its_stages(tmp_path: Path) -> No
     add_event(store, run, "attempt ended", stage="a", status="LOST")
     status = run_status(store, run)
     assert (is_over(store, run), status["status"]) == (True, "SUCCEEDED")
-    assert [(stage["stage"], stage["status"], stage["key"]) for stage in status["stages"]] == [
-        ("a", "SUCCEEDED", "k")
-    ]
+    assert [(stage["stage"], stage["status"], stage["key"]) for stage in status["stages"]] == [("a", "SUCCEEDED", "k")]
 
 
 def test_a_run_that_ended_before_there_was_over_json_is_over(tmp_path: Path) -> None:

@@ -91,15 +91,11 @@ def test_a_finished_run_that_is_repeated_makes_nothing(store: Store, models: int
     before = sorted(store.root.glob("artifacts/**/*"))
     for _ in range(2):
         assert train(store, recipe(seed=models - 1)).key == last.key
-    assert {stage.state for stage in plan.plan_pipeline(store, recipe(seed=models - 1), TARGETS)} == {
-        "cached"
-    }
+    assert {stage.state for stage in plan.plan_pipeline(store, recipe(seed=models - 1), TARGETS)} == {"cached"}
     assert sorted(store.root.glob("artifacts/**/*")) == before
 
 
-@pytest.mark.parametrize(
-    "change", [{"steps": 21}, {"learning_rate": 1e-4}, {"resolution": 16}, {"seed": 1}], ids=str
-)
+@pytest.mark.parametrize("change", [{"steps": 21}, {"learning_rate": 1e-4}, {"resolution": 16}, {"seed": 1}], ids=str)
 def test_a_changed_setting_continues_it_too(store: Store, change: dict[str, Any]) -> None:
     first = train(store, recipe())
     assert start_of(train(store, recipe(**change))) == [first.key]
@@ -130,9 +126,7 @@ def test_a_killed_run_goes_on_with_what_was_the_latest_when_it_was_planned(store
     assert runs.load_run(store, killed.id).latest == killed.latest, "the driver of a submitted run"
     assert planned_in(store, again).key == key
     assert start_of(finish(store, again)) == [first.key]
-    assert runs.latest_models(store, recipe(seed=1), TARGETS) != killed.latest, (
-        "a run that is over counts no more"
-    )
+    assert runs.latest_models(store, recipe(seed=1), TARGETS) != killed.latest, "a run that is over counts no more"
     plan_json = json.loads((store.root / f"runs/{killed.id}/plan.json").read_text())
     assert plan_json["latest"]["pretrain"]["key"] == first.key
 
@@ -197,9 +191,7 @@ def test_a_latest_model_that_was_removed_ends_the_run_with_its_reason(store: Sto
     run = runs.start_run(store, recipe(seed=1), TARGETS)
     commit_planned(store, planned_in(store, run, "digits"), run.id)
     (store.root / st.Layout.manifest("pretrain", first.key)).unlink()
-    with pytest.raises(
-        RecipeError, match=r"stages\.pretrain\.init_from: .* latest was pretrain .* removed since"
-    ):
+    with pytest.raises(RecipeError, match=r"stages\.pretrain\.init_from: .* latest was pretrain .* removed since"):
         planned_in(store, run)
 
 
@@ -252,9 +244,7 @@ def test_another_shape_is_refused_before_training_with_two_ways_out(store: Store
 def test_the_members_of_a_matrix_continue_themselves(store: Store) -> None:
     raw = recipe().model_dump(mode="json")
     seeds = {f"pretrain@seed={seed}": raw["stages"]["pretrain"] | {"seed": seed} for seed in (0, 1)}
-    pipeline = parse_pipeline(
-        {"name": "nightly", "stages": {"digits": raw["stages"]["digits"]} | seeds}, "test"
-    )
+    pipeline = parse_pipeline({"name": "nightly", "stages": {"digits": raw["stages"]["digits"]} | seeds}, "test")
     run = runs.start_run(store, pipeline, tuple(pipeline.stages))
     for name in ("digits", *seeds):
         planned = plan.plan_pipeline(store, pipeline, pipeline.order(), latest=run.latest)

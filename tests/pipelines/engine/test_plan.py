@@ -44,9 +44,7 @@ def make(store: Store, planned: PlannedStage, content: str = "", **fields: Any) 
     return commit_planned(store, planned, RUN, content_digest=digest, **fields)
 
 
-def reasons(
-    store: Store, recipe: str, planned: list[PlannedStage], forced: tuple[str, ...] = ()
-) -> dict[str, str]:
+def reasons(store: Store, recipe: str, planned: list[PlannedStage], forced: tuple[str, ...] = ()) -> dict[str, str]:
     return plan.reasons(planned, plan.previous_results(store, recipe, planned), forced)
 
 
@@ -139,9 +137,7 @@ def test_asha_with_several_workers_is_cached_but_not_run(store: Store) -> None:
     changes = ("finetune.labels={}", "finetune.learning_rates=[]", f"finetune.search={json.dumps(search)}")
     changes += ("finetune.steps=60",)
     two = load_pipeline(str(TINY), (*changes, "finetune.workers=2"))
-    with pytest.raises(
-        RecipeError, match=r"stages\.finetune\.search\.kind: asha .* workers 2; use workers: 1"
-    ):
+    with pytest.raises(RecipeError, match=r"stages\.finetune\.search\.kind: asha .* workers 2; use workers: 1"):
         states(store, two)
     make_all(store, load_pipeline(str(TINY), changes))
     assert states(store, two)["finetune"] == "cached"
@@ -175,9 +171,7 @@ def test_force_replaces_once_for_a_run_and_again_for_another(store: Store, pipel
     first = planned()
     successor = plan.force_stage(store, first, "nonce of a run", "run")
     assert successor != first.key
-    assert plan.force_stage(store, planned(), "nonce of a run", "run") == successor, (
-        "a continued run finds its own"
-    )
+    assert plan.force_stage(store, planned(), "nonce of a run", "run") == successor, "a continued run finds its own"
     assert planned().key == first.key, "what was there stands until its successor is made"
     make(store, replace(first, key=successor))
     assert planned().key == successor
@@ -194,9 +188,7 @@ def test_the_same_content_made_again_stops_there(store: Store, pipeline: Pipelin
     make_all(store, pipeline)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")))
-    pixels = plan.plan_stage(
-        store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
-    )
+    pixels = plan.plan_stage(store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)})
     assert pixels.state == "cached"
 
 
@@ -204,9 +196,7 @@ def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline:
     make_all(store, pipeline)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")), content="other")
-    pixels = plan.plan_stage(
-        store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
-    )
+    pixels = plan.plan_stage(store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)})
     assert pixels.state == "run"
     assert reasons(store, "tiny", [pixels]) == {"pixels": "data has changed"}
 
@@ -242,9 +232,7 @@ def test_what_was_made_of_a_checkpoint_stays_cached_without_it(store: Store, pip
     taken = {name: st.input_ref(store, manifest) for name, manifest in made.items()}
     config = changed.stages["probe"]
     inputs = {field: [taken[name] for name in names] for field, names in config.inputs().items()}
-    key = stage_key(
-        config, {field: [ref.content_digest for ref in refs] for field, refs in inputs.items()}, None
-    )
+    key = stage_key(config, {field: [ref.content_digest for ref in refs] for field, refs in inputs.items()}, None)
     make(store, PlannedStage("probe", config, key, inputs=inputs))
     assert states(store, changed)["probe"] == "cached"
     assert plan.plan_stage(store, "probe", pipeline.stages["probe"], taken).state == "cached", "the last, too"
@@ -312,9 +300,7 @@ def test_strict_code_makes_again_what_other_code_made(
     assert states(store, pipeline)["digits"] == "run", "another key than without"
     (stage, *_) = plan.plan_pipeline(store, pipeline, ("digits",))
     assert reasons(store, "tiny", [stage]) == {"digits": "never made without --strict-code"}
-    monkeypatch.setattr(
-        plan.identity, "code_digest", lambda job: "f" * 64 if job == "baselines" else code_digest(job)
-    )
+    monkeypatch.setattr(plan.identity, "code_digest", lambda job: "f" * 64 if job == "baselines" else code_digest(job))
     found = states(store, pipeline, strict_code=True)
     assert {name for name, state in found.items() if state != "cached"} == {"pixels", "report"}
     planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code=True)
@@ -372,9 +358,7 @@ def test_a_run_without_its_driver_is_shown_as_unfinished(store: Store, pipeline:
     assert runs.run_status(store, run.id, nobody)["status"] == "RUNNING"
 
 
-def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(
-    store: Store, pipeline: Pipeline
-) -> None:
+def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(store: Store, pipeline: Pipeline) -> None:
     run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
     (store.root / "runs" / "tiny-20200101-000000-abcd").mkdir()
     assert find_run(store, "tiny") == run.id
@@ -385,9 +369,7 @@ def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(
 
 
 def test_a_folder_is_known_by_its_images_not_by_what_is_hidden_in_it(tmp_path: Path) -> None:
-    source = Ingest.model_validate(
-        {"job": "ingest", "source": {"kind": "folder", "root": str(tmp_path / "images")}}
-    )
+    source = Ingest.model_validate({"job": "ingest", "source": {"kind": "folder", "root": str(tmp_path / "images")}})
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "1.png").write_bytes(b"1")
     before = source_fingerprint(source)

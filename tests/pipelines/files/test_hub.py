@@ -136,9 +136,7 @@ def test_a_file_longer_than_stated_is_not_stored(server: Hub, name: str, tmp_pat
     ],
     ids=["a path for a digest", "negative size", "nested", "long", "large"],
 )
-def test_an_answer_is_limited(
-    server: Hub, monkeypatch: pytest.MonkeyPatch, siblings: str, message: str
-) -> None:
+def test_an_answer_is_limited(server: Hub, monkeypatch: pytest.MonkeyPatch, siblings: str, message: str) -> None:
     monkeypatch.setattr(hub, "SMALL_BYTES", 2**16)
     commit = server.commit("org/vit", FILES)
     server.info_sent = f'{{"sha": "{commit}", "siblings": {siblings}}}'.encode()
@@ -146,9 +144,7 @@ def test_an_answer_is_limited(
         pass
 
 
-def test_a_password_in_the_hubs_address_is_refused_and_not_shown(
-    server: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_in_the_hubs_address_is_refused_and_not_shown(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint.replace("//", "//me:hunter2@"))
     with pytest.raises(StoreError, match=r"^HF_ENDPOINT contains a user or a password") as raised:
         hub.pinned("hf:org/vit")
@@ -182,9 +178,7 @@ def test_what_is_not_there_is_one_sentence(server: Hub, path: str, message: str)
         hub.pinned(path)
 
 
-def test_a_hub_that_does_not_answer_is_asked_again_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hub_that_does_not_answer_is_asked_again_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with running_hub() as gone:
         monkeypatch.setenv("HF_ENDPOINT", gone.endpoint)
@@ -199,9 +193,7 @@ def test_a_server_that_is_no_hub_is_said_so(server: Hub) -> None:
         hub.pinned("hf:org/vit")
 
 
-def test_the_token_is_sent_and_never_kept(
-    server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_token_is_sent_and_never_kept(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server.token = "hf_" + "secret"
     server.commit("org/vit", FILES)
     with pytest.raises(RecipeError, match="set HF_TOKEN"):
@@ -224,9 +216,7 @@ def test_a_plan_records_the_commit(server: Hub, tmp_path: Path) -> None:
     assert json.loads(planned.config.model_dump_json())["path"] == f"hf:org/vit@{commit}"
 
 
-@pytest.mark.parametrize(
-    "path", ["hf://org/vit", "hf:vit", "hf:org/vit@", "hf:org/vit/model.npz", "hf:a/b@x y"]
-)
+@pytest.mark.parametrize("path", ["hf://org/vit", "hf:vit", "hf:org/vit@", "hf:org/vit/model.npz", "hf:a/b@x y"])
 def test_other_spellings_are_refused(path: str) -> None:
     with pytest.raises(RecipeError, match="expected hf:ORG/NAME or hf:ORG/NAME@REVISION"):
         parse_pipeline({"name": "x", "stages": {"vit": {"job": "import", "path": path}}}, "x")

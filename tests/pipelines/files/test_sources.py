@@ -8,10 +8,7 @@ from pydantic import TypeAdapter
 from pipelines.spec import CIFAR_FILES, Source
 from pipelines.spec.files import FileSource
 
-IDX = [
-    f"{name}-ubyte"
-    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-]
+IDX = [f"{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")]
 _, CIFAR = CIFAR_FILES[10, "binary"]
 TFDS = ["dataset_info.json", "features.json", "x-train.tfrecord-00000-of-00001"]
 
@@ -21,9 +18,7 @@ def source(kind: str, **fields: Any) -> FileSource:
 
 
 def chosen(of: FileSource, *there: str) -> dict[str, str]:
-    return {
-        name: str(place) for name, place in of.choose({name: f"/nowhere/{name}" for name in there}).items()
-    }
+    return {name: str(place) for name, place in of.choose({name: f"/nowhere/{name}" for name in there}).items()}
 
 
 def test_of_an_idx_file_and_its_gz_the_gz_is_read_under_the_files_name() -> None:
@@ -46,7 +41,5 @@ def test_of_an_idx_file_and_its_gz_the_gz_is_read_under_the_files_name() -> None
         ("folder", ["a/1.png", "notes.txt"], []),
     ],
 )
-def test_a_source_reads_these_files_and_leaves_the_others(
-    kind: str, read: list[str], left: list[str]
-) -> None:
+def test_a_source_reads_these_files_and_leaves_the_others(kind: str, read: list[str], left: list[str]) -> None:
     assert [*chosen(source(kind), *read, *left)] == read

@@ -29,8 +29,5 @@ def test_a_move_needs_no_judgement_and_a_change_does(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(accept_code, "PROJECT", tmp_path)
     before = says("from ray_jobs.data.crops import crop\nimport torch\n\ndef f(x):\n    return crop(x)\n")
-    assert (
-        says("from ray_jobs.augment.crops import crop\nimport torch\n\ndef f(x):\n    return crop(x)\n")
-        == before
-    )
+    assert says("from ray_jobs.augment.crops import crop\nimport torch\n\ndef f(x):\n    return crop(x)\n") == before
     assert says("from ray_jobs.data.crops import crop\nimport torch\n\ndef f(x):\n    return x\n") != before

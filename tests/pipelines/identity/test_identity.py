@@ -60,9 +60,7 @@ def leaves(config: Frozen, path: tuple[str, ...] = (), inherited: bool = False) 
 def with_leaf(config: Frozen, path: tuple[str, ...], value: Any) -> Any:
     """A copy without validation: what is tested is the key, not which values are allowed."""
     name, *rest = path
-    return config.model_copy(
-        update={name: with_leaf(getattr(config, name), tuple(rest), value) if rest else value}
-    )
+    return config.model_copy(update={name: with_leaf(getattr(config, name), tuple(rest), value) if rest else value})
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -71,9 +69,7 @@ def test_each_identity_field_changes_the_key_and_no_execution_field_does(name: s
     for path, value, is_execution in leaves(stage):
         if path == ("job",):
             continue
-        other = (
-            OTHER[type(value)](value) if type(value) in OTHER else (*value, *value[:1]) if value else "other"
-        )
+        other = OTHER[type(value)](value) if type(value) in OTHER else (*value, *value[:1]) if value else "other"
         assert (key(with_leaf(stage, path, other)) == key(stage)) is is_execution, path
 
 
@@ -144,9 +140,9 @@ def test_a_key_is_what_is_documented() -> None:
 
     stage = STAGES_TINY["probe"]
     assert key(stage) == sha256(made_of)
-    assert identity.stage_key(stage, made_of["inputs"], None, code="c" * 64) == sha256(
-        made_of | {"code": "c" * 64}
-    ), "--strict-code"
+    assert identity.stage_key(stage, made_of["inputs"], None, code="c" * 64) == sha256(made_of | {"code": "c" * 64}), (
+        "--strict-code"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"x", Path("x"), {1: 2}, object()])
@@ -245,12 +241,8 @@ def test_import_closure_is_what_python_imports(job: str) -> None:
     assert {name for name in left_out if not name.startswith(moves)} == set()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in identity.import_closure("report") if name.startswith("pipelines/")]
-)
-def test_every_function_that_computes_values_is_in_the_digest(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", [name for name in identity.import_closure("report") if name.startswith("pipelines/")])
+def test_every_function_that_computes_values_is_in_the_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another constant in what any function of the file returns is another digest of every stage."""
     source = identity.code._source
     tree = ast.parse(source(name)[0])

@@ -24,9 +24,7 @@ def test_the_unit_and_its_digits_suit_the_time(least: float, most: float, words:
     assert _between(least, most) == words
 
 
-def test_a_masked_autoencoder_takes_as_long_as_its_operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_masked_autoencoder_takes_as_long_as_its_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed of a fine-tuning is scaled; `plan`, which reads the stage, estimates what `init` did."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     size, machine = ModelSize(patch_size=8, width=128, depth=6, num_heads=4), this_machine()

@@ -157,9 +157,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with hold() as ray:
         assert statuses(doctor._local_ray()) == {"local Ray": "ok", "local Ray, access": "ok"}
-        assert (
-            "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].text
-        )
+        assert "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].text
         # as another cluster, whose processes are not known
         found = by_name(cluster_findings(ray.address, ray.token_path))
         assert "requires a token" in found["cluster, access"].text
@@ -174,9 +172,7 @@ def test_a_container_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert "1.0 GiB" in findings._memory().text
 
 
-def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H100\necho NVIDIA H100\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -188,9 +184,7 @@ def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
     assert "2: NVIDIA H100" in found.text
 
 
-def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site" / "deepspeed"
     (package / "ops" / "comm").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('it must not be imported')")

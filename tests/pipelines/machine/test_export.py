@@ -96,14 +96,10 @@ def exported(store: Store, model: Manifest, to: Any, place: str = "out") -> tupl
     return folder, (folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_card_has_the_numbers_of_reports_and_says_what_is_unknown(
-    store: Store, photos: list[Path]
-) -> None:
+def test_the_card_has_the_numbers_of_reports_and_says_what_is_unknown(store: Store, photos: list[Path]) -> None:
     _, card = exported(store, put_world(store), "timm")
     for seed, protocol in ((0, "fine-tuning"), (1, "few-shot linear")):
-        value, low, high = (
-            f"{100 * number:.1f}" for number in accuracy_interval(answers(seed) == np.arange(30) % 3)
-        )
+        value, low, high = (f"{100 * number:.1f}" for number in accuracy_interval(answers(seed) == np.arange(30) % 3))
         [line] = [line for line in card.splitlines() if f"| {protocol} |" in line]
         cells = [cell.strip() for cell in line.split("|")]
         assert cells[1:3] == ["noise", protocol]
@@ -122,9 +118,7 @@ def test_the_card_has_the_numbers_of_reports_and_says_what_is_unknown(
 
 
 @pytest.mark.parametrize("license_name", ["Apache-2.0", "my own: terms", None])
-def test_the_license_is_found_again_in_the_card(
-    store: Store, photos: list[Path], license_name: str | None
-) -> None:
+def test_the_license_is_found_again_in_the_card(store: Store, photos: list[Path], license_name: str | None) -> None:
     model = load(store, put_world(store), "last")
     contract = model.contract.model_copy(update={"license": license_name})
     model._replace(contract=contract).write("hf", Path(), "here")
@@ -160,9 +154,7 @@ def test_the_code_on_the_card_finds_the_classes_that_vitflow_finds(
 
         def our_transform(**_: object) -> Callable[[Image.Image], torch.Tensor]:
             pixels = load_model(store.local(model.folder, model.files))[1].preprocessing
-            return lambda image: normalise(
-                torch.from_numpy(load_image(image, pixels))[None], pixels, torch.float32
-            )[0]
+            return lambda image: normalise(torch.from_numpy(load_image(image, pixels))[None], pixels, torch.float32)[0]
 
         monkeypatch.setattr(timm_models.load().data, "create_transform", our_transform)
     _, card = exported(store, model, to)
@@ -241,9 +233,7 @@ def test_8_bits_are_measured_beside_float32_on_the_same_images(
     card = (folder / "README.md").read_text(encoding="utf-8")
     measured = f"{100 * right[0].mean():.1f}% in 8 bits, {100 * right[1].mean():.1f}% in float32: {value:+.2f} points"
     [line] = [line for line in said if line.startswith("accuracy: ")]
-    assert line.startswith(
-        f"accuracy: {measured} on 30 of 30 test images of noise (95% interval {low:+.2f} to"
-    )
+    assert line.startswith(f"accuracy: {measured} on 30 of 30 test images of noise (95% interval {low:+.2f} to")
     assert f"- {line}" in card
     assert "- speed: 3 images/s in 8 bits, 2 in float32, 32 at a time (1.50 times as fast)" in card
 

@@ -18,9 +18,7 @@ from vit_model.model import ViT
 from vit_model.weights import save_model
 
 
-@pytest.mark.parametrize(
-    "name", ["photos: 2024", "x: {y", "2024", "yes", "a #b", "a, b]", "é", "a\nb", "1e3"]
-)
+@pytest.mark.parametrize("name", ["photos: 2024", "x: {y", "2024", "yes", "a #b", "a, b]", "é", "a\nb", "1e3"])
 def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "estimate", lambda *_: "")
     images, file = tmp_path / name, tmp_path / "mine.yaml"
@@ -85,9 +83,7 @@ def test_folders_that_are_no_classes_are_told(tmp_path: Path) -> None:
         (photos / key).mkdir(parents=True)
     for file in (photos / "empty").rglob("*.png"):
         file.unlink()
-    assert [*examined.examine(photos, "folder").summary()][1:] == [
-        "2 folders without images: empty, train/robots"
-    ]
+    assert [*examined.examine(photos, "folder").summary()][1:] == ["2 folders without images: empty, train/robots"]
 
 
 def test_a_folder_of_one_class_leads_to_its_parent(tmp_path: Path) -> None:
@@ -99,9 +95,7 @@ def test_a_folder_of_one_class_leads_to_its_parent(tmp_path: Path) -> None:
     def said(key: str) -> list[str]:
         return [*examined.examine(tmp_path / key, "folder").summary()][1:]
 
-    assert said("photos/dogs") == [
-        f"if dogs and cats are classes, give their parent: --images {tmp_path}/photos"
-    ]
+    assert said("photos/dogs") == [f"if dogs and cats are classes, give their parent: --images {tmp_path}/photos"]
     assert not said("alone/cats") and not said("split/train")
 
 
@@ -117,17 +111,13 @@ def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_
     if content is not None:
         (tmp_path / "x.zip").write_bytes(content)
     with pytest.raises(RecipeError, match=message):
-        init.write_recipe(
-            tmp_path / "x.yaml", tmp_path / "x.zip", "folder", [], "s", init.Console(quiet=True)
-        )
+        init.write_recipe(tmp_path / "x.yaml", tmp_path / "x.zip", "folder", [], "s", init.Console(quiet=True))
 
 
 def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "estimate", lambda *_: "")
     (tmp_path / "cifar-100-binary.tar").write_bytes(tar(members(100, "binary")))
-    init.write_recipe(
-        tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}", [], "s", init.Console(quiet=True)
-    )
+    init.write_recipe(tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}", [], "s", init.Console(quiet=True))
     pipeline = load_pipeline(str(tmp_path / "x.yaml"))
     source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
     assert (source.kind, source.classes, source.root) == ("cifar", 100, str(tmp_path))

@@ -58,9 +58,7 @@ def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, fold
         stages = [stage for stage in pipeline.stages.values() if isinstance(stage, kind)]
         assert {str(stage.backbone) for stage in stages} == set(imports)
         assert len({stage.model_dump_json(exclude={"backbone"}) for stage in stages}) == 1, "one protocol"
-    [resolution] = {
-        stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)
-    }
+    [resolution] = {stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)}
     assert resolution == 8, "of those that they were trained at, the lowest"
     planned = plan_pipeline(open_store("s"), pipeline, pipeline.needed_for(("report",)))
     assert {stage.name for stage in planned} == set(pipeline.stages)
@@ -69,12 +67,8 @@ def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, fold
     assert said.endswith("wrote b.yaml; next: vitflow run b.yaml\n")
 
 
-def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
-    vitflow_here: Vitflow, folder: Path
-) -> None:
-    said = vitflow_here(
-        "init", "b.yaml", "--images", "photos", "--from", "images.npz", "silent.safetensors"
-    ).stdout
+def test_weights_without_a_mean_and_std_are_named_with_what_to_set(vitflow_here: Vitflow, folder: Path) -> None:
+    said = vitflow_here("init", "b.yaml", "--images", "photos", "--from", "images.npz", "silent.safetensors").stdout
     command = "vitflow run b.yaml --set silent.preprocessing=half"
     assert f"next: {command}" in said and f"#   {command}\n" in Path("b.yaml").read_text()
     pipeline = load_pipeline("b.yaml", ("silent.preprocessing=half",))
@@ -93,18 +87,14 @@ def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
         ([], "unexpected argument"),
     ],
 )
-def test_wrong_weights_are_refused(
-    vitflow_here: Vitflow, folder: Path, weights: Sequence[str], message: str
-) -> None:
+def test_wrong_weights_are_refused(vitflow_here: Vitflow, folder: Path, weights: Sequence[str], message: str) -> None:
     given = ["--from", *weights] if weights else ["more.npz"]
     done = vitflow_here("init", "b.yaml", "--images", "photos", *given, check=2)
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not (folder / "b.yaml").exists()
 
 
-def test_one_backbone_is_fine_tuned_beside_pixels_and_nothing_else(
-    vitflow_here: Vitflow, folder: Path
-) -> None:
+def test_one_backbone_is_fine_tuned_beside_pixels_and_nothing_else(vitflow_here: Vitflow, folder: Path) -> None:
     said = vitflow_here("init", "one.yaml", "--images", "photos", "--from", "images.npz").stdout
     pipeline = load_pipeline("one.yaml")
     assert pipeline.jobs() == {
@@ -157,9 +147,7 @@ def test_few_images_start_from_weights_that_were_imported(
     planned = plan_pipeline(open_store("s"), load_pipeline("one.yaml"), ("found",))
     assert [stage.state for stage in planned] == ["cached"], "the same weights are not imported again"
     for selector in ("import/found", planned[0].key or ""):
-        vitflow_local(
-            "init", f"{len(selector)}.yaml", "--images", "photos", "--store", "s", "--from", selector
-        )
+        vitflow_local("init", f"{len(selector)}.yaml", "--images", "photos", "--store", "s", "--from", selector)
         assert load_pipeline(f"{len(selector)}.yaml").stages == stages
     (folder / "images.npz").unlink()
     vitflow_local("init", "copy.yaml", "--images", "photos", "--store", "s", "--from", "import/found")
@@ -171,12 +159,8 @@ def test_few_images_start_from_weights_that_were_imported(
     ("trained_at", "side", "gpus", "resolution"),
     [(224, 500, 1, 224), (224, 500, 0, 160), (224, 138, 0, 128), (8, 500, 0, 8), (224, 138, 1, 128)],
 )
-def test_the_resolution_fits_images_and_machine(
-    trained_at: int, side: int, gpus: int, resolution: int
-) -> None:
-    backbone = Backbone(
-        "b", Import(job="import", path="p"), vit(trained_at, 16 if trained_at > 16 else 4), True
-    )
+def test_the_resolution_fits_images_and_machine(trained_at: int, side: int, gpus: int, resolution: int) -> None:
+    backbone = Backbone("b", Import(job="import", path="p"), vit(trained_at, 16 if trained_at > 16 else 4), True)
     assert pretrained._resolution(backbone, side, gpus) == resolution
 
 
@@ -196,9 +180,7 @@ def vit(image_size: int, patch_size: int) -> Architecture:
 )
 def test_the_resolution_fits_all_patches(architectures: list[Architecture], resolution: int) -> None:
     assert (
-        common_resolution(
-            [Backbone("b", Import(job="import", path="p"), each, True) for each in architectures]
-        )
+        common_resolution([Backbone("b", Import(job="import", path="p"), each, True) for each in architectures])
         == resolution
     )
 
@@ -208,9 +190,7 @@ def test_the_shipped_recipe_gives_each_backbone_the_same_budget() -> None:
     tuned = [stage for stage in pipeline.stages.values() if isinstance(stage, Finetune)]
     assert len(tuned) == len([stage for stage in pipeline.stages.values() if isinstance(stage, Import)]) == 4
     assert len({stage.model_dump_json(exclude={"backbone"}) for stage in tuned}) == 1
-    resolutions = {
-        stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)
-    }
+    resolutions = {stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)}
     assert len(resolutions) == 1
     assert [f"{rate:.1e}" for rate in tuned[0].learning_rates] == [
         f"{float(rate):.1e}" for rate in pretrained.LEARNING_RATES

@@ -35,9 +35,7 @@ def recipe(tmp_path: Path) -> Any:
             raw["stages"][name] = raw["stages"].get(name, {}) | (change or {})
         # copied one by one: what is shared would be written as an alias
         raw["stages"] = {
-            name: copy.deepcopy(stage)
-            for name, stage in raw["stages"].items()
-            if stages.get(name, ...) is not None
+            name: copy.deepcopy(stage) for name, stage in raw["stages"].items() if stages.get(name, ...) is not None
         }
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
         return load_pipeline(str(tmp_path / "x.yaml"), overrides)
@@ -66,16 +64,11 @@ def test_members_are_what_one_would_write_by_hand(recipe: Any) -> None:
 
 def test_what_takes_a_member_follows_and_a_report_takes_all(recipe: Any) -> None:
     found = recipe(pretrain={"matrix": WIDTHS}, probe={"matrix": {"draws": [2, 3]}})
-    assert names(found, "finetune") == [
-        f"finetune@width={width},seed={seed}" for width in (16, 32) for seed in (0, 1)
-    ]
+    assert names(found, "finetune") == [f"finetune@width={width},seed={seed}" for width in (16, 32) for seed in (0, 1)]
     for name in names(found, "finetune"):
         assert found.stages[name].backbone == f"pretrain@{name.partition('@')[2]}"
     assert names(found, "probe") == [
-        f"probe@width={width},seed={seed},draws={draws}"
-        for width in (16, 32)
-        for seed in (0, 1)
-        for draws in (2, 3)
+        f"probe@width={width},seed={seed},draws={draws}" for width in (16, 32) for seed in (0, 1) for draws in (2, 3)
     ]
     expected = [
         "digits",
@@ -118,12 +111,8 @@ def test_an_input_may_name_a_part_and_an_axis_may_be_an_input(recipe: Any) -> No
     assert one.stages["probe"].backbone == "pretrain@width=32,seed=1"
     some = recipe(pretrain={"matrix": WIDTHS}, report={"of": ["pretrain@width=16", "digits"]})
     assert some.stages["report"].of == ("pretrain@width=16,seed=0", "pretrain@width=16,seed=1", "digits")
-    over = recipe(
-        pretrain={"matrix": {"seed": [0, 1]}}, probe={"matrix": {"backbone": ["pretrain", "finetune"]}}
-    )
-    assert names(over, "probe") == [
-        f"probe@seed={s},backbone={b}" for s in (0, 1) for b in ("pretrain", "finetune")
-    ]
+    over = recipe(pretrain={"matrix": {"seed": [0, 1]}}, probe={"matrix": {"backbone": ["pretrain", "finetune"]}})
+    assert names(over, "probe") == [f"probe@seed={s},backbone={b}" for s in (0, 1) for b in ("pretrain", "finetune")]
 
 
 def test_checkpoints_of_a_pretraining_may_be_an_axis(recipe: Any) -> None:
@@ -163,9 +152,7 @@ def test_overrides_apply_to_all_members_and_an_axis_is_changed_by_name(recipe: A
     assert len(names(found, "pretrain")) == 6
     assert all(found.stages[name].steps == 7 for name in names(found, "pretrain"))
     for override in ("pretrain.seed=3", "pretrain.model.width=8"):
-        with pytest.raises(
-            RecipeError, match=r"is an axis of the matrix of pretrain.*--set pretrain\.matrix\."
-        ):
+        with pytest.raises(RecipeError, match=r"is an axis of the matrix of pretrain.*--set pretrain\.matrix\."):
             recipe(override, pretrain={"matrix": WIDTHS})
     added = recipe("pretrain.matrix.seed=[4, 5]")
     assert names(added, "pretrain") == ["pretrain@seed=4", "pretrain@seed=5"]
@@ -210,9 +197,7 @@ def test_a_bad_matrix_names_the_stage_and_the_axis(recipe: Any, given: Any, mess
 
 
 def test_what_follows_can_be_too_many_and_a_cycle_is_shown(recipe: Any) -> None:
-    with pytest.raises(
-        RecipeError, match=r"stages\.finetune\.backbone: its inputs expand it to more than 2000 stages"
-    ):
+    with pytest.raises(RecipeError, match=r"stages\.finetune\.backbone: its inputs expand it to more than 2000 stages"):
         recipe(
             digits={"matrix": {"max_bad_fraction": [n / 100 for n in range(50)]}},
             pretrain={"data": "other", "matrix": {"seed": list(range(41))}},
@@ -269,9 +254,7 @@ def test_names_are_plain_and_no_two_are_the_same(axes: dict[str, Any]) -> None:
     assert len(found) == len(list(itertools.product(*axes.values())))
     assert all(plain_name.fullmatch(name) for name in found)
     assert all(members(name, found) == (name,) for name in found)
-    echoed = subprocess.run(
-        ["sh", "-c", f"echo {' '.join(found)}"], capture_output=True, text=True, check=True
-    )
+    echoed = subprocess.run(["sh", "-c", f"echo {' '.join(found)}"], capture_output=True, text=True, check=True)
     assert echoed.stdout.split() == list(found), "a shell takes them as they are"
 
 

@@ -111,9 +111,7 @@ def test_operations_are_those_of_the_published_model(recipe: str, stage: str) ->
     patches = (224 // patch) ** 2
     tokens = patches + (config.model.pooling == "cls" or config.model.class_token) + config.model.distillation
     head = d * classes * (1 + config.model.distillation) + d * d * config.model.representation_head
-    products = (
-        patches * 3 * patch**2 * d + depth * (tokens * (4 * d * d + 2 * d * 4 * d) + 2 * tokens**2 * d) + head
-    )
+    products = patches * 3 * patch**2 * d + depth * (tokens * (4 * d * d + 2 * d * 4 * d) + 2 * tokens**2 * d) + head
     contract = contract_for(config.model.architecture(224, 3, classes))
     if config.objective == "distillation":
         # the teacher's operations are not the model's
@@ -141,9 +139,7 @@ def test_scaled_down_trainings_differ_in_their_sizes_alone(small: str, recipe: s
     assert isinstance(ours, Pretrain) and isinstance(published, Pretrain)
     assert isinstance(ours.model, ModelSize) and isinstance(published.model, ModelSize)
     assert ours.model_dump(exclude=SIZES) == published.model_dump(exclude=SIZES)
-    assert ours.model.model_dump(exclude=SIZES_OF_A_MODEL) == published.model.model_dump(
-        exclude=SIZES_OF_A_MODEL
-    )
+    assert ours.model.model_dump(exclude=SIZES_OF_A_MODEL) == published.model.model_dump(exclude=SIZES_OF_A_MODEL)
     assert ours.optimizer.model_dump(exclude=WARMUP) == published.optimizer.model_dump(exclude=WARMUP)
     warmups = [warmup_steps(config.optimizer, config.steps) / config.steps for config in (ours, published)]
     assert warmups[0] == pytest.approx(warmups[1], abs=1 / ours.steps)  # a step is not divided

@@ -34,9 +34,7 @@ def put(
     truth = Truth("digits", ids, LABELS)
     scores = Scores(method, "few-shot linear", labels_per_class, np.where(right, LABELS, 7), truth)
     finished = f"2026-01-0{len(store.names('artifacts/evaluate')) + 1}T00:00:00+00:00"
-    with committed(
-        store, "evaluate", key, **{"config": {"seed": 0}, "finished": finished} | fields
-    ) as folder:
+    with committed(store, "evaluate", key, **{"config": {"seed": 0}, "finished": finished} | fields) as folder:
         put_scores(folder, scores.scored())
 
 
@@ -55,11 +53,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     put(store, "other_images", "ViT", B, [f"new {number:02d}" for number in range(60)])
     put(store, "seed", "ViT", B, config={"seed": 1})
     put(store, "pixels", "pixels", answers(2, 0.5), stage="pixels")
-    of = [
-        input_ref(store, manifest)
-        for key in ("aa", "pixels")
-        if (manifest := read_manifest(store, "evaluate", key))
-    ]
+    of = [input_ref(store, manifest) for key in ("aa", "pixels") if (manifest := read_manifest(store, "evaluate", key))]
     commit(store, make_manifest("report", key="report", inputs={"of": of}, config={"title": "T"}))
     return store
 
@@ -243,9 +237,7 @@ def test_the_commands(vitflow_here: Vitflow, store: Store) -> None:
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
     same = vitflow_here("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
     assert "not shown: 2 measurements that A and B share" in " ".join(same.split()) and "(+0.0 to" not in same
-    (line,) = json.loads(
-        vitflow_here("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
-    )
+    (line,) = json.loads(vitflow_here("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout)
     assert line["key"] == "seed"
     refused = vitflow_here("report", "compare", "nope", "aa", "--store", store.uri, check=2)
     assert "Traceback" not in refused.stderr

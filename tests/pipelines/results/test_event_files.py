@@ -43,9 +43,7 @@ def test_all_numbers_are_there_and_what_was_not_measured_is_not(tmp_path: Path, 
         check(tmp_path / "finetune/draw 0", lines[:2])
 
 
-def test_new_lines_are_appended_and_a_line_may_get_an_evaluation(
-    tmp_path: Path, lines: list[LogLine]
-) -> None:
+def test_new_lines_are_appended_and_a_line_may_get_an_evaluation(tmp_path: Path, lines: list[LogLine]) -> None:
     with EventFiles(tmp_path) as files:
         for count in range(1, 6):
             files.update("pretrain", lines[:count])

@@ -98,9 +98,7 @@ def test_a_model_is_the_one_that_was_saved(store: Store, tmp_path: Path) -> None
     assert (found.preprocessing, found.class_names) == (GREY, CLASSES)
     file = tmp_path / "image.png"
     Image.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4)).save(file)
-    assert found.classify([str(file)]) == classify(
-        Path(store.uri) / "artifacts/finetune/fa/attempts/1/files", [file]
-    )
+    assert found.classify([str(file)]) == classify(Path(store.uri) / "artifacts/finetune/fa/attempts/1/files", [file])
 
 
 def test_a_model_may_be_a_checkpoint(store: Store) -> None:
@@ -136,9 +134,7 @@ def test_a_datasets_samples_and_images_are_in_one_order(store: Store) -> None:
     assert found.images("test", [1], larger).shape == (1, 6, 6, 1)
 
 
-@pytest.mark.parametrize(
-    ("split", "message"), [("tset", "did you mean 'test'"), ("train", "no images in its train")]
-)
+@pytest.mark.parametrize(("split", "message"), [("tset", "did you mean 'test'"), ("train", "no images in its train")])
 def test_a_split_that_is_not_there_is_told(store: Store, split: str, message: str) -> None:
     put_dataset(store)
     found = pipelines.open_store(store.uri).dataset()
@@ -177,9 +173,7 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
     folder = Path(store.uri) / "artifacts/baselines/ba/attempts/1/files"
     stored = pq.read_table(folder / "rows.parquet")
     selected = found.filter("artifact = 'ba'").project(", ".join(tables.ROWS.names)).fetchall()
-    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()[
-        :2
-    ]
+    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()[:2]
     assert found.query("rows", "select max(value) from rows").fetchall() == [(0.5,)]
     assert len(pipelines.open_store(store.uri).table("accuracies").fetchall()) == 3
     with pytest.raises(RecipeError, match="did you mean 'accuracies'"):
@@ -187,9 +181,7 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
 
 
 @pytest.mark.slow
-def test_on_s3_only_what_is_asked_for_is_fetched(
-    moto: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_s3_only_what_is_asked_for_is_fetched(moto: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with used(moto, monkeypatch):
         store = open_store(f"s3://{moto.bucket().name}/x")

@@ -19,9 +19,7 @@ NONCOMMERCIAL = Origin("hf:org/nc", "cc-by-nc-4.0")
         (None, "cc-by-nc-4.0", [NONCOMMERCIAL, MIT], "cc-by-nc-4.0"),
     ],
 )
-def test_what_may_be_published(
-    stated: str | None, recorded: str | None, origins: list[Origin], expected: str
-) -> None:
+def test_what_may_be_published(stated: str | None, recorded: str | None, origins: list[Origin], expected: str) -> None:
     assert license_to_publish(stated, recorded, origins) == expected
 
 

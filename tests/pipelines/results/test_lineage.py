@@ -115,9 +115,7 @@ def test_a_stage_means_the_newest_run_that_has_its_result(store: Store, run: lis
         ("p/later", "no committed results yet"),
     ],
 )
-def test_what_means_nothing_or_too_much_is_told(
-    store: Store, run: list[Manifest], given: str, message: str
-) -> None:
+def test_what_means_nothing_or_too_much_is_told(store: Store, run: list[Manifest], given: str, message: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(message)):
         trace(store, given)
 

@@ -35,9 +35,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     commit(store, make_manifest("finetune", key="mb", inputs=taken, metrics=scores, files=files))
     several = {"validation_mAP": 0.5, "test_mAP": 0.375}
     commit(store, make_manifest("finetune", key="mc", inputs=taken, metrics=several))
-    commit(
-        store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75})
-    )
+    commit(store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75}))
     commit(store, make_manifest("report", key="ra", config={"title": "Zoo"}))
     commit(store, make_manifest("audit", key="la", inputs=taken, metrics={"audited": 9, "label_issues": 2}))
     for job in ("embed", "predict"):

@@ -61,9 +61,7 @@ def test_each_training_is_a_run_and_a_second_export_adds_what_is_new(tmp_path: P
     assert [step for step, _ in history(uri, pretrain, "speed/mfu")] == [8, 16]
 
 
-def test_the_metrics_are_the_logs_although_steps_were_repeated_between_exports(
-    tmp_path: Path, uri: str
-) -> None:
+def test_the_metrics_are_the_logs_although_steps_were_repeated_between_exports(tmp_path: Path, uri: str) -> None:
     store = open_store(str(tmp_path / "s"))
     put_run(store, digits="SUCCEEDED", pretrain="RUNNING")
     put_lines(store, "pretrain", line(8), line(16), line(24, dev_accuracy=0.5))

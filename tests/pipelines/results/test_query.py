@@ -41,9 +41,7 @@ def prediction(**changes: Any) -> dict[str, Any]:
     )
 
 
-def put(
-    store: Store, key: str, rows: list[Any], predictions: list[Any], job: str = "evaluate", **fields: Any
-) -> None:
+def put(store: Store, key: str, rows: list[Any], predictions: list[Any], job: str = "evaluate", **fields: Any) -> None:
     """Commit an artifact with these tables."""
     with committed(store, job, key, **fields) as folder:
         write_table(folder / "rows.parquet", rows, ROWS)
@@ -109,12 +107,8 @@ def test_a_result_is_one_number_whatever_else_has_its_method(tmp_path: Path) -> 
         for labels, value in ((10, 0.5), (None, 0.6), (1, 0.4))
     ]
     put(store, "bb" * 32, tuned, [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune")
-    put(
-        store, "cc" * 32, tuned[:1], [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune"
-    )
-    found = ask(
-        store, "SELECT result, round(avg(value), 3), count(*) FROM rows GROUP BY result ORDER BY result"
-    )
+    put(store, "cc" * 32, tuned[:1], [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune")
+    found = ask(store, "SELECT result, round(avg(value), 3), count(*) FROM rows GROUP BY result ORDER BY result")
     assert found == [
         ("digits, 1 label per class, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.4, 1),
         ("digits, 10 labels per class, few-shot linear: ViT, pretrained (few_shot aaaaaaaa)", 0.905, 2),
@@ -147,9 +141,7 @@ def test_another_metric_is_another_result_and_pixels_are_beside_their_artifact(t
     assert ask(store, "SELECT DISTINCT result, job, sum(pixels) FROM confusion GROUP BY ALL") == [
         (name, "segment", 9 * 2**40)
     ]
-    (documented,) = re.findall(
-        r"```sql needs-hours\n(.*?)```", (ROOT / "docs/queries.md").read_text(), re.DOTALL
-    )
+    (documented,) = re.findall(r"```sql needs-hours\n(.*?)```", (ROOT / "docs/queries.md").read_text(), re.DOTALL)
     assert ask(store, documented) == [(name, 0, "background", 5 / 6), (name, 0, "pet", 3 / 4)]
 
 
@@ -207,9 +199,10 @@ def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None
             (folder / "log.jsonl").write_bytes(encode_lines(log))
             (folder / "sweep.json").write_text(json.dumps(sweep | {"selected_on": "dev"}))
             (folder / "cost.json").write_text(json.dumps(cost | {"training": None}))
-    assert ask(
-        store, "SELECT fit, step, loss, few_shot->>'5-shot dev' FROM training_log WHERE artifact = 'aa'"
-    ) == [("trial-0-0", 1, 2.5, None), (None, 2, None, "0.25")]
+    assert ask(store, "SELECT fit, step, loss, few_shot->>'5-shot dev' FROM training_log WHERE artifact = 'aa'") == [
+        ("trial-0-0", 1, 2.5, None),
+        (None, 2, None, "0.25"),
+    ]
     assert ask(store, "SELECT count(*) FROM training_log WHERE few_shot IS NULL AND stage = 'tune'") == [(2,)]
     assert ask(
         store,
@@ -217,9 +210,9 @@ def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None
     ) == [(0, 0, 0.5, None, False), (0, 1, 0.75, None, False), (1, 0, 0.5, 3, True), (1, 1, 0.75, 4, True)]
     sql = "SELECT trial, fold, loss, point->>'mixup', pruned_at, chosen FROM trials WHERE point IS NOT NULL ORDER BY 2"
     assert ask(store, sql) == [(3, 0, 1.0, "0.2", 4, True), (3, 1, 2.0, "0.2", 4, True)]
-    assert ask(
-        store, "SELECT pass, images_per_second, gflops, peak_bytes FROM costs WHERE artifact = 'aa'"
-    ) == [("forward", 10.0, 0.5, None)]
+    assert ask(store, "SELECT pass, images_per_second, gflops, peak_bytes FROM costs WHERE artifact = 'aa'") == [
+        ("forward", 10.0, 0.5, None)
+    ]
 
 
 def test_artifacts_and_runs(store: Store) -> None:
@@ -244,9 +237,7 @@ def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None
         assert found == {name: None if name == "old" else 0.5 for name in names}
 
 
-@pytest.mark.parametrize(
-    ("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS), ("confusion", CONFUSION)]
-)
+@pytest.mark.parametrize(("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS), ("confusion", CONFUSION)])
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
     documented = [(column.name, column.type) for column in TABLES[name] if not column.name.endswith("_name")]
     types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
@@ -281,9 +272,7 @@ def test_queries_that_only_read_are_answered(store: Store, sql: str) -> None:
 
 
 def snapshot(*folders: Path) -> dict[str, bytes]:
-    return {
-        str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()
-    }
+    return {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
 # OUT is a new file, OLD a committed table: both as a path in the SQL
@@ -477,9 +466,7 @@ def test_the_list_of_an_audit_is_a_table(tmp_path: Path) -> None:
         table = pa.Table.from_pylist([dict(zip(LABEL_ISSUES.names, row, strict=True))], LABEL_ISSUES)
         write_parquet(folder / FILE, table)
     names = ", ".join(LABEL_ISSUES.names)
-    assert ask(store, f"SELECT artifact, job, {names} FROM label_issues ORDER BY rank") == [
-        ("aa", "audit", *row)
-    ]
+    assert ask(store, f"SELECT artifact, job, {names} FROM label_issues ORDER BY rank") == [("aa", "audit", *row)]
 
 
 def test_quarantined_images_are_a_table(tmp_path: Path) -> None:
@@ -506,9 +493,7 @@ def test_numbers_of_classes_have_the_names_of_their_own_data_set(tmp_path: Path)
         with committed(store, "ingest", key) as folder:
             (folder / "dataset.json").write_text(json.dumps({"class_names": names}))
             rows = [("s", f"{key}{number}", "test", *label) for number, label in enumerate(labels)]
-            write_table(
-                folder / "index.parquet", [dict(zip(index.names, each, strict=True)) for each in rows], index
-            )
+            write_table(folder / "index.parquet", [dict(zip(index.names, each, strict=True)) for each in rows], index)
         reference = InputRef(job="ingest", key=key, content_digest="d", manifest_sha256="m")
         put(store, f"e{key}", [], [prediction(label=1, prediction=0)], inputs={"data": [reference]})
     put(store, "removed", [], [prediction()])

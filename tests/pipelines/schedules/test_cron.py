@@ -57,9 +57,7 @@ def on_this_day(line: str, day: date) -> bool:
 
 def walked(line: str, zone: ZoneInfo, begin: datetime, end: datetime) -> list[datetime]:
     """Every instant in (begin, end], by looking at every minute."""
-    minutes, hours = (
-        numbers(field, *limits) for field, limits in zip(line.split(), LIMITS[:2], strict=False)
-    )
+    minutes, hours = (numbers(field, *limits) for field, limits in zip(line.split(), LIMITS[:2], strict=False))
     found = set()
     if line.split()[0].startswith("*") or line.split()[1].startswith("*"):  # by real time
         moment = begin.replace(second=0, microsecond=0)
@@ -74,10 +72,7 @@ def walked(line: str, zone: ZoneInfo, begin: datetime, end: datetime) -> list[da
             for hour in hours if on_this_day(line, day) else ():
                 for minute in minutes:
                     naive = datetime.combine(day, time(hour, minute))
-                    while (
-                        naive.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None)
-                        != naive
-                    ):
+                    while naive.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None) != naive:
                         naive += MINUTE
                     found.add(naive.replace(tzinfo=zone).astimezone(UTC))
             day += DAY
@@ -100,9 +95,7 @@ def test_ticks_are_those_that_a_walk_over_all_minutes_finds(line: str, begin: da
         checked = check_cron(line)
     except RecipeError as error:
         assert "Bad day-of-month" in str(error)
-        assert not walked(
-            line, ZoneInfo("UTC"), datetime(2024, 2, 1, tzinfo=UTC), datetime(2024, 3, 1, tzinfo=UTC)
-        )
+        assert not walked(line, ZoneInfo("UTC"), datetime(2024, 2, 1, tzinfo=UTC), datetime(2024, 3, 1, tzinfo=UTC))
         return
     end = begin + 2 * DAY
     expected = walked(line, ZoneInfo(zone), begin, end)
@@ -183,8 +176,6 @@ def test_july_is_not_the_last_day() -> None:
     ],
 )
 def test_a_time_zone_is_the_same_one_everywhere_and_the_nearest_is_named(name: str) -> None:
-    with pytest.raises(
-        RecipeError, match=f"'{name}': no such time zone; .* such as '(Europe/Berlin|Etc/UTC|UTC)'"
-    ):
+    with pytest.raises(RecipeError, match=f"'{name}': no such time zone; .* such as '(Europe/Berlin|Etc/UTC|UTC)'"):
         check_timezone(name)
     assert check_timezone("EST5EDT") == "EST5EDT"

@@ -417,6 +417,4 @@ def test_a_schedule_written_before_the_clock_was_set_back_is_not_waited_for(stor
         say(store, moment)
         assert decisions(store)[tick.isoformat()] == "run"
     assert len(decisions(store)) == 2
-    assert schedule.last_tick(written - timedelta(seconds=30)) is None, (
-        "two machines' clocks may differ so much"
-    )
+    assert schedule.last_tick(written - timedelta(seconds=30)) is None, "two machines' clocks may differ so much"

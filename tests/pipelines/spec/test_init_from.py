@@ -116,9 +116,7 @@ def test_only_the_content_of_the_start_is_in_the_key() -> None:
     assert none == latest
     found = {"init_from": ["b"]}
     assert len({none, stage_key(stage(), inputs | found, None)}) == 2
-    assert stage_key(stage(), inputs | found, None) == stage_key(
-        stage(init_from=LATEST), inputs | found, None
-    )
+    assert stage_key(stage(), inputs | found, None) == stage_key(stage(init_from=LATEST), inputs | found, None)
     step = stage(init_from={"stage": "first", "checkpoint": "step:5"})
     assert stage_key(step, inputs | found, None) != stage_key(stage(), inputs | found, None)
 
@@ -134,9 +132,7 @@ def test_it_follows_a_matrix_and_can_be_an_axis_of_one() -> None:
         "checkpoint": "last",
     }
     recipe = raw(matrix={"init_from": [None, "first", LATEST]})
-    assert parse_pipeline(expand(recipe), "x").stages["more@init_from=latest"].inputs() == {
-        "data": ("digits",)
-    }
+    assert parse_pipeline(expand(recipe), "x").stages["more@init_from=latest"].inputs() == {"data": ("digits",)}
 
 
 @pytest.mark.parametrize(
@@ -144,9 +140,7 @@ def test_it_follows_a_matrix_and_can_be_an_axis_of_one() -> None:
     [
         ModelSize.model_validate("B/16"),
         ModelSize.model_validate("R50+B/16"),
-        ModelSize(
-            **SIZE, mlp_ratio=10 / 3, registers=2, layer_scale=1e-5, stochastic_depth=0.2, gelu="exact"
-        ),
+        ModelSize(**SIZE, mlp_ratio=10 / 3, registers=2, layer_scale=1e-5, stochastic_depth=0.2, gelu="exact"),
         ModelSize(**SIZE, representation_head=True, head_bias=-10.0),
         ResNetSize(units=(1, 2), width_factor=2, head_bias=-3.0),
     ],

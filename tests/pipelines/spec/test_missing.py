@@ -50,9 +50,7 @@ def planned(pipeline: Pipeline, store: Any, *targets: str) -> dict[str, plan.Pla
     return {stage.name: stage for stage in plan.plan_pipeline(store, pipeline, names)}
 
 
-def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(recipe: Path, tmp_path: Path) -> None:
     pipeline, store = load_pipeline(str(recipe)), open_store(str(tmp_path / "s"))
     found = planned(pipeline, store)
     assert {name: stage.state for name, stage in found.items()} == {
@@ -81,9 +79,7 @@ def test_where_no_member_has_its_source_nothing_starts(recipe: Path, tmp_path: P
         planned(pipeline, store, "pixels@root=c")
     for name in "ab":
         (tmp_path / name).rename(tmp_path / f"not {name}")
-    with pytest.raises(
-        RecipeError, match=r"a does not exist\n  \(the sources of all other members of images are"
-    ):
+    with pytest.raises(RecipeError, match=r"a does not exist\n  \(the sources of all other members of images are"):
         planned(pipeline, store)
 
 
@@ -94,9 +90,7 @@ def test_what_a_report_can_do_without() -> None:
     sizes = {"resolution": 8, "steps": 1, "batch_size": 2, "learning_rate": 1.0}
     train = {"job": "pretrain", "data": "b", "model": tiny} | sizes
     report = {"job": "report", "title": "t", "of": ["b", *two]}
-    pipeline = Pipeline.model_validate(
-        {"name": "p", "stages": two | {"b": stage, "train": train, "report": report}}
-    )
+    pipeline = Pipeline.model_validate({"name": "p", "stages": two | {"b": stage, "train": train, "report": report}})
     asked = pipeline.stages["report"]
     assert plan.without(asked, {"train"}) is asked
     left = plan.without(asked, {"a@x=1"})
@@ -139,9 +133,7 @@ def test_the_vtab_recipe_takes_archives_and_a_model_and_has_all_tasks() -> None:
     with pytest.raises(RecipeError) as raised:
         load_pipeline("vtab_fewshot")
     _, images, backbone = str(raised.value).splitlines()
-    assert images.endswith("--set images.source.root=... (in images@task=caltech101 and 18 more)"), (
-        "said once"
-    )
+    assert images.endswith("--set images.source.root=... (in images@task=caltech101 and 18 more)"), "said once"
     assert backbone.endswith("--set backbone.path=...")
     stages = load_pipeline("vtab_fewshot", ("images.source.root=/x", "backbone.path=/y")).stages
     assert [name for name in stages if name.startswith("images")] == [f"images@task={task}" for task in TASKS]
@@ -155,10 +147,7 @@ def test_the_petl_recipe_has_other_methods_by_settings_and_trials_for_each_task(
     stages = load_pipeline("vtab_petl", given).stages
     lora, selected = (stages[f"{stage}@task=dtd"] for stage in ("finetune", "selected"))
     assert isinstance(lora, Finetune) and isinstance(selected, Finetune)
-    assert (
-        lora.lora is not None
-        and warmup_steps(lora.optimizer, lora.steps) == 10 * (1000 // 64) == lora.steps / 10
-    )
+    assert lora.lora is not None and warmup_steps(lora.optimizer, lora.steps) == 10 * (1000 // 64) == lora.steps / 10
     assert len(points(lora)) == 1 and len(points(selected)) == 9
     assert selected.at(points(selected)[0]) == lora.at({"learning_rate": 0.0005}).model_copy(
         update={"lora": lora.lora.model_copy(update={"scale": 0.1})}

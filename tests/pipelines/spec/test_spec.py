@@ -178,9 +178,7 @@ def test_an_empty_list_of_names_is_said_to_be_empty(tmp_path: Path) -> None:
 def test_every_seed_fits_all_random_numbers() -> None:
     """Seeds from 2**32 on failed in numpy, in the stage, which was then tried again."""
     seeds = [
-        fields["properties"]["seed"]
-        for fields in schema()["$defs"].values()
-        if "seed" in fields.get("properties", {})
+        fields["properties"]["seed"] for fields in schema()["$defs"].values() if "seed" in fields.get("properties", {})
     ]
     assert len(seeds) > 10
     assert {(seed["minimum"], seed["exclusiveMaximum"]) for seed in seeds} == {(0, 2**32)}
@@ -353,9 +351,7 @@ PHOTOS = {"job": "ingest", "source": {"kind": "folder", "root": "/photos", "labe
 def test_stages_that_need_labels_refuse_images_without(stage: str) -> None:
     raw = yaml.safe_load(TINY.read_text())
     raw["stages"] |= {"photos": PHOTOS, stage: raw["stages"][stage] | {"data": "photos"}}
-    with pytest.raises(
-        RecipeError, match=rf"stages\.{stage}\.data: photos has no labels .* use embed, or pretrain"
-    ):
+    with pytest.raises(RecipeError, match=rf"stages\.{stage}\.data: photos has no labels .* use embed, or pretrain"):
         parse_pipeline(raw, "tiny.yaml")
 
 
@@ -483,14 +479,10 @@ def test_numbers_are_those_of_yaml_1_2(text: str, number: int, tmp_path: Path) -
     assert load_pipeline(str(tmp_path / "x.yaml")).stages["pretrain"].steps == number
 
 
-@pytest.mark.parametrize(
-    "text", ["010", "08", "-010", "1:30", "12:30:00", "1_000", "1_000.5", "1_0e3", "0b1", "-0x1F"]
-)
+@pytest.mark.parametrize("text", ["010", "08", "-010", "1:30", "12:30:00", "1_000", "1_000.5", "1_0e3", "0b1", "-0x1F"])
 def test_a_number_that_readers_of_yaml_read_differently_is_refused(text: str, tmp_path: Path) -> None:
     for quoted in (text, f"[{text}]", f"{{seed: {text}}}"):
-        with pytest.raises(
-            RecipeError, match=rf"^--set pretrain.steps=.*: {text} is ambiguous in YAML; write "
-        ):
+        with pytest.raises(RecipeError, match=rf"^--set pretrain.steps=.*: {text} is ambiguous in YAML; write "):
             load_pipeline(str(TINY), (f"pretrain.steps={quoted}",))
     (tmp_path / "x.yaml").write_text(TINY.read_text().replace("steps: 20", f"steps: {text}"))
     with pytest.raises(RecipeError, match=rf"x\.yaml: line 15: {text} is ambiguous"):
@@ -538,7 +530,5 @@ def test_the_last_checkpoint_is_spelled_as_the_stage_alone() -> None:
 
 def test_best_needs_an_objective_that_measures_accuracy() -> None:
     settings = ("pretrain.objective=masked_patches", "probe.backbone.checkpoint=best")
-    with pytest.raises(
-        RecipeError, match="best is chosen by dev accuracy, which pretrain with objective masked"
-    ):
+    with pytest.raises(RecipeError, match="best is chosen by dev accuracy, which pretrain with objective masked"):
         load_pipeline(str(TINY), settings)

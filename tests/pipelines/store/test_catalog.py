@@ -73,9 +73,7 @@ def shown(store: Store) -> list[Manifest]:
 
 
 def runs_one_by_one(store: FolderStore) -> dict[str, tuple[str, int, int]]:
-    runs = {
-        path.parent.name: run_status(store, path.parent.name) for path in store.root.glob("runs/*/plan.json")
-    }
+    runs = {path.parent.name: run_status(store, path.parent.name) for path in store.root.glob("runs/*/plan.json")}
     return {
         run: (
             status["status"],
@@ -199,9 +197,7 @@ def test_answers_are_those_of_a_store_that_is_read_one_by_one(
         assert runs == runs_one_by_one(folder)
     assert list(runs) == sorted(runs)
     images = {row["key"]: row["images"] for row in list_kind(folder, "datasets")}
-    assert images == {
-        each.key: each.metrics.get("images") for each in read_one_by_one(folder) if each.job == "ingest"
-    }
+    assert images == {each.key: each.metrics.get("images") for each in read_one_by_one(folder) if each.job == "ingest"}
 
 
 # ------------------------------------------------------------------------------------------------- what is odd
@@ -260,9 +256,7 @@ def test_a_harmed_catalog_is_built_anew(
     assert shown(folder) == expected and requests["read"] == 0
 
 
-def test_a_locked_catalog_is_not_waited_for_and_stays(
-    folder: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_catalog_is_not_waited_for_and_stays(folder: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "BUSY_SECONDS", 0.05)
     put(folder, "ingest", "k")
     expected = shown(folder)

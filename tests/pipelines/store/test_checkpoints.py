@@ -36,9 +36,7 @@ def test_what_training_can_resume_from_is_read_as_far_as_it_is_readable(
     assert said.count("is damaged") == 3 and "2/checkpoints/11/manifest.json" in said
 
 
-def test_an_attempt_chooses_its_start_once_and_only_the_newest_removes_others(
-    store: Store, place: Place
-) -> None:
+def test_an_attempt_chooses_its_start_once_and_only_the_newest_removes_others(store: Store, place: Place) -> None:
     early, late = put_state(store, 1, 5), put_state(store, 1, 10)
     first, second = (make_attempt("pretrain", key="pa", number=number) for number in (1, 2))
     create_attempt(store, second)
@@ -100,9 +98,7 @@ def test_what_cannot_be_had_without_beginning_anew_is_the_users_decision(store: 
     for step in (20, 30):
         put_state(store, 1, step)
     attempt = make_attempt("pretrain", key="pa", number=2)
-    with pytest.raises(
-        StoreDamaged, match=r"needs the checkpoint of step 10, which .*remove the step from keep_"
-    ):
+    with pytest.raises(StoreDamaged, match=r"needs the checkpoint of step 10, which .*remove the step from keep_"):
         choose_start(store, attempt, (10,))
     assert choose_start(store, attempt, ()).step == 30, "nothing was chosen"
 

@@ -181,9 +181,7 @@ def ask(store: FolderStore, sql: str) -> list[Any]:
 
 def planned(store: FolderStore) -> Any:
     stages = plan.plan_pipeline(store, pipeline := load_pipeline(str(TINY)), pipeline.order())
-    return [stage.state for stage in stages], plan.reasons(
-        stages, plan.previous_results(store, "tiny", stages)
-    )
+    return [stage.state for stage in stages], plan.reasons(stages, plan.previous_results(store, "tiny", stages))
 
 
 def known_parts(store: FolderStore) -> list[Finished]:
@@ -199,9 +197,7 @@ COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
     "lineage": lambda store: as_json(trace(store, "ee")),
     "lineage of a run": lambda store: list(as_text(trace(store, GOOD))),
     "a model": lambda store: find_artifact(store, f"{GOOD}/model", "model").key,
-    "query": lambda store: ask(
-        store, "SELECT method, artifact FROM rows JOIN artifacts USING (artifact) ORDER BY 1"
-    ),
+    "query": lambda store: ask(store, "SELECT method, artifact FROM rows JOIN artifacts USING (artifact) ORDER BY 1"),
     "report list": lambda store: (
         accuracies.list_reports(store),
         accuracies.list_results(store, "digits", None, None),
@@ -293,9 +289,7 @@ def test_folders_that_are_no_attempts_are_passed_over(store: FolderStore, name: 
     assert st.numbers(store, "schedules/often") == []
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", DEEP, st.encode(make_attempt("evaluate", key="ee" * 32))]
-)
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", DEEP, st.encode(make_attempt("evaluate", key="ee" * 32))])
 def test_a_damaged_attempt_is_named(store: FolderStore, data: bytes) -> None:
     write(store.root / VICTIM / "attempts/1/attempt.json", data)
     with pytest.raises(StoreDamaged, match=r"attempts/1/attempt.json is damaged"):
@@ -373,9 +367,7 @@ def test_a_files_bytes_are_compared_once_for_each_version_of_it(
 ) -> None:
     read = []
     digest = file_checks.hashlib.file_digest
-    monkeypatch.setattr(
-        file_checks.hashlib, "file_digest", lambda file, name: read.append(1) or digest(file, name)
-    )
+    monkeypatch.setattr(file_checks.hashlib, "file_digest", lambda file, name: read.append(1) or digest(file, name))
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     entry = FileEntry(path="x", size=5, sha256=sha256("12345"))
@@ -383,9 +375,7 @@ def test_a_files_bytes_are_compared_once_for_each_version_of_it(
     assert len(read) == 1
     flip(path)
     wrong = sha256(path.read_text())[:12]
-    assert [fault(path, entry) for _ in range(2)] == [
-        f"has sha256 {wrong}, its manifest says {entry.sha256[:12]}"
-    ] * 2
+    assert [fault(path, entry) for _ in range(2)] == [f"has sha256 {wrong}, its manifest says {entry.sha256[:12]}"] * 2
     assert len(read) == 3, "what is damaged is not remembered"
     path.write_bytes(b"123456")
     assert fault(path, entry) == "has 6 bytes, its manifest says 5"
@@ -399,9 +389,7 @@ def test_a_damaged_file_is_never_handed_out(store: FolderStore) -> None:
     path = local_files(store, model) / "rows.parquet"
     flip(path)
     rebuild = f"vitflow run good --force model --store {store.uri}"
-    with pytest.raises(
-        StoreDamaged, match=f"rows.parquet is damaged: it has sha256 .*; `{rebuild}` rebuilds it"
-    ):
+    with pytest.raises(StoreDamaged, match=f"rows.parquet is damaged: it has sha256 .*; `{rebuild}` rebuilds it"):
         local_files(store, model)
     (found,) = verify(store).damage
     assert (found.name, found.stage, found.do) == (f"{model.folder}/rows.parquet", "model", rebuild)

@@ -24,12 +24,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield open_store(f"s3://{server.bucket().name}/prefix")
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "step"), [("last", 20), ("best", 5), ("step:10", 10), ("step:20", 20)]
-)
-def test_a_stage_gets_the_weights_that_it_names_and_fetches_no_others(
-    store: Store, checkpoint: str, step: int
-) -> None:
+@pytest.mark.parametrize(("checkpoint", "step"), [("last", 20), ("best", 5), ("step:10", 10), ("step:20", 20)])
+def test_a_stage_gets_the_weights_that_it_names_and_fetches_no_others(store: Store, checkpoint: str, step: int) -> None:
     import torch
 
     from vit_model.weights import load_model

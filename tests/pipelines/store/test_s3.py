@@ -44,9 +44,7 @@ def proxy(behind: tuple[Proxy, Server], monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(s3_client, "PART_BYTES", PART_BYTES)
     with used(server, monkeypatch):
         yield proxy
-    assert not [fault for fault in proxy.faults if 0 < fault.times < 100], (
-        "what was to fail was not asked for"
-    )
+    assert not [fault for fault in proxy.faults if 0 < fault.times < 100], "what was to fail was not asked for"
 
 
 @pytest.fixture
@@ -82,9 +80,7 @@ def test_our_own_write_whose_answer_was_lost_is_known_by_its_bytes(store: S3Stor
     assert proxy.asked("PUT", "/a") == [200, 412], "it was written, the answer was lost, it was there already"
 
 
-def test_anothers_write_is_not_ours_even_if_an_answer_was_lost(
-    store: S3Store, proxy: Proxy, bucket: Bucket
-) -> None:
+def test_anothers_write_is_not_ours_even_if_an_answer_was_lost(store: S3Store, proxy: Proxy, bucket: Bucket) -> None:
     bucket.write("some/prefix/a", b"nonce 2")
     proxy.faults.append(Fault("PUT", "/a", lost=True))
     assert not store.create("a", b"nonce 1")
@@ -98,9 +94,7 @@ def test_a_conflict_is_asked_again(store: S3Store, proxy: Proxy) -> None:
     assert proxy.asked("PUT", "/a") == [409, 409, 409, 200]
 
 
-def test_a_conflict_that_does_not_end_is_told(
-    store: S3Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conflict_that_does_not_end_is_told(store: S3Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_store, "CONFLICT_SECONDS", 0.5)
     proxy.faults.append(Fault("PUT", "/a", 409, "ConditionalRequestConflict", times=1000))
     with pytest.raises(StoreUnreachable, match="ConditionalRequestConflict"):
@@ -192,9 +186,7 @@ def test_where_nothing_listens_it_is_told_in_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bucket_that_does_not_exist_is_one_clear_message(proxy: Proxy) -> None:
-    with pytest.raises(
-        StoreError, match=r"s3://no-such-bucket: cannot read .*there is no such bucket"
-    ) as told:
+    with pytest.raises(StoreError, match=r"s3://no-such-bucket: cannot read .*there is no such bucket") as told:
         open_store("s3://no-such-bucket")
     assert not isinstance(told.value, StoreUnreachable)
 
@@ -292,9 +284,7 @@ def test_keys_in_an_endpoint_are_refused_and_not_repeated(monkeypatch: pytest.Mo
     assert SECRET not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    "uri", ["s3://", "s3:///x", "s3://B", "s3://bucket//x", "s3://bucket/a/../b", "s3://a b/c"]
-)
+@pytest.mark.parametrize("uri", ["s3://", "s3:///x", "s3://B", "s3://bucket//x", "s3://bucket/a/../b", "s3://a b/c"])
 def test_an_address_that_is_none_is_one_clear_message(uri: str) -> None:
     with pytest.raises(StoreError, match="s3://"):
         open_store(uri)
@@ -317,16 +307,10 @@ def test_large_files_go_and_come_in_parts(store: S3Store, proxy: Proxy) -> None:
     local = store.local("f", files)
     assert (local / "large").read_bytes() == large
     assert (local / "exact").read_bytes() == exact
-    ranges = {
-        headers.get("Range")
-        for method, path, *_, headers in proxy.seen
-        if method == "GET" and "/large" in path
-    }
+    ranges = {headers.get("Range") for method, path, *_, headers in proxy.seen if method == "GET" and "/large" in path}
     assert len(ranges) == 3
     assert [
-        headers.get("Range")
-        for method, path, *_, headers in proxy.seen
-        if method == "GET" and "/exact" in path
+        headers.get("Range") for method, path, *_, headers in proxy.seen if method == "GET" and "/exact" in path
     ] == [None]
 
 
@@ -338,9 +322,7 @@ def test_an_upload_in_parts_goes_on_after_errors(store: S3Store, proxy: Proxy, b
     assert hashlib.sha256(bucket.read("some/prefix/f/x")).hexdigest() == entry.sha256
 
 
-def test_an_upload_that_fails_leaves_nothing_and_keeps_its_reason(
-    store: S3Store, proxy: Proxy, bucket: Bucket
-) -> None:
+def test_an_upload_that_fails_leaves_nothing_and_keeps_its_reason(store: S3Store, proxy: Proxy, bucket: Bucket) -> None:
     proxy.faults.append(Fault("PUT", "partNumber=2", 403, "AccessDenied", times=1000))
     with pytest.raises(StoreError, match=r"cannot write f/x: access is denied") as told:
         stage(store, x=os.urandom(PART_BYTES + 1))
@@ -387,9 +369,7 @@ def test_a_file_of_the_cache_that_has_changed_is_fetched_again(store: S3Store, p
 
 @pytest.mark.parametrize("size", [10, PART_BYTES + 10])
 @pytest.mark.parametrize("damage", ["changed", "shorter", "longer", "gone"])
-def test_damage_behind_a_manifest_is_told_and_not_kept(
-    store: S3Store, bucket: Bucket, damage: str, size: int
-) -> None:
+def test_damage_behind_a_manifest_is_told_and_not_kept(store: S3Store, bucket: Bucket, damage: str, size: int) -> None:
     data = os.urandom(size)
     files = stage(store, x=data)
     name = "some/prefix/f/x"

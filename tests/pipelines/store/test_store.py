@@ -100,9 +100,7 @@ def test_names_begin_with_a_prefix_and_follow_another(store: Store) -> None:
     ):
         store.create(f"runs/{run}/plan.json", b"{}")
     store.create("runs/mine-20261127", b"{}")
-    assert store.names("runs", "mine-20") == [
-        f"mine-20{day}" for day in ("251231", "261125", "261126", "261127")
-    ]
+    assert store.names("runs", "mine-20") == [f"mine-20{day}" for day in ("251231", "261125", "261126", "261127")]
     assert store.names("runs", "mine-2", "mine-20261125") == ["mine-20261126", "mine-20261127"]
     assert store.names("runs", after="mine-20261126") == ["mine-20261127", "mine-x-20261126", "other"]
     assert store.names("runs", "none") == store.names("runs", after="z") == []
@@ -348,9 +346,7 @@ def test_the_highest_attempt_is_the_present_one(store: Store) -> None:
     last = st.last_attempt(store, "ingest", "k")
     assert last is not None
     assert last.number == 10
-    assert st.create_attempt(store, make_attempt(number=10, nonce="late")).nonce == "n", (
-        "the one who was first"
-    )
+    assert st.create_attempt(store, make_attempt(number=10, nonce="late")).nonce == "n", "the one who was first"
 
 
 def test_an_attempt_is_told_of_its_successor(store: Store, place: Place) -> None:
@@ -430,9 +426,7 @@ def test_a_file_system_without_hard_links_is_refused(
     assert folder_store.names("") == ["store.json"]
 
 
-def test_a_file_server_that_does_not_answer_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_server_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS loses a handle (ESTALE); a disk that can't be read (EIO) does not get better by waiting."""
     store = FolderStore(tmp_path)
 

@@ -32,14 +32,10 @@ TIMES = (f"2026-01-01T00:00:{second:09.6f}+00:00" for second in itertools.count(
 
 
 def line(step: int, loss: float = 1.0, fit: str | None = None, **fields: float) -> LogLine:
-    return LogLine(
-        time=next(TIMES), fit=fit, step=step, epoch=step / 10, loss=loss, learning_rate=0.1, **fields
-    )
+    return LogLine(time=next(TIMES), fit=fit, step=step, epoch=step / 10, loss=loss, learning_rate=0.1, **fields)
 
 
-def put(
-    store: Store, *lines: LogLine, attempt: int = 1, start: int = 0, writer: str = "A", number: int = 1
-) -> str:
+def put(store: Store, *lines: LogLine, attempt: int = 1, start: int = 0, writer: str = "A", number: int = 1) -> str:
     """Write a segment and return its name."""
     create_attempt(store, ATTEMPT.model_copy(update={"number": attempt}))
     name = segment_name("pretrain", "k", attempt, start, writer * 26, number)
@@ -92,9 +88,7 @@ def test_segments_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_log(store, "pretrain", "k", seen)) == 1
     new = put(store, line(2), number=2)
     read: list[str] = []
-    monkeypatch.setattr(
-        store, "read_all", lambda names: read.extend(names) or [store.objects[n] for n in names]
-    )
+    monkeypatch.setattr(store, "read_all", lambda names: read.extend(names) or [store.objects[n] for n in names])
     assert len(read_log(store, "pretrain", "k", seen)) == 2
     assert read == [new]
 
@@ -191,8 +185,6 @@ def test_a_fits_name_is_read_as_it_was_written(
         assert FitName.parse(str(fit)) == fit
 
 
-@pytest.mark.parametrize(
-    "name", [None, "", "trial-1", "trial-0-1-2", "refit-0-0-1", "trial-3-1-s0a1b2c3d", "fold-1"]
-)
+@pytest.mark.parametrize("name", [None, "", "trial-1", "trial-0-1-2", "refit-0-0-1", "trial-3-1-s0a1b2c3d", "fold-1"])
 def test_other_names_are_no_fits(name: str | None) -> None:
     assert FitName.parse(name) is None

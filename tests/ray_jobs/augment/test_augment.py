@@ -30,9 +30,7 @@ def test_a_sample_is_changed_alike_in_any_batch(policy: str) -> None:
 def test_draws_are_uniform_and_uncorrelated() -> None:
     draws = uniform(0, np.arange(20_000))
     assert draws.min() >= 0 and draws.max() < 1
-    np.testing.assert_allclose(
-        np.quantile(draws, [0.1, 0.5, 0.9], axis=0).T, [[0.1, 0.5, 0.9]] * 8, atol=0.015
-    )
+    np.testing.assert_allclose(np.quantile(draws, [0.1, 0.5, 0.9], axis=0).T, [[0.1, 0.5, 0.9]] * 8, atol=0.015)
     correlation = np.corrcoef(np.hstack([draws[:-1], draws[1:], uniform(1, np.arange(19_999))]).T)
     assert np.abs(correlation - np.eye(24)).max() < 0.03
 
@@ -74,9 +72,7 @@ def test_shift_flip_is_a_shift_of_which_half_are_mirrored() -> None:
 
 def test_crop_is_the_crop_resized_and_half_are_flipped() -> None:
     size = 48
-    smooth = functional.interpolate(
-        pictures(60, 6, 3).permute(0, 3, 1, 2).float(), size=(size, size), mode="bicubic"
-    )
+    smooth = functional.interpolate(pictures(60, 6, 3).permute(0, 3, 1, 2).float(), size=(size, size), mode="bicubic")
     images = smooth.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     draws = uniform(3, np.arange(60))
     result = augment(images, "crop_flip", 3, np.arange(60))

@@ -39,9 +39,7 @@ def test_what_the_loader_cuts_from_a_file_the_loop_leaves_alone(policy: str) -> 
         assert torch.equal(images, augment(IMAGES, policy, 3, POSITIONS))
         return
     assert torch.equal(images, IMAGES)
-    for ours, expected in zip(
-        training.crop(POSITIONS, 50, 70), crops(policy, 3, POSITIONS, 50, 70), strict=True
-    ):
+    for ours, expected in zip(training.crop(POSITIONS, 50, 70), crops(policy, 3, POSITIONS, 50, 70), strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 

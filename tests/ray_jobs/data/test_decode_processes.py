@@ -44,9 +44,7 @@ def dataset(tmp_path: Path) -> Dataset:
         small = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
         small.resize((40, 30), Image.Resampling.BICUBIC).save(file, "JPEG")
         samples.append(Sample(name, name, file.getvalue(), "jpeg", 40, 30, 3, 0))
-    datasets.put(
-        tmp_path / "data", "files", ["a"], None, {"train": samples}, per_shard=5, row_group_bytes=8000
-    )
+    datasets.put(tmp_path / "data", "files", ["a"], None, {"train": samples}, per_shard=5, row_group_bytes=8000)
     return open_dataset(tmp_path / "data")
 
 
@@ -63,9 +61,7 @@ def taken(loader: Loader, count: int) -> list[tuple[list[int], bytes]]:
 
 def helpers() -> list[psutil.Process]:
     """The processes that this one has started to decode."""
-    return [
-        child for child in psutil.Process().children() if "ray_jobs.data.decode_processes" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if "ray_jobs.data.decode_processes" in child.cmdline()]
 
 
 def test_processes_deliver_what_threads_do(dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,9 +82,7 @@ def test_processes_deliver_what_threads_do(dataset: Dataset, capsys: pytest.Capt
         assert taken(loader, 12) == expected
         assert loader.metrics()["substitutes"] >= 3 * 3, "three epochs"
     assert on_threads.count("has other bytes than at ingest") == 3
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(on_threads.splitlines()), (
-        "each is told once"
-    )
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(on_threads.splitlines()), "each is told once"
     assert not helpers()
 
 

@@ -95,9 +95,7 @@ def make_loader(
     return loader
 
 
-def stream(
-    data: Dataset, preprocessing: Preprocessing, steps: int, **changes: object
-) -> tuple[np.ndarray, ...]:
+def stream(data: Dataset, preprocessing: Preprocessing, steps: int, **changes: object) -> tuple[np.ndarray, ...]:
     """(positions, images, labels) of the global batches, the ranks' parts joined."""
     world = changes.get("world", 1)
     ranks = []
@@ -132,9 +130,7 @@ def way(request: pytest.FixtureRequest) -> tuple[Dataset, Preprocessing, dict[st
 
 def test_raw_pixels_come_with_their_labels(raw: Dataset) -> None:
     _, images, labels = stream(raw, GREY, 5)
-    rows = [
-        np.flatnonzero((image == PIXELS).all(axis=(1, 2, 3))).item() for image in images.reshape(-1, 8, 8, 1)
-    ]
+    rows = [np.flatnonzero((image == PIXELS).all(axis=(1, 2, 3))).item() for image in images.reshape(-1, 8, 8, 1)]
     assert sorted(rows) == list(range(N)), "five batches of twelve are an epoch of sixty"
     assert (np.array(rows) % 7).tolist() == labels.ravel().tolist()
 
@@ -159,9 +155,7 @@ def test_crops_are_parts_of_the_originals(files: Dataset) -> None:
         halved = sample.format == "jpeg" and min(height, width) >= 2 * SIDE
         if halved:  # then the part is of whole pixels of the half
             top, left, height, width = (number // 2 * 2 for number in (top, left, height, width))
-        original = Image.fromarray(decode_image(sample.image, 3)).crop(
-            (left, top, left + width, top + height)
-        )
+        original = Image.fromarray(decode_image(sample.image, 3)).crop((left, top, left + width, top + height))
         expected = np.asarray(original.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
         assert label == sample.label
         apart = np.abs((expected[:, ::-1] if flipped else expected).astype(int) - image)
@@ -380,9 +374,7 @@ def test_a_cache_that_is_too_small_is_refused(files: Dataset, server: Server) ->
             make_loader(remote, COLOUR, order=order)
 
 
-def test_the_cache_keeps_to_its_budget_and_lets_the_oldest_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_keeps_to_its_budget_and_lets_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache, fetched = Cache(2500), []
 

@@ -82,10 +82,7 @@ def png(depth: int, values: np.ndarray, **chunks: bytes) -> bytes:
     pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
     all_chunks = {"IHDR": size, **chunks, "IDAT": pixels, "IEND": b""}
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data))
-        + kind.encode()
-        + data
-        + struct.pack(">I", zlib.crc32(kind.encode() + data))
+        struct.pack(">I", len(data)) + kind.encode() + data + struct.pack(">I", zlib.crc32(kind.encode() + data))
         for kind, data in all_chunks.items()
     )
 
@@ -118,9 +115,7 @@ def bitmap(alpha: np.ndarray) -> bytes:
     sizes = struct.pack("<IiiHHIIiiII", 108, SIDE, -SIDE, 1, 32, 3, SIDE * SIDE * 4, 0, 0, 0, 0)
     header = sizes + masks + b"BGRs" + bytes(48)
     pixels = np.dstack([RGB[..., ::-1], alpha]).tobytes()
-    return (
-        b"BM" + struct.pack("<IHHI", 14 + len(header) + len(pixels), 0, 0, 14 + len(header)) + header + pixels
-    )
+    return b"BM" + struct.pack("<IHHI", 14 + len(header) + len(pixels), 0, 0, 14 + len(header)) + header + pixels
 
 
 MIB = 2**20
@@ -227,9 +222,7 @@ FILES: dict[str, tuple[bytes, str, int, np.ndarray]] = CORRECTED | {
         np.rot90(rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), -1),
     ),
     "several JPEGs in one file": (
-        saved(
-            rgb(ALPHA), "MPO", save_all=True, append_images=[Image.fromarray(RGB)], quality=100, subsampling=0
-        ),
+        saved(rgb(ALPHA), "MPO", save_all=True, append_images=[Image.fromarray(RGB)], quality=100, subsampling=0),
         "jpeg",
         3,
         rgb(ALPHA),

@@ -113,9 +113,7 @@ def test_windows_read_few_row_groups_at_a_time_and_ranks_different_ones() -> Non
     half = [set(groups[part].ravel().tolist()) for part in (epoch[:, :64], epoch[:, 64:])]
     assert len(half[0] & half[1]) <= 1 + len(epoch[0]) // 64, "each of two ranks reads half of the row groups"
     last = {group: step for step, rows in enumerate(epoch) for group in groups[rows].tolist()}
-    first = {
-        group: len(epoch) - step for step, rows in enumerate(epoch[::-1]) for group in groups[rows].tolist()
-    }
+    first = {group: len(epoch) - step for step, rows in enumerate(epoch[::-1]) for group in groups[rows].tolist()}
     spans = np.array([last[group] - first[group] + 1 for group in last])
     # 64 streams of two images a step: a window of 4 row groups lasts 100 steps.
     assert spans.max() <= 201 and np.median(spans) <= 100

@@ -21,9 +21,7 @@ IDS = datasets.identities(50)
 
 
 def raw_samples() -> list[Sample]:
-    return [
-        Sample(IDS[i], f"row {i}", image.tobytes(), "raw", 8, 8, 1, i % 3) for i, image in enumerate(PIXELS)
-    ]
+    return [Sample(IDS[i], f"row {i}", image.tobytes(), "raw", 8, 8, 1, i % 3) for i, image in enumerate(PIXELS)]
 
 
 def file_samples(n: int = 40) -> list[Sample]:
@@ -37,14 +35,10 @@ def file_samples(n: int = 40) -> list[Sample]:
     return samples
 
 
-def dataset(
-    folder: Path, samples: list[Sample], image: ImageSize | None, per_shard: int, group_bytes: int = 2**24
-):
+def dataset(folder: Path, samples: list[Sample], image: ImageSize | None, per_shard: int, group_bytes: int = 2**24):
     """A dataset of these samples in train."""
     splits = {"train": samples}
-    datasets.put(
-        folder, "x", ("a", "b", "c"), image, splits, per_shard=per_shard, row_group_bytes=group_bytes
-    )
+    datasets.put(folder, "x", ("a", "b", "c"), image, splits, per_shard=per_shard, row_group_bytes=group_bytes)
     return open_dataset(folder)
 
 
@@ -74,9 +68,7 @@ def test_plain_pyarrow_reads_it_and_each_row_group_is_one_page(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("samples", [raw_samples() * 1000, file_samples()], ids=["50,000 raw", "files"])
-def test_images_lie_verbatim_at_the_offsets_that_writing_returns(
-    tmp_path: Path, samples: list[Sample]
-) -> None:
+def test_images_lie_verbatim_at_the_offsets_that_writing_returns(tmp_path: Path, samples: list[Sample]) -> None:
     path = tmp_path / "x.parquet"
     offsets = writing.write_shard(path, samples, 2**21)
     data = path.read_bytes()

@@ -65,9 +65,7 @@ class Made:
 
     def context(self, number: int = 1, backbone: Manifest | None = None, **fields: Any) -> Context[Audit]:
         given = {} if backbone is None else {"backbone": backbone}
-        config = Audit.model_validate(
-            {"job": "audit", "data": "noise", **dict.fromkeys(given, "backbone"), **fields}
-        )
+        config = Audit.model_validate({"job": "audit", "data": "noise", **dict.fromkeys(given, "backbone"), **fields})
         context = make_context(self.store, config, data=self.data, **given)
         attempt = create_attempt(self.store, context.attempt.model_copy(update={"number": number}))
         return Context(attempt, config, context.inputs)
@@ -98,9 +96,7 @@ def test_planted_labels_are_listed_first_with_the_right_class(
     assert {Path(file.path).parts[0] for file in result.files} == {FILE, "probabilities"}
 
 
-def test_no_fold_is_judged_by_a_model_that_was_fitted_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fold_is_judged_by_a_model_that_was_fitted_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on a copy: each fit sees all images but those of the fold, whose probabilities it then gives."""
     made, fitted = Made(tmp_path / "store"), []
     real = folds.fit
@@ -113,9 +109,7 @@ def test_no_fold_is_judged_by_a_model_that_was_fitted_on_it(
     context = made.context(cross_validation=FIT)
     audit.audit(context)
     folder = made.store.local(Layout.files("audit", "k", 1), ()) / "probabilities"
-    judged = [
-        set(pq.read_table(folder / f"{number}.parquet")["sample_id"].to_pylist()) for number in range(3)
-    ]
+    judged = [set(pq.read_table(folder / f"{number}.parquet")["sample_id"].to_pylist()) for number in range(3)]
     every = set.union(*judged)
     assert len(every) == COUNTS["train"] + COUNTS["dev"]
     assert all(own == every - held_out for own, held_out in zip(fitted, judged, strict=True))
@@ -139,15 +133,11 @@ def test_the_same_audit_has_the_same_bytes_and_finished_folds_are_taken_over(
     out = capsys.readouterr().out
     assert "fold 0: from attempt 1" in out and "fold 1: from attempt 1" in out and "fold 2: from" not in out
     fresh = audit.audit(Made(tmp_path / "other").context(cross_validation=FIT))
-    assert {file.path: file.sha256 for file in fresh.files} == {
-        file.path: file.sha256 for file in second.files
-    }
+    assert {file.path: file.sha256 for file in fresh.files} == {file.path: file.sha256 for file in second.files}
     assert fresh.content_digest == second.content_digest
 
 
-def test_an_image_alone_in_its_class_is_not_audited(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_image_alone_in_its_class_is_not_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Made(tmp_path / "store", lonely=True)
     context = made.context(backbone=made.model("pretrain", objective="mae"))
     assert audit.audit(context).metrics["not_audited"] == 1

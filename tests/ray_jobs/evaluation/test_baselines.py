@@ -26,10 +26,7 @@ def dataset(tmp_path: Path) -> Path:
     """Noise in two classes."""
     rng, folder = np.random.default_rng(0), tmp_path / "dataset"
     splits = {
-        split: [
-            Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2)
-            for row in range(count)
-        ]
+        split: [Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2) for row in range(count)]
         for split, count in COUNTS.items()
     }
     datasets.put(folder, "noise", ("a", "b"), shards.ImageSize(height=4, width=4, channels=1), splits)
@@ -52,9 +49,9 @@ def test_a_method_that_saw_fewer_images_than_there_are_says_so(
     manifest = make_manifest("ingest", content_digest="d")
     shutil.copytree(dataset, store.local(manifest.folder, ()))
     (row,), predictions = baselines.run_method(make_context(store, config, data=manifest), "k-NN")
-    assert row["method"] == method and {
-        name for table in predictions for name in table["method"].to_pylist()
-    } == {method}
+    assert row["method"] == method and {name for table in predictions for name in table["method"].to_pylist()} == {
+        method
+    }
     assert f'"labelled_images": {labelled}' in row["settings"]
 
 
@@ -88,9 +85,7 @@ def test_test_labels_change_nothing_but_the_results(tmp_path: Path, dataset: Pat
         store = open_store(str(tmp_path / f"store{turned}"))
         manifest = make_manifest("ingest", content_digest="d")
         shutil.copytree(dataset, store.local(manifest.folder, ()))
-        found, (table,) = baselines.run_method(
-            make_context(store, config, data=manifest), "logistic regression"
-        )
+        found, (table,) = baselines.run_method(make_context(store, config, data=manifest), "logistic regression")
         rows.append(found)
         tables.append(table)
     assert [row["settings"] for row in rows[0]] == [row["settings"] for row in rows[1]]

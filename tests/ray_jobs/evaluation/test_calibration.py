@@ -38,11 +38,7 @@ def test_the_calibration_error_is_the_gap_in_each_bin() -> None:
     correct = RNG.random(502) < probabilities**2
     expected = 0.0
     for bin_ in range(15):
-        own = [
-            i
-            for i, p in enumerate(probabilities)
-            if bin_ / 15 <= p < (bin_ + 1) / 15 or (bin_ == 14 and p == 1)
-        ]
+        own = [i for i, p in enumerate(probabilities) if bin_ / 15 <= p < (bin_ + 1) / 15 or (bin_ == 14 and p == 1)]
         if own:
             gap = np.mean(correct[own]) - np.mean(probabilities[own], dtype=np.float64)
             expected += len(own) / 502 * abs(gap)

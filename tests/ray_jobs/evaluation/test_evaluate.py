@@ -45,9 +45,7 @@ def digits(store: Store) -> Manifest:
     files = {name: str(path) for name, path in source_files(source).items()}
     listing = catalog.listing(source, files)
     splits = {split: [] for split in shards.SPLITS}
-    for entry, pixels in zip(
-        listing.entries.to_pylist(), catalog.images(source, files, listing.entries), strict=True
-    ):
+    for entry, pixels in zip(listing.entries.to_pylist(), catalog.images(source, files, listing.entries), strict=True):
         identity = sample_id(sha256(pixels.tobytes()).digest(), entry["key"])
         splits[entry["split"]].append(datasets.raw(identity, pixels, entry["label"]))
     with store.staging(st.Layout.files("ingest", "k", 1)) as staging:
@@ -81,9 +79,7 @@ def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -
         split = ("train", "test")[number // 60]
         samples[split].append(datasets.raw(f"{number:032d}", pixels, number % 2))
     with store.staging(st.Layout.files("ingest", "wide", 1)) as staging:
-        datasets.put(
-            staging.path, "wide", ("a", "b"), shards.ImageSize(height=8, width=32, channels=1), samples
-        )
+        datasets.put(staging.path, "wide", ("a", "b"), shards.ImageSize(height=8, width=32, channels=1), samples)
     wide = make_manifest("ingest", key="wide", files=staging.files)
     backbone = put_untrained(store, wide, "wide")
     assert load_model(st.local_files(store, backbone))[1].preprocessing.crop == "center"
@@ -145,14 +141,10 @@ def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.nd
 
 
 @pytest.mark.parametrize("labels", [LABELS, Labels()])
-def test_baselines_choose_without_test(
-    store: Store, digits: Manifest, labels: Labels, monkeypatch: Any
-) -> None:
+def test_baselines_choose_without_test(store: Store, digits: Manifest, labels: Labels, monkeypatch: Any) -> None:
     """With all labels of test exchanged, the settings stay the same."""
     config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=labels)
-    before, predictions = baselines.run_method(
-        make_context(store, config, data=digits), "logistic regression"
-    )
+    before, predictions = baselines.run_method(make_context(store, config, data=digits), "logistic regression")
     honest = shards.Dataset.labels
 
     def exchanged(self: shards.Dataset, split: shards.Split) -> np.ndarray:
@@ -175,8 +167,7 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     support = support_of(dataset, config)
     made = make_context(store, config, data=digits, backbone=model)
     found = {
-        kind.method: kind.pairs
-        for kind in features_of(made, dataset, support, "trained", evaluate.here, tmp_path)
+        kind.method: kind.pairs for kind in features_of(made, dataset, support, "trained", evaluate.here, tmp_path)
     }
     network, contract = load_model(st.local_files(store, model))
     untrained = []
@@ -202,9 +193,7 @@ def test_features_at_another_resolution_have_the_trained_weights_and_resized_pos
 
     from vit_model.blocks import resize_position_embedding
 
-    config = Evaluate(
-        job="evaluate", data="d", backbone="m", shots=(), linear_probe=True, draws=1, resolution=16
-    )
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(), linear_probe=True, draws=1, resolution=16)
     dataset = shards.open_dataset(st.local_files(store, digits))
     made = make_context(store, config, data=digits, backbone=model)
     support = support_of(dataset, config)
@@ -272,9 +261,7 @@ def test_features_that_were_damaged_are_computed_again(
     assert after.content_digest == before.content_digest
 
 
-def test_an_evaluation_of_a_checkpoint_is_that_of_a_model_with_its_weights(
-    store: Store, digits: Manifest
-) -> None:
+def test_an_evaluation_of_a_checkpoint_is_that_of_a_model_with_its_weights(store: Store, digits: Manifest) -> None:
     contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
     pretrained = put_pretraining(store, contract)
     with store.staging(st.Layout.files("pretrain", "alone", 1)) as staging:
@@ -317,8 +304,6 @@ def test_from_s3_comes_the_same_and_only_what_is_looked_at(
         there = evaluate.evaluate(make_context(remote, config, data=digits, backbone=model))
         there_pixels, _ = baselines.run_method(make_context(remote, pixels, data=digits), "k-NN")
     assert there.content_digest == here.content_digest and there_pixels == here_pixels
-    fetched = {
-        path.stat().st_size for path in (tmp_path / "vitflow" / "objects").rglob("*") if path.is_file()
-    }
+    fetched = {path.stat().st_size for path in (tmp_path / "vitflow" / "objects").rglob("*") if path.is_file()}
     shard_sizes = {file.size for file in digits.files if file.path.startswith("shards/")}
     assert fetched and not fetched & shard_sizes

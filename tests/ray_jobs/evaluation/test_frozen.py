@@ -58,9 +58,7 @@ def test_big_visions_draws_and_constant(digits: Split) -> None:
     generator = np.random.default_rng(3)
     chosen = np.concatenate([generator.permutation(np.where(labels == k)[0])[:5] for k in range(10)])
     np.testing.assert_array_equal(draw_as_big_vision(labels, 5, 3), chosen)
-    inputs, test_inputs = (
-        np.hstack([part, np.full((len(part), 1), 100.0)]) for part in (train[chosen], test)
-    )
+    inputs, test_inputs = (np.hstack([part, np.full((len(part), 1), 100.0)]) for part in (train[chosen], test))
     targets = 2.0 * np.eye(10)[labels[chosen]] - 1
     weights = np.linalg.solve(inputs.T @ inputs + 1024 * np.eye(65), inputs.T @ targets)
     fifth = results[4]
@@ -97,9 +95,7 @@ def test_neighbours_and_means_are_scikit_learns(digits: Split, shots: int | None
     train, labels, test, _ = digits
     fields: dict[str, Any] = {"linear_probe": True} if shots is None else {}
     config = stage(shots=(5,), draws=1, classifiers=("k-NN", "nearest class mean"), **fields)
-    found = {
-        each.protocol.removeprefix("few-shot "): each for each in run(digits, config) if each.shots == shots
-    }
+    found = {each.protocol.removeprefix("few-shot "): each for each in run(digits, config) if each.shots == shots}
     chosen = np.arange(len(labels)) if shots is None else draw_labels(labels, shots, 0, 0)
     with warnings.catch_warnings(action="ignore"):  # some pixels are always empty
         means = NearestCentroid().fit(train[chosen], labels[chosen]).predict(test)
@@ -111,9 +107,7 @@ def test_neighbours_and_means_are_scikit_learns(digits: Split, shots: int | None
     assert is_clear.mean() > 0.5
     found_labels = found["k-NN"].fitted.predictions
     np.testing.assert_array_equal(found_labels[is_clear], votes.argmax(1)[is_clear])
-    assert (votes[np.arange(len(test)), found_labels] >= top[:, -1] - 1e-9).all(), (
-        "it is among the most frequent"
-    )
+    assert (votes[np.arange(len(test)), found_labels] >= top[:, -1] - 1e-9).all(), "it is among the most frequent"
 
 
 def test_weighted_neighbours_are_dinos(digits: Split) -> None:
@@ -140,9 +134,7 @@ def test_logistic_regression_chooses_c_on_dev_and_then_fits_everything(
     (result,) = run(digits, config, dev)
     rest = np.setdiff1d(np.arange(len(labels)), dev)
     right = [
-        LogisticRegression(C=c, max_iter=1000, tol=1e-6)
-        .fit(train[rest], labels[rest])
-        .score(train[dev], labels[dev])
+        LogisticRegression(C=c, max_iter=1000, tol=1e-6).fit(train[rest], labels[rest]).score(train[dev], labels[dev])
         for c in frozen.C_GRID
     ]
     best = frozen.C_GRID[int(np.argmax(right))]

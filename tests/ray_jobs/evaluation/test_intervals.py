@@ -28,9 +28,7 @@ def test_one_draw_gives_wilsons_interval(right_ones: int, images: int) -> None:
     wilson = scipy.stats.binomtest(right_ones, images).proportion_ci(0.95, method="wilson")
     expected = pytest.approx((right_ones / images, wilson.low, wilson.high))
     assert accuracy_interval(correct) == expected
-    assert accuracy_interval(np.repeat(correct, 5, axis=0)) == expected, (
-        "the same answers in all draws are one draw's"
-    )
+    assert accuracy_interval(np.repeat(correct, 5, axis=0)) == expected, "the same answers in all draws are one draw's"
 
 
 @pytest.mark.parametrize(("gains", "losses", "images"), [(12, 2, 50), (0, 0, 60), (1, 0, 300), (30, 45, 90)])
@@ -47,9 +45,7 @@ def test_one_draw_gives_tangos_interval(gains: int, losses: int, images: int) ->
             return float(-scipy.special.xlogy((gains, losses, images - gains - losses), shares).sum())
 
         limits = max(0.0, -end), (1 - end) / 2
-        lost = scipy.optimize.minimize_scalar(
-            unlikelihood, bounds=limits, method="bounded", options={"xatol": 1e-10}
-        ).x
+        lost = scipy.optimize.minimize_scalar(unlikelihood, bounds=limits, method="bounded", options={"xatol": 1e-10}).x
         error = np.sqrt((2 * lost + end - end**2) / images)
         assert abs(interval.value - end) / error == pytest.approx(1.96, abs=2e-3)
 
@@ -58,9 +54,7 @@ def test_where_only_draws_differ_it_is_the_t_interval_of_their_accuracies() -> N
     """The case that the percentiles of a bootstrap get wrong: five draws are .56 of a t interval wide there."""
     accuracies = np.array([0.62, 0.55, 0.71, 0.58, 0.66])
     correct = np.random.default_rng(0).random((5, 40_000)) < accuracies[:, None]
-    low, high = scipy.stats.t.interval(
-        0.95, 4, loc=correct.mean(), scale=scipy.stats.sem(correct.mean(axis=1))
-    )
+    low, high = scipy.stats.t.interval(0.95, 4, loc=correct.mean(), scale=scipy.stats.sem(correct.mean(axis=1)))
     interval = accuracy_interval(correct)
     assert interval.high - interval.low == pytest.approx(high - low, rel=0.05)
 
@@ -253,9 +247,7 @@ def test_a_difference_changes_sign_with_its_order_and_has_a_width_with_itself(dr
     assert forward == pytest.approx((-backward.value, -backward.high, -backward.low))
     width = 1.96**2 / (100 + 1.96**2)
     assert paired_difference(a, a) == pytest.approx((0, -width, width), abs=1e-5)
-    assert detectable_difference(paired_difference(a, a)) == pytest.approx(width * 2.802 / 1.96, rel=1e-3), (
-        "never zero"
-    )
+    assert detectable_difference(paired_difference(a, a)) == pytest.approx(width * 2.802 / 1.96, rel=1e-3), "never zero"
 
 
 def test_the_detectable_difference_is_found_four_times_of_five() -> None:

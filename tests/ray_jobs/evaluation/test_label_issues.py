@@ -98,17 +98,11 @@ def test_a_list_is_worth_what_labels_replaced_on_purpose_say(features: int, shar
 
 
 def test_more_is_asked_of_a_model_if_guessing_is_often_right() -> None:
-    assert doubts({"agreement": 0.79, "largest_class": 0.5}) and not doubts(
-        {"agreement": 0.81, "largest_class": 0.5}
-    )
-    assert doubts({"agreement": 0.95, "largest_class": 0.9}) and not doubts(
-        {"agreement": 0.97, "largest_class": 0.9}
-    )
+    assert doubts({"agreement": 0.79, "largest_class": 0.5}) and not doubts({"agreement": 0.81, "largest_class": 0.5})
+    assert doubts({"agreement": 0.95, "largest_class": 0.9}) and not doubts({"agreement": 0.97, "largest_class": 0.9})
     old = {"agreement": 0.61, "label_issues": 3, "audited": 9}
     assert headline(old).startswith("3 of 9 labels ")
-    assert headline(old | {"agreement": 0.5}).startswith(
-        "the model agrees with only 50.0% of the labels; below 60.0%"
-    )
+    assert headline(old | {"agreement": 0.5}).startswith("the model agrees with only 50.0% of the labels; below 60.0%")
     one = measure_list(np.zeros(5, int), np.ones((5, 1)), 0, 0)
     assert one == {"largest_class": 1.0, "flip_recall": 0.0, "expected_precision": 0.0}
 
@@ -121,9 +115,7 @@ def test_planted_labels_come_first() -> None:
 
 def test_a_class_without_images_reaches_no_threshold_and_ties_stay_in_their_order() -> None:
     labels = np.array([0, 0, 0, 1, 1, 1])
-    probabilities = np.array(
-        [[0.1, 0.6, 0.3]] + [[0.7, 0.2, 0.1]] * 2 + [[0.8, 0.1, 0.1]] * 2 + [[0.1, 0.8, 0.1]]
-    )
+    probabilities = np.array([[0.1, 0.6, 0.3]] + [[0.7, 0.2, 0.1]] * 2 + [[0.8, 0.1, 0.1]] * 2 + [[0.1, 0.8, 0.1]])
     assert thresholds(labels, probabilities).tolist() == pytest.approx([0.5, 1 / 3, np.inf])
     found = find_issues(labels, probabilities)
     assert (found.places.tolist(), found.suggested.tolist()) == ([0, 3, 4], [1, 0, 0])
@@ -147,11 +139,7 @@ def test_an_image_left_out_is_scored_by_a_fit_to_the_others() -> None:
     for image in (0, 17, 35):
         others = np.delete(np.arange(36), image)
         targets = 2.0 * np.eye(4)[labels[others]][:, [0, 1, 3]] - 1
-        scores = (
-            Ridge(settings["l2"], fit_intercept=False)
-            .fit(inputs[others], targets)
-            .predict(inputs[[image]])[0]
-        )
+        scores = Ridge(settings["l2"], fit_intercept=False).fit(inputs[others], targets).predict(inputs[[image]])[0]
         expected = np.exp(scores / settings["temperature"])
         np.testing.assert_allclose(probabilities[image, [0, 1, 3]], expected / expected.sum(), rtol=1e-4)
     features[3, 2] = np.nan
@@ -162,9 +150,7 @@ def test_an_image_left_out_is_scored_by_a_fit_to_the_others() -> None:
 def test_probabilities_and_issues_are_read_as_they_were_written(tmp_path: Path) -> None:
     labels, probabilities, _ = noisy(1)
     ids = [f"id{number}" for number in range(IMAGES)]
-    index = pa.table(
-        {"sample_id": ids, "key": ids, "split": ["train"] * IMAGES, "label": pa.array(labels, pa.int32())}
-    )
+    index = pa.table({"sample_id": ids, "key": ids, "split": ["train"] * IMAGES, "label": pa.array(labels, pa.int32())})
     for number in (0, 1):
         own = np.arange(number, IMAGES, 2)
         write_probabilities(tmp_path / f"p/{number}", index["sample_id"].take(own), probabilities[own])

@@ -162,9 +162,7 @@ def test_overlap_is_that_of_sets() -> None:
     flat, base = 0, int(rng.integers(2**63))
 
     def images(ids: Numbers) -> pa.Table:
-        hashes = [
-            flat if one % 7 == 0 else base ^ (1 << one % 60) * (one % 3) ^ (one // 40) * 0xFFF0 for one in ids
-        ]
+        hashes = [flat if one % 7 == 0 else base ^ (1 << one % 60) * (one % 3) ^ (one // 40) * 0xFFF0 for one in ids]
         return pa.table({"content_id": [str(one) for one in ids], "phash": pa.array(hashes, pa.uint64())})
 
     ids = rng.integers(0, 160, (5, 40)).tolist()
@@ -339,9 +337,7 @@ def scored(made: Made) -> Made:
     made.data("half", train=range(100, 140), test=range(60, 80))
     config = few_shot("half", "tuned", seen_in_training="report")
     result = evaluate.evaluate(made.context(config, key="scored"))
-    inputs = {
-        field: [input_ref(made.store, made.artifacts[name])] for field, (name,) in config.inputs().items()
-    }
+    inputs = {field: [input_ref(made.store, made.artifacts[name])] for field, (name,) in config.inputs().items()}
     machine = {"python": "3.11", "machine": "x86_64", "processor": "A", "cluster": {}, "packages": {}}
     made._commit(
         "scored",

@@ -59,9 +59,7 @@ def test_primal_and_dual_agree() -> None:
     assert dual.dual and not padded.dual
     for l2 in (2.0**-6, 1.0, 2.0**10):
         np.testing.assert_allclose(padded.weights(l2), dual.weights(l2), rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(
-            padded.leave_one_out(l2)[:12], dual.leave_one_out(l2), rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(padded.leave_one_out(l2)[:12], dual.leave_one_out(l2), rtol=1e-5, atol=1e-6)
 
 
 def test_selection_is_by_leave_one_out_accuracy_and_the_largest_of_equals() -> None:
@@ -99,8 +97,7 @@ def test_what_is_predicted_is_what_the_normal_equations_predict(n: int, d: int, 
     support, test = x[:, :-1] * 3 + 1, np.random.default_rng(0).normal(size=(50, d - 1)) * 3 + 2
     mean, deviation = (support.mean(0), support.std(0) + 1e-5) if standardise else (0.0, 1.0)
     inputs, test_inputs = (
-        np.hstack([(part - mean) / deviation, np.full((len(part), 1), BIAS_FEATURE)])
-        for part in (support, test)
+        np.hstack([(part - mean) / deviation, np.full((len(part), 1), BIAS_FEATURE)]) for part in (support, test)
     )
     expected = test_inputs @ normal_equations(inputs, y, 64.0)
     given = Standardised.of(support, 10 * labels, standardise)

@@ -65,9 +65,7 @@ def test_a_larger_model_costs_more_and_training_more_than_a_forward_pass(tmp_pat
     config = configuration(
         resolution=16, batch_size=8, gradient_accumulation_steps=2, learning_rates=(1e-3,), threads=1
     )
-    found = [
-        finetuning_cost(Task(config, contract(width, depth), None)) for width, depth in ((16, 1), (256, 4))
-    ]
+    found = [finetuning_cost(Task(config, contract(width, depth), None)) for width, depth in ((16, 1), (256, 4))]
     torch.set_num_threads(threads)
     small, large = found
     assert small.gflops < large.gflops and small.parameters < large.parameters

@@ -36,9 +36,7 @@ def test_svm_equals_scikit_learns_with_gamma_scale(baselines, digits) -> None:  
     # gamma="scale" is 1 / (d var over all values); ours is 1 / (sum of the pixels' variances).
     gamma = 1 / x.var(axis=0).sum()
     expected = SVC(C=10.0, gamma=gamma).fit(x, y).predict(x_test)
-    np.testing.assert_array_equal(
-        baselines.fit_predict("RBF SVM", {"C": 10.0, "gamma": 1.0}, x, y, x_test), expected
-    )
+    np.testing.assert_array_equal(baselines.fit_predict("RBF SVM", {"C": 10.0, "gamma": 1.0}, x, y, x_test), expected)
 
 
 def test_nearest_neighbours_equal_scikit_learns(baselines, digits) -> None:  # type: ignore[no-untyped-def]
@@ -55,9 +53,7 @@ def test_logistic_regression_equals_scikit_learns(baselines, digits) -> None:  #
     x, y, x_test, _ = digits
     # Scaling the inputs by 1 / s is scaling the penalty: C for scaled inputs is C / s^2 for plain ones.
     c = 10.0 / x.var(axis=0).sum()
-    expected = (
-        LogisticRegression(C=c, max_iter=10_000, tol=1e-8).fit(x - x.mean(0), y).predict(x_test - x.mean(0))
-    )
+    expected = LogisticRegression(C=c, max_iter=10_000, tol=1e-8).fit(x - x.mean(0), y).predict(x_test - x.mean(0))
     ours = baselines.fit_predict("logistic regression", {"C": 10.0}, x, y, x_test)
     assert np.mean(ours == expected) > 0.995
 
@@ -126,9 +122,7 @@ def several(digits) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  #
     return x, y[:, None] >= at_least, x_test, y_test[:, None] >= at_least
 
 
-def scores_of_sklearn(
-    method: str, value: float, x: np.ndarray, flags: np.ndarray, to: np.ndarray
-) -> np.ndarray:
+def scores_of_sklearn(method: str, value: float, x: np.ndarray, flags: np.ndarray, to: np.ndarray) -> np.ndarray:
     """The probabilities of the four classes that have images and lack others."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
@@ -143,9 +137,7 @@ def scores_of_sklearn(
 
 
 @pytest.mark.parametrize(("method", "value"), [("k-NN", 10), ("logistic regression", 10.0)])
-def test_probabilities_of_several_labels_are_scikit_learns(
-    baselines, several, method: str, value: float
-) -> None:  # type: ignore[no-untyped-def]
+def test_probabilities_of_several_labels_are_scikit_learns(baselines, several, method: str, value: float) -> None:  # type: ignore[no-untyped-def]
     from sklearn.metrics import average_precision_score
 
     x, y, x_test, truth = several
@@ -159,9 +151,7 @@ def test_probabilities_of_several_labels_are_scikit_learns(
 
 
 @pytest.mark.parametrize("method", ["k-NN", "logistic regression"])
-def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(
-    baselines, several, method: str
-) -> None:  # type: ignore[no-untyped-def]
+def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(baselines, several, method: str) -> None:  # type: ignore[no-untyped-def]
     from sklearn.metrics import average_precision_score, f1_score
 
     x, y, _, _ = several
@@ -172,9 +162,7 @@ def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(
 
     def held_out(value: float) -> float:
         scores = [scores_of_sklearn(method, value, x[inside], y[inside], x[out]) for inside, out in folds]
-        return sum(
-            average_precision_score(y[out], each) for (_, out), each in zip(folds, scores, strict=True)
-        )
+        return sum(average_precision_score(y[out], each) for (_, out), each in zip(folds, scores, strict=True))
 
     tried = (1, 3, 10, 30) if method == "k-NN" else (0.1, 1.0, 10.0, 100.0, 1000.0)
     assert held_out(value) == pytest.approx(max(map(held_out, tried)), abs=1e-3)

@@ -68,9 +68,7 @@ def test_rows_read_back_as_they_were_written(tmp_path: Path, rows: list[Row], sc
     write_table(folder / "rows.parquet", rows, schema)
     assert pq.read_schema(folder / "rows.parquet").equals(schema)
     assert pq.read_table(folder / "rows.parquet").to_pylist() == rows
-    assert digest_rows(pq.read_table(folder / "rows.parquet").to_pylist(), schema) == digest_rows(
-        rows, schema
-    )
+    assert digest_rows(pq.read_table(folder / "rows.parquet").to_pylist(), schema) == digest_rows(rows, schema)
 
 
 def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
@@ -82,20 +80,14 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
 def test_the_digest_ignores_order_and_sees_every_value() -> None:
     digest = digest_rows(MANY, ROWS)
     assert digest == digest_rows(MANY[::-1], ROWS)
-    changes: dict[str, object] = {
-        name: 7 if isinstance(value, int) else f"{value}x" for name, value in row().items()
-    }
+    changes: dict[str, object] = {name: 7 if isinstance(value, int) else f"{value}x" for name, value in row().items()}
     changes |= {"value": math.nextafter(0.1 + 0.2, 1), "settings": "{}"}
     others = [digest_rows([row(**{name: value}), *MANY[1:]], ROWS) for name, value in changes.items()]
-    assert (
-        len({digest, *others, digest_rows([*MANY, MANY[0]], ROWS), digest_rows([], ROWS)}) == len(others) + 3
-    )
+    assert len({digest, *others, digest_rows([*MANY, MANY[0]], ROWS), digest_rows([], ROWS)}) == len(others) + 3
     assert digest_rows([], ROWS) != digest_rows([], PREDICTIONS)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"method": None}, {"draw": "first"}, {"num_images": 2**31}, {"value": "x"}]
-)
+@pytest.mark.parametrize("changes", [{"method": None}, {"draw": "first"}, {"num_images": 2**31}, {"value": "x"}])
 def test_a_value_that_does_not_fit_its_column_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     with pytest.raises((ValueError, pa.ArrowException)):
         write_table(tmp_path / "rows.parquet", [row(), row(**changes)], ROWS)
@@ -158,9 +150,7 @@ def test_with_reals_labels_any_of_them_is_right_and_images_without_are_left_out(
     common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
     # as a filter may leave it: it does not begin at 0
     lists = pa.array([[9], *real], pa.list_(pa.int32()))[1:]
-    (plain, images), (found, judged) = scored(
-        common, Truth("ImageNet-1k", ids, labels, lists), guesses, "dev", {}
-    )
+    (plain, images), (found, judged) = scored(common, Truth("ImageNet-1k", ids, labels, lists), guesses, "dev", {})
     assert [(plain, images)] == scored(common, Truth("ImageNet-1k", ids, labels), guesses, "dev", {})
     right = {ids[i]: bool(guesses[i] in known) for i, known in enumerate(real) if known}
     assert found == plain | {
@@ -182,9 +172,7 @@ def test_what_was_seen_in_training_is_scored_apart_with_reals_labels_too() -> No
     truth = Truth("x", list("abcd"), np.zeros(4, int), real, np.array([True, True, False, False]))
     found = scored(common, truth, np.array([0, 1, 1, 1]), "dev", {})
     seen, unseen = (f"{common['method']}, on test images {what} in training" for what in ("seen", "not seen"))
-    said = [
-        (line["task"], line["method"], line["value"], part["sample_id"].to_pylist()) for line, part in found
-    ]
+    said = [(line["task"], line["method"], line["value"], part["sample_id"].to_pylist()) for line, part in found]
     assert said == [
         ("x", seen, 0.5, ["a", "b"]),
         ("x", unseen, 0.0, ["c", "d"]),
@@ -193,17 +181,12 @@ def test_what_was_seen_in_training_is_scored_apart_with_reals_labels_too() -> No
     assert all(part["method"].to_pylist() == [line["method"]] * line["num_images"] for line, part in found)
     none = Truth("x", list("abcd"), np.zeros(4, int), real, np.zeros(4, bool))
     plain = Truth("x", list("abcd"), np.zeros(4, int), real)
-    assert scored(common, none, np.zeros(4, int), "dev", {}) == scored(
-        common, plain, np.zeros(4, int), "dev", {}
-    )
+    assert scored(common, none, np.zeros(4, int), "dev", {}) == scored(common, plain, np.zeros(4, int), "dev", {})
 
 
 def test_ids_that_every_draw_repeats_are_written_once(tmp_path: Path) -> None:
     """50,000 ids of 32 letters in four draws, as in an evaluation of a large test split."""
-    ids = [
-        data.tobytes().hex()
-        for data in np.random.default_rng(0).integers(256, size=(50_000, 16), dtype=np.uint8)
-    ]
+    ids = [data.tobytes().hex() for data in np.random.default_rng(0).integers(256, size=(50_000, 16), dtype=np.uint8)]
     common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
     labels = np.zeros(50_000, int)
     truth = Truth("digits", ids, labels)

@@ -73,9 +73,7 @@ def test_the_mean_iou_is_scikit_learns_jaccard_score() -> None:
         predictions, known = np.argmax(large, axis=0), mask != IGNORED
         expected = confusion_matrix(mask[known], predictions[known], labels=range(4))
         np.testing.assert_array_equal(counts, expected)
-        jaccard = jaccard_score(
-            mask[known], predictions[known], labels=np.unique(mask[known]), average="macro"
-        )
+        jaccard = jaccard_score(mask[known], predictions[known], labels=np.unique(mask[known]), average="macro")
         assert mean_iou(counts) == pytest.approx(jaccard)
 
 
@@ -100,9 +98,7 @@ def put_model(store: Store, data: Manifest, size: Any, key: str) -> Manifest:
     return put_untrained(store, data, key, size=size, resolution=32, seed=9)
 
 
-def segmented(
-    store: Store, data: Manifest, backbone: Manifest, **fields: Any
-) -> tuple[list[Any], list[Any], Any]:
+def segmented(store: Store, data: Manifest, backbone: Manifest, **fields: Any) -> tuple[list[Any], list[Any], Any]:
     """Rows, confusions, and the result."""
     config = Segment(job="segment", data="d", backbone="m", **fields)
     result = segment.segment(make_context(store, config, data=data, backbone=backbone))
@@ -114,12 +110,8 @@ def segmented(
     )
 
 
-@pytest.mark.parametrize(
-    "size", [ModelSize(patch_size=4, width=16, depth=1, num_heads=2), ResNetSize(units=(1,))]
-)
-def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(
-    store: Store, shapes: Manifest, size: Any
-) -> None:
+@pytest.mark.parametrize("size", [ModelSize(patch_size=4, width=16, depth=1, num_heads=2), ResNetSize(units=(1,))])
+def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(store: Store, shapes: Manifest, size: Any) -> None:
     key = type(size).__name__
     found, pixels, result = segmented(store, shapes, put_model(store, shapes, size, key))
     family = "ViT" if key == "ModelSize" else "ResNet"
@@ -204,9 +196,7 @@ def test_l2_is_never_chosen_on_test(store: Store, shapes: Manifest, monkeypatch:
     monkeypatch.setattr(
         Dataset,
         "masks",
-        lambda self, split, rows: (
-            mask[::-1] if split == "test" else mask for mask in honest(self, split, rows)
-        ),
+        lambda self, split, rows: (mask[::-1] if split == "test" else mask for mask in honest(self, split, rows)),
     )
     after, _, _ = segmented(store, shapes, model)
     assert [row["settings"] for row in before] == [row["settings"] for row in after]

@@ -22,9 +22,7 @@ def test_a_draw_is_balanced_without_repeats_and_takes_all_of_a_rare_class() -> N
 
 
 def test_draws_depend_on_seed_and_number_and_on_nothing_else() -> None:
-    again = [
-        draw_labels(LABELS, 5, seed, draw).tolist() for seed in (0, 1) for draw in (0, 1) for _ in (0, 1)
-    ]
+    again = [draw_labels(LABELS, 5, seed, draw).tolist() for seed in (0, 1) for draw in (0, 1) for _ in (0, 1)]
     assert again[0::2] == again[1::2]
     assert len({tuple(drawn) for drawn in again}) == 4
 

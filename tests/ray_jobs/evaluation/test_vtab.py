@@ -99,9 +99,7 @@ def test_the_linear_probe_is_scikit_learns_ridge_with_the_l2_of_leave_one_out(
     assert row["value"] == np.mean(expected == LABELS[50:150])
 
 
-def test_train_and_dev_together_are_a_train_that_has_both(
-    store: Store, digits: Manifest, model: Manifest
-) -> None:
+def test_train_and_dev_together_are_a_train_that_has_both(store: Store, digits: Manifest, model: Manifest) -> None:
     """Every row and prediction, of every kind of features, few shots and all."""
     joined = put(store, "joined", {"train": range(50), "test": PARTS["test"]})
     fields = ALL | {"shots": (1, 3), "draws": 2}
@@ -118,9 +116,7 @@ def test_train_and_dev_together_are_a_train_that_has_both(
 
 def test_a_class_without_labels_is_wrong_and_told(store: Store, digits: Manifest, model: Manifest) -> None:
     """Of 397 classes of SUN397, 325 are among VTAB's 1,000 images."""
-    few = put(
-        store, "few", {"train": [number for number in range(50) if LABELS[number] < 8], "test": PARTS["test"]}
-    )
+    few = put(store, "few", {"train": [number for number in range(50) if LABELS[number] < 8], "test": PARTS["test"]})
     found, predictions = run(store, few, model, shots=(1,), draws=1, linear_probe=True)
     assert all(json.loads(row["settings"])["classes_without_labels"] == 2 for row in found)
     assert all(prediction["prediction"] < 8 for prediction in predictions)
@@ -170,7 +166,5 @@ def test_test_images_are_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_was_evaluated_before_keeps_its_key() -> None:
     plain = identity_fields(Evaluate(job="evaluate", data="d", backbone="m"))
     assert set(plain) == {"job", "shots", "draws", "seed"}
-    more = identity_fields(
-        Evaluate(job="evaluate", data="d", backbone="m", support="train+dev", linear_probe=True)
-    )
+    more = identity_fields(Evaluate(job="evaluate", data="d", backbone="m", support="train+dev", linear_probe=True))
     assert more == plain | {"support": "train+dev", "linear_probe": True}

@@ -49,9 +49,7 @@ def test_listed_images_leave_train_and_dev_but_not_test() -> None:
 
 
 def test_a_list_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"x.csv lists 2 ids that the source does not have: neither, no\. Remove"
-    ):
+    with pytest.raises(UserError, match=r"x.csv lists 2 ids that the source does not have: neither, no\. Remove"):
         exclude("x.csv", ["1", "no", "neither"], IMAGES, NAMES)
 
 
@@ -154,16 +152,12 @@ def test_a_list_of_an_audit_by_a_hopeless_model_warns(
     with store.staging(Layout.files("audit", "audited", 1)) as staging:
         write_issues(staging.path / FILE, pa.Table.from_pylist(rows, LABEL_ISSUES))
     metrics = {"agreement": agreement, "largest_class": 0.1}
-    commit(
-        store, make_manifest("audit", key="audited", stage="doubtful", files=staging.files, metrics=metrics)
-    )
+    commit(store, make_manifest("audit", key="audited", stage="doubtful", files=staging.files, metrics=metrics))
     context = make_context(store, stage(tmp_path))
     for listed in (None, ["2"], ["1", "2"]):
         ingest._warn_of_audits(context, listed)
     said = capsys.readouterr().out
-    warning = (
-        "warning: audit doubtful (audited) lists 1 of the images of exclude: the model agrees with only 36.0%"
-    )
+    warning = "warning: audit doubtful (audited) lists 1 of the images of exclude: the model agrees with only 36.0%"
     assert (said.count("\n"), said.startswith(warning)) == (int(warns), warns)
     if warns:
         (store.local(Layout.files("audit", "audited", 1), staging.files) / FILE).write_bytes(b"damaged")
@@ -198,9 +192,7 @@ def test_a_rebuilt_dataset_lacks_the_listed_images_and_moves_no_other(
 
     _, before, folder = made()
     assert not (folder / "excluded.parquet").exists()
-    chosen = [
-        next(key for key in sorted(before) if before[key][0] == split) for split in ("train", "dev", "test")
-    ]
+    chosen = [next(key for key in sorted(before) if before[key][0] == split) for split in ("train", "dev", "test")]
     listed = tmp_path / "listed.txt"
     listed.write_text("\n".join(before[key][1] for key in chosen))
     result, after, folder = made(listed)

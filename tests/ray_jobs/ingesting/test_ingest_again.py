@@ -93,9 +93,7 @@ def run(context: Context[Ingest]) -> Result:
     attempt = context.attempt
     fields = {"key": attempt.key, "attempt": attempt.number, "files": result.files, "config": attempt.config}
     code = {"version": Ingest.VERSION}
-    assert commit(
-        context.open_store(), make_manifest(content_digest=result.content_digest, code=code, **fields)
-    )
+    assert commit(context.open_store(), make_manifest(content_digest=result.content_digest, code=code, **fields))
     return result
 
 
@@ -227,9 +225,7 @@ def dataset_of(store: Store, context: Context[Ingest]):  # type: ignore[no-untyp
 
 
 @pytest.mark.ray
-def test_a_damaged_shard_is_not_used_again(
-    local_ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_shard_is_not_used_again(local_ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
     put_images(root, 0, 20)
     first = context_of(store, stage(root))
@@ -379,9 +375,7 @@ def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path
     assert not used_to_learn & their_test
     rows = pq.read_table(ours.folder / "duplicates.parquet").to_pylist()
     assert {row["key"] for row in rows} == their_test
-    assert {(row["twin_dataset"], row["twin_split"], row["kind"]) for row in rows} == {
-        ("pets", "test", "exact")
-    }
+    assert {(row["twin_dataset"], row["twin_split"], row["kind"]) for row in rows} == {("pets", "test", "exact")}
     assert result.metrics["left_out"] == len([row for row in rows if row["done"] == "left out"])
     assert {row["split"] for row in rows if row["done"] == "kept"} <= {"test"}
 
@@ -419,9 +413,7 @@ def test_images_out_of_records_are_stored_smaller(kind: str, tmp_path: Path, in_
     if kind == "tfds":
         put_tfds(tmp_path / "data", "array_record")
     else:
-        put_parquet(
-            tmp_path / "data/train-00000-of-00001.parquet", [image(i) for i in range(40)], [0, 1] * 20
-        )
+        put_parquet(tmp_path / "data/train-00000-of-00001.parquet", [image(i) for i in range(40)], [0, 1] * 20)
     source = {"kind": kind, "root": str(tmp_path / "data")}
     config = Ingest.model_validate({"job": "ingest", "source": source}).model_copy(update={"short_side": 4})
     store = open_store(str(tmp_path / "store"))
@@ -574,9 +566,7 @@ def test_mirrored_copies_of_test_images_are_left_out_of_train(tmp_path: Path, in
 def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
     source = {"kind": "folder", "root": "/images"}
     pets = {"job": "ingest", "source": source}
-    pipeline = Pipeline.model_validate(
-        {"name": "apart", "stages": {"all": pets | {"against": ["pets"]}, "pets": pets}}
-    )
+    pipeline = Pipeline.model_validate({"name": "apart", "stages": {"all": pets | {"against": ["pets"]}, "pets": pets}})
     assert pipeline.order() == ("pets", "all")
     assert identity.identity_fields(pipeline.stages["all"])["against"] == ("pets",)
     fields = identity.identity_fields(pipeline.stages["pets"])
@@ -584,9 +574,7 @@ def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
         "what came later is not in old keys"
     )
     with pytest.raises(ValueError, match=r"stages\.all\.against.*pet"):
-        Pipeline.model_validate(
-            {"name": "apart", "stages": {"all": pets | {"against": ["pet"]}, "pets": pets}}
-        )
+        Pipeline.model_validate({"name": "apart", "stages": {"all": pets | {"against": ["pet"]}, "pets": pets}})
 
 
 def test_copies_are_counted_in_words() -> None:

@@ -21,9 +21,7 @@ from tests.support.archives import image, rar, tar, zipped
 from tests.support.records import make_context
 from tests.support.s3 import Server, used
 
-IMAGES = {
-    f"{name}/{i}.png": image(100 * len(name) + i, "PNG") for name in ("cat", "horse") for i in range(30)
-}
+IMAGES = {f"{name}/{i}.png": image(100 * len(name) + i, "PNG") for name in ("cat", "horse") for i in range(30)}
 PACKERS: dict[str, Callable[[dict[str, bytes]], bytes]] = {
     "tar": tar,
     "tar.gz": lambda given: tar(given, "w:gz"),
@@ -79,9 +77,7 @@ def test_split_folders_and_a_table_in_archives(tmp_path: Path) -> None:
     assert set(listed(tmp_path / "archive")[0].entries["split"].to_pylist()) == {"train"}
     rows = [f"{name},{name.split('/')[0]},p{i % 7}" for i, name in enumerate(IMAGES)]
     table = "\n".join(["file_name,label,patient", *rows]).encode()
-    (tmp_path / "archive").write_bytes(
-        zipped({"x/metadata.csv": table} | {f"x/{n}": d for n, d in IMAGES.items()})
-    )
+    (tmp_path / "archive").write_bytes(zipped({"x/metadata.csv": table} | {f"x/{n}": d for n, d in IMAGES.items()}))
     found, _ = listed(tmp_path / "archive", group="patient")
     groups = dict(zip(found.entries["key"].to_pylist(), found.entries["group"].to_pylist(), strict=True))
     assert groups == {name: f"p{i % 7}" for i, name in enumerate(IMAGES)}
@@ -151,9 +147,7 @@ def test_a_group_that_is_not_there_is_told(table: str | None, message: str, tmp_
         listed(root, group="patient")
 
 
-def test_a_folder_on_s3_is_as_the_folder_here(
-    tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_on_s3_is_as_the_folder_here(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: data for name, data in IMAGES.items() if name.endswith("1.png")}
     plain = unpack(tmp_path / "plain", few)
     bucket = f"folder-{os.urandom(4).hex()}"
@@ -172,9 +166,7 @@ def test_a_folder_on_s3_is_as_the_folder_here(
         assert first == fingerprint()
         moto.client.put_object(Bucket=bucket, Key="pets/cat/1.png", Body=image(0, "PNG"))
         assert fingerprint() != first
-        moto.client.put_object(
-            Bucket=bucket, Key="pets.zip", Body=zipped({f"x/{n}": d for n, d in few.items()})
-        )
+        moto.client.put_object(Bucket=bucket, Key="pets.zip", Body=zipped({f"x/{n}": d for n, d in few.items()}))
         assert seen(listed(f"s3://{bucket}/pets.zip")) == seen(listed(plain))
         with pytest.raises(RecipeError, match="no such object or prefix"):
             listed(f"s3://{bucket}/nowhere")
@@ -200,9 +192,7 @@ def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(
 ) -> None:
     (tmp_path / "pets.zip").write_bytes(zipped({f"pets/{name}": data for name, data in IMAGES.items()}))
     roots = [tmp_path / "pets.zip", tmp_path / "pets.zip", unpack(tmp_path / "plain", IMAGES)]
-    runs = [
-        ingested({"kind": "folder", "root": str(root)}, tmp_path / f"s{i}") for i, root in enumerate(roots)
-    ]
+    runs = [ingested({"kind": "folder", "root": str(root)}, tmp_path / f"s{i}") for i, root in enumerate(roots)]
     assert len({digest for digest, _, _ in runs}) == 1
     assert all(metrics["images"] == 60 for _, metrics, _ in runs)
     (tmp_path / "plain" / "cat" / "1.heic").write_bytes(b"not read")

@@ -23,8 +23,7 @@ def facts(part: int, names: pa.Array) -> pa.Table:
     """Facts of empty images; the first image of every part has the same bytes."""
     zeros = pa.array([0] * ROWS)
     columns = {
-        field.name: pa.nulls(ROWS, field.type) if field.name == "labels" else zeros.cast(field.type)
-        for field in FACTS
+        field.name: pa.nulls(ROWS, field.type) if field.name == "labels" else zeros.cast(field.type) for field in FACTS
     }
     ids = [f"{part}-{row:02d}" for row in range(ROWS)]
     texts = {"sample_id": ids, "content_id": ["same", *ids[1:]], "split": ["train"] * ROWS}
@@ -66,9 +65,7 @@ def test_large_strings_in_memory_do_not_change_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     monkeypatch.setattr(writing, "_ROW_GROUP", 10)
-    schema = pa.schema(
-        [pa.field("key", pa.string(), nullable=False), pa.field("labels", pa.list_(pa.int32()))]
-    )
+    schema = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("labels", pa.list_(pa.int32()))])
     labels = [[row] if row % 2 else None for row in range(rows)]
     table = pa.table([[str(row % 7) for row in range(rows)], labels], schema=schema)
     write_rows(tmp_path / "ours", table.cast(large(schema)), schema)

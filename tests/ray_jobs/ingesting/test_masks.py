@@ -119,9 +119,7 @@ def test_a_trimap_is_a_pet_on_a_background_and_its_border_is_ignored(tmp_path: P
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     source = {"kind": "vtab", "task": "oxford_iiit_pet", "subset": "whole", "root": str(tmp_path)}
-    dataset, _ = ingested(
-        source | {"masks": True}, tmp_path / "store", max_bad_fraction=0.5, max_distance=None
-    )
+    dataset, _ = ingested(source | {"masks": True}, tmp_path / "store", max_bad_fraction=0.5, max_distance=None)
     assert dataset.info.mask_classes == ("background", "pet")
     bad = pq.read_table(dataset.folder / "quarantine.parquet").to_pylist()
     reasons = {Path(row["key"]).stem: row["reason"] for row in bad}
@@ -167,9 +165,7 @@ def test_reused_images_get_their_masks_again(tmp_path: Path, monkeypatch: pytest
     again = replace(context, attempt=context.attempt.model_copy(update={"number": 2}))
     monkeypatch.setattr(shapes, "render", None)
     assert ingest.main(again).content_digest == first.content_digest
-    paths = [
-        store.local(Layout.files("ingest", "k", number), ()) / "masks/00000.parquet" for number in (1, 2)
-    ]
+    paths = [store.local(Layout.files("ingest", "k", number), ()) / "masks/00000.parquet" for number in (1, 2)]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert pq.read_schema(paths[0]).names == ["sample_id", "mask"]
 

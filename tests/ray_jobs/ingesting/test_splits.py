@@ -81,8 +81,7 @@ def sets(draw: st.DrawFn, given_splits: bool = False, most: int = 14, labelled: 
     number = draw(st.integers(0, most))
     splits = st.sampled_from(["train", "train", "test"]) if given_splits else st.none()
     images = [
-        Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits))
-        for n in range(number)
+        Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits)) for n in range(number)
     ]
     if not labelled:
         return images
@@ -226,8 +225,7 @@ def test_an_image_near_copies_of_which_arrive_every_month_is_never_trained_on() 
     tested: set[str] = set()
     for month in range(12):
         images += [
-            Image(f"{month}-{n}", 100 * month + n, phash=place ^ 1 << month)
-            for n, place in enumerate(WORDS[:20])
+            Image(f"{month}-{n}", 100 * month + n, phash=place ^ 1 << month) for n, place in enumerate(WORDS[:20])
         ]
         kept, _ = decided(images)
         tested |= {key for key, split in kept.items() if split == "test"}
@@ -303,9 +301,7 @@ def test_a_turned_copy_of_anothers_test_image_is_left_out_unless_that_set_has_it
 
 def test_of_several_twins_one_whose_label_agrees_leaves_an_image_out() -> None:
     tests = [
-        Image(
-            f"t{label}", 900 + label, None, "test", WORDS[label], label, {"phash_mirrored": WORDS[9] ^ label}
-        )
+        Image(f"t{label}", 900 + label, None, "test", WORDS[label], label, {"phash_mirrored": WORDS[9] ^ label})
         for label in range(3)
     ]
     for label in range(3):

@@ -120,9 +120,7 @@ def test_a_step_that_does_not_change_ends_the_process(
 
 
 @ends_a_thread
-def test_a_successor_ends_the_process_and_its_signs(
-    ended: threading.Event, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_successor_ends_the_process_and_its_signs(ended: threading.Event, capsys: pytest.CaptureFixture[str]) -> None:
     record = Record()
     with show_heartbeat(record.context):
         record.wait(3)

@@ -140,9 +140,7 @@ def test_an_attempt_with_a_successor_commits_nothing(
     assert read_manifest(context.open_store(), "ingest", context.attempt.key) is None
 
 
-def test_a_duration_contains_the_attempts_whose_work_was_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_duration_contains_the_attempts_whose_work_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempt 1 (100 s) left a trial, 2 (30 s more) a checkpoint, 3 nothing, and 4 ran other code."""
     monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
     digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
@@ -151,9 +149,7 @@ def test_a_duration_contains_the_attempts_whose_work_was_used(
     left = {1: "ledger/trial-0-0.json", 2: "checkpoints/7/manifest.json", 4: "ledger/trial-1-0.json"}
     for number, seconds in ((1, 100.0), (2, 130.0), (3, 140.0), (4, 900.0)):
         code = "other" if number == 4 else context.attempt.code_digest
-        last = create_attempt(
-            store, context.attempt.model_copy(update={"number": number, "code_digest": code})
-        )
+        last = create_attempt(store, context.attempt.model_copy(update={"number": number, "code_digest": code}))
         place = last.job, last.key, number
         store.replace(Layout.heartbeat(*place), encode(Heartbeat(nonce=last.nonce, seconds=seconds)))
         if number in left:
@@ -187,9 +183,7 @@ def test_a_full_disk_is_named(
 
 @pytest.mark.ray
 @pytest.mark.parametrize("error", [UserError(WRONG), numpys()])
-def test_ray_reports_errors_as_the_tests_above_have_them(
-    error: Exception, local_ray: None, tmp_path: Path
-) -> None:
+def test_ray_reports_errors_as_the_tests_above_have_them(error: Exception, local_ray: None, tmp_path: Path) -> None:
     """A real task, and a trial."""
     import ray
     from ray import tune

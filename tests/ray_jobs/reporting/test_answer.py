@@ -21,9 +21,7 @@ NOTHING: dict[str, Any] = {
 }
 
 
-def accuracy(
-    artifact: str, method: str = "ViT, pretrained", labels: int | None = None, value: float = 0.9
-) -> Any:
+def accuracy(artifact: str, method: str = "ViT, pretrained", labels: int | None = None, value: float = 0.9) -> Any:
     return {
         "artifact": artifact,
         "method": method,
@@ -116,9 +114,7 @@ def test_power_is_said_once_for_each_number_of_labels() -> None:
     assert power([]) == ""
 
 
-def stage(
-    name: str, seconds: float, finished: str, earlier_seconds: float = 0.0, **metrics: Any
-) -> dict[str, Any]:
+def stage(name: str, seconds: float, finished: str, earlier_seconds: float = 0.0, **metrics: Any) -> dict[str, Any]:
     fields = {"stage": name, "artifact": name, "kind": "model", "seconds": seconds, "metrics": metrics}
     fields["earlier_seconds"] = earlier_seconds
     return fields | {"finished": f"2026-11-25T{finished}+00:00"}
@@ -143,9 +139,7 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
 
 def test_the_best_of_several_models_is_called_that() -> None:
     several = [verdict("a", 0.1, 0.2, accuracy=value, artifact=str(value)) for value in (0.8, 0.9, 0.7)]
-    assert (
-        "(fine-tuned, the best of 3 by test accuracy)" in answer(NOTHING | {"verdicts": several})["headline"]
-    )
+    assert "(fine-tuned, the best of 3 by test accuracy)" in answer(NOTHING | {"verdicts": several})["headline"]
 
 
 def test_lines_apart_are_no_answer_but_the_others_are() -> None:
@@ -194,9 +188,9 @@ def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
     for chosen, said in ((0.1, "the lowest"), (0.2, None), (0.3, "the highest")):
         trials = [{"learning_rate": rate} for rate in (0.1, 0.2, 0.3)]
         notes = trust(NOTHING | {"sweeps": [{"stage": "vit", "chosen": chosen, "trials": trials}]})
-        assert [f"{said} of the 3 tried" in note["text"] and not note["is_good"] for note in notes] == [
-            True
-        ] * bool(said)
+        assert [f"{said} of the 3 tried" in note["text"] and not note["is_good"] for note in notes] == [True] * bool(
+            said
+        )
     search = {"stage": "vit", "kind": "random", "chosen_trial": 0, "trials": trials}
     assert trust(NOTHING | {"sweeps": [search]}) == []
 

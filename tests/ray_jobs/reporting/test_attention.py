@@ -38,9 +38,7 @@ def test_the_tint_is_strongest_where_the_attention_is(made: tuple[Store, Manifes
     network, contract = load_model(store.local(model.folder, ()))
     assert isinstance(network, ViT)
     pixels = dataset.images("test", contract.preprocessing, [4, 2])
-    looked = attention_rollout(
-        network, normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32)
-    )
+    looked = attention_rollout(network, normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
     for url, share in zip(urls, looked, strict=True):
         picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
         red, _, blue = np.asarray(picture, float).reshape(64, 64, 3).transpose(2, 0, 1)

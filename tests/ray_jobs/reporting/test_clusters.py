@@ -15,9 +15,9 @@ def put(folder: Path, groups: list[int], files: int = 2) -> tuple[list[Path], di
     """Write features in some directions, of all lengths, and a test image elsewhere; return paths, and directions."""
     rng = np.random.default_rng(0)
     group = rng.permutation(np.repeat(np.arange(len(groups)), groups))
-    features = (
-        np.eye(len(groups) + 1)[group] + rng.normal(0, 0.02, (len(group), len(groups) + 1))
-    ) * rng.lognormal(0, 2, (len(group), 1))
+    features = (np.eye(len(groups) + 1)[group] + rng.normal(0, 0.02, (len(group), len(groups) + 1))) * rng.lognormal(
+        0, 2, (len(group), 1)
+    )
     features = np.append(features, [np.eye(len(groups) + 1)[-1]], axis=0).astype(np.float32)
     ids = [f"{number:03d}" for number in range(len(features))]
     table = pa.table(
@@ -48,9 +48,7 @@ def test_images_in_one_direction_are_a_cluster_whatever_their_lengths(tmp_path: 
     assert found == clusters_of(files)
 
 
-def test_many_images_are_sampled_and_none_are_no_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_images_are_sampled_and_none_are_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, _ = put(tmp_path / "a", [40, 40])
     monkeypatch.setattr(clusters, "MAX_IMAGES", 30)
     assert sum(cluster.images for cluster in clusters_of(files)) == 30

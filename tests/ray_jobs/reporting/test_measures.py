@@ -142,9 +142,7 @@ def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_setting
         ids = tuple(map(str, range(20)))
         correct = predictions == labels
         unknown = np.full(correct.shape, np.nan)
-        return Entry(
-            "a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, unknown, (), ()
-        )
+        return Entry("a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, unknown, (), ())
 
     probe, fitted = entry("linear probe", "ViT, pretrained", 15), entry("fine-tuning", "ViT, pretrained", 16)
     pixels, baseline = entry("linear probe", "pixels", 10), entry("baseline", "RBF SVM", 12)

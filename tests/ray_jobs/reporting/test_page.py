@@ -122,9 +122,7 @@ def test_it_is_one_small_file_without_network_or_errors(page: Path, seen: dict[s
     assert page.stat().st_size < 1_000_000
     methods = [method for method, _ in seen["events"]]
     assert not {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"} & set(methods)
-    urls = {
-        event["request"]["url"] for method, event in seen["events"] if method == "Network.requestWillBeSent"
-    }
+    urls = {event["request"]["url"] for method, event in seen["events"] if method == "Network.requestWillBeSent"}
     assert {url for url in urls if not url.startswith("data:")} == {page.as_uri()}
 
 

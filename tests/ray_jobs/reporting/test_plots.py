@@ -38,8 +38,7 @@ def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended(
         for layers in (None, {"layers": 2, "magnitude": 10})
     ]
     trials = [
-        {"number": number, "point": point, "accuracies": [0.1 * number]}
-        | ({"pruned_at": 9} if number % 2 else {})
+        {"number": number, "point": point, "accuracies": [0.1 * number]} | ({"pruned_at": 9} if number % 2 else {})
         for number, point in enumerate(points)
     ]
     drawn = plots.search(trials, trials[2])
@@ -52,9 +51,7 @@ def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended(
 def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_were_measured() -> None:
     assert "held-out" not in plots.loss([POINTS, POINTS])
     both = plots.loss([POINTS], [Measured("dev", (4, 7, 10), (0.3, 0.5, 0.6), (1.0, 0.8, 0.7))])
-    assert marks(both, 3) == [
-        f"dev, step {step}: accuracy {share}.0%" for step, share in ((4, 30), (7, 50), (10, 60))
-    ]
+    assert marks(both, 3) == [f"dev, step {step}: accuracy {share}.0%" for step, share in ((4, 30), (7, 50), (10, 60))]
     assert "<title>dev: loss 1 to 0.7" in both and "training loss, 1 at step 1 to 0.1 at step 10" in both
     watched = plots.loss([POINTS], [Measured("5-shot dev, to watch only", (5, 10), (0.5, 0.6))])
     assert "5-shot dev, to watch only" in watched and "dotted" not in watched

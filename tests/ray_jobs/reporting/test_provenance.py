@@ -137,9 +137,7 @@ def changed(config: Frozen, prefix: str) -> Iterator[tuple[str, Frozen]]:
             yield f"{prefix}.{name}", config.model_copy(update={name: other})
 
 
-CHANGED = {
-    path: {stage: other} for stage, config in REPEATED.items() for path, other in changed(config, stage)
-} | {
+CHANGED = {path: {stage: other} for stage, config in REPEATED.items() for path, other in changed(config, stage)} | {
     "ingest.source.kind": {"ingest": published()["augreg_b32_imagenet"].stages()[1]},
     "ingest.against": {"ingest": INGEST.model_copy(update={"against": ("flowers",)})},
     "ingest.exclude": {"ingest": INGEST.model_copy(update={"exclude": "wrong.csv"})},

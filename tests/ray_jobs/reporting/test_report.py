@@ -63,13 +63,9 @@ from tests.support.vits import contract_for
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 NOTES = ("test is <b>theirs</b>",)
 SIZE = ModelSize(patch_size=2, width=8, depth=1, num_heads=1)
-PRETRAIN = Pretrain(
-    job="pretrain", data="letters", model=SIZE, resolution=8, steps=3, batch_size=4, learning_rate=0.1
-)
+PRETRAIN = Pretrain(job="pretrain", data="letters", model=SIZE, resolution=8, steps=3, batch_size=4, learning_rate=0.1)
 SWEEP = {
-    "trials": [
-        {"learning_rate": rate, "accuracies": [0.5, 0.75], "losses": [1.0, 1.0]} for rate in (0.1, 0.01)
-    ],
+    "trials": [{"learning_rate": rate, "accuracies": [0.5, 0.75], "losses": [1.0, 1.0]} for rate in (0.1, 0.01)],
     "chosen": 0.01,
     "selected_on": "folds",
 }
@@ -95,9 +91,7 @@ SEARCH = {
 }
 POPULATION = SEARCH | {"kind": "pbt", "schedule": [{"step": 0, "point": POINTS[1]}]}
 SWEEPS = {None: SWEEP, "grid": SEARCH, "pbt": POPULATION}  # by the kind of search
-CURVES = [
-    {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
-]
+CURVES = [{"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)]
 PROBABILITY = 0.75
 TUNED = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2]}  # every answer of a fine-tuned model
 
@@ -174,11 +168,7 @@ class Artifacts:
         image = shards.ImageSize(height=height, width=width, channels=1) if raw else None
         folder = self.store.root / "dataset"
         datasets.put(folder, stage, names, image, parts, notes=NOTES)
-        files = {
-            path.relative_to(folder).as_posix(): path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         files["quarantine.parquet"] = _parquet(pa.table({"key": ["broken.png"], "reason": ["cut off"]}))
         self.commit(stage, "ingest", "dataset", files)
         return ids
@@ -284,9 +274,7 @@ def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -
     """Which predictions were right [draws, n], from the report's own predictions.parquet."""
     table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
     rows = [
-        row
-        for row in table
-        if (row["stage"], row["method"], row["labels_per_class"]) == (stage, method, per_class)
+        row for row in table if (row["stage"], row["method"], row["labels_per_class"]) == (stage, method, per_class)
     ]
     draws = sorted({row["draw"] for row in rows})
     by_draw = [
@@ -300,9 +288,7 @@ def searched_page(folder: Path, search: dict[str, Any]) -> str:
     """The text of the report of a fine-tuning that was searched."""
     made = Artifacts(folder / "store")
     pixels = list(np.zeros((6, 8, 8, 1), np.uint8))
-    splits = {
-        split: (pixels[:size], [i % 2 for i in range(size)]) for split, size in (("train", 4), ("test", 6))
-    }
+    splits = {split: (pixels[:size], [i % 2 for i in range(size)]) for split, size in (("train", 4), ("test", 6))}
     ids, labels = made.dataset("digits", ["zero", "one"], splits)["test"], np.array(splits["test"][1])
     truth = Truth("digits", ids, labels)
     fields = {"learning_rates": (), "search": search}
@@ -385,9 +371,7 @@ def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
 def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict[str, bytes]) -> None:
     numbers = json.loads(files["report.json"])
     found = {(v["protocol"], v["labels_per_class"], v["reference"]): v for v in numbers["verdicts"]}
-    pixels = max(
-        ("pixels", "pixels, standardised"), key=lambda name: _correct(files, "evaluate", name, 5).mean()
-    )
+    pixels = max(("pixels", "pixels, standardised"), key=lambda name: _correct(files, "evaluate", name, 5).mean())
     assert set(found) == {
         ("few-shot linear", 5, "ViT, untrained"),
         ("few-shot linear", 5, pixels),
@@ -489,18 +473,14 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert verdict_lines(numbers)[1] == numbers["advice"] != ""
 
 
-def test_nothing_is_said_of_a_choice_that_was_none(
-    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_said_of_a_choice_that_was_none(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
     """One learning rate is no sweep, and the most frequent class is no method that got an image right."""
     monkeypatch.setitem(SWEEPS, None, SWEEP | {"trials": SWEEP["trials"][1:]})
     truth = _tested(artifacts)
     wrong = (truth.labels + 1) % 3
     tuned = [Scores("ViT, from scratch", "fine-tuning", None, wrong[None], truth)]
     artifacts.scores("given", tuned, finetune(None), data="digits")
-    others = [
-        Scores(name, "baseline", None, truth.labels[None], truth) for name in ("k-NN", "most frequent class")
-    ]
+    others = [Scores(name, "baseline", None, truth.labels[None], truth) for name in ("k-NN", "most frequent class")]
     artifacts.scores("simple", others, baselines(None), data="digits")
     files = artifacts.make("digits", "given", "simple")
     numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
@@ -534,9 +514,7 @@ def _tested(artifacts: Artifacts) -> Truth:
     return Truth("digits", digits.sample_ids("test"), digits.labels("test"))
 
 
-def test_tables_keep_every_row_and_say_where_it_is_from(
-    artifacts: Artifacts, files: dict[str, bytes]
-) -> None:
+def test_tables_keep_every_row_and_say_where_it_is_from(artifacts: Artifacts, files: dict[str, bytes]) -> None:
     for name, schema in (("rows.parquet", ROWS), ("predictions.parquet", PREDICTIONS)):
         table = pq.read_table(io.BytesIO(files[name]))
         assert table.schema.names == ["artifact", "stage", *schema.names]
@@ -577,9 +555,7 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
         assert (line["probabilities"] is not None) == (line["protocol"] == "fine-tuning")
     table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pandas()
     for line in (line for line in accuracies if line["probabilities"]):
-        own = table[
-            (table["stage"] == line["stage"]) & (table["labels_per_class"] == line["labels_per_class"])
-        ]
+        own = table[(table["stage"] == line["stage"]) & (table["labels_per_class"] == line["labels_per_class"])]
         draws = [draw for _, draw in own.groupby("draw")]
         gaps = [abs(draw["correct"].mean() - PROBABILITY) for draw in draws]
         assert line["probabilities"] == {
@@ -706,9 +682,7 @@ def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> N
     assert numbers["accuracies"][0]["accuracy"] == pytest.approx(6 / 9)
 
 
-@pytest.mark.parametrize(
-    "stages", [("letters",), ("pretrain",), ("evaluate",), ("finetune",), ("digits", "baselines")]
-)
+@pytest.mark.parametrize("stages", [("letters",), ("pretrain",), ("evaluate",), ("finetune",), ("digits", "baselines")])
 def test_any_part_may_be_missing(artifacts: Artifacts, stages: tuple[str, ...]) -> None:
     files = artifacts.make(*stages)
     numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
@@ -759,9 +733,7 @@ def test_metrics_without_predictions_have_a_table_of_their_own(artifacts: Artifa
     assert "62.5%" in page and "<i>shapes" not in page
     console = Console(file=io.StringIO(), width=80)
     console.print(metrics_table(numbers["other_metrics"]))
-    assert (
-        "62.5" in console.file.getvalue() and "<i>shapes</i>, linear segmentation" in console.file.getvalue()
-    )
+    assert "62.5" in console.file.getvalue() and "<i>shapes</i>, linear segmentation" in console.file.getvalue()
 
 
 def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
@@ -793,9 +765,7 @@ def test_what_was_measured_during_a_training_is_that_of_dev_or_of_the_chosen_tri
     artifacts: Artifacts,
 ) -> None:
     def line(step: int, **fields: Any) -> LogLine:
-        return LogLine(
-            time="2026-11-23T08:00:00+00:00", step=step, epoch=0.5, loss=1.0, learning_rate=0.1, **fields
-        )
+        return LogLine(time="2026-11-23T08:00:00+00:00", step=step, epoch=0.5, loss=1.0, learning_rate=0.1, **fields)
 
     lines = [line(1), line(2, dev_loss=0.9, dev_accuracy=0.5, few_shot={"5-shot dev": 0.4})]
     dev, few_shot = measured_in_training(lines, artifacts.made["pretrain"])
@@ -817,9 +787,7 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
         for split, n in (("train", 120), ("dev", 6), ("test", 6))
     }
     ids = made.dataset("pets", HOSTILE, splits)
-    named = [("train", identity) for identity in ids["train"]] + [
-        ("dev", identity) for identity in ids["dev"]
-    ]
+    named = [("train", identity) for identity in ids["train"]] + [("dev", identity) for identity in ids["dev"]]
     rows = [
         dict(
             zip(
@@ -852,10 +820,7 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
     assert section.count("<img") == MAX_ISSUES and "<script" not in section and HOSTILE[0] not in section
     assert section.index(ids["dev"][5]) < section.index(ids["train"][119]) and "12.5%" in section
     numbers = json.loads(files["report.json"])
-    assert (
-        numbers["question"] == "Which labels are probably wrong?"
-        and audit["headline"][1:] in numbers["headline"]
-    )
+    assert numbers["question"] == "Which labels are probably wrong?" and audit["headline"][1:] in numbers["headline"]
     alone = made.make("audit")["report.html"].decode()
     assert "To see the images, add the data set" in alone and 'alt="image' not in alone
     assert "Likely wrong labels" not in made.make("pets")["report.html"].decode()

@@ -59,9 +59,7 @@ class Vtab:
         stage, name = f"images@task={task}", TASKS[task].title  # type: ignore[index]
         with self.store.staging(st.Layout.files("ingest", self.key(stage), 1)) as staging:
             put_digits(staging.path, name, parts, NOTES[task])
-            pq.write_table(
-                pq.read_table(staging.path / "index.parquet")[:0], staging.path / "quarantine.parquet"
-            )
+            pq.write_table(pq.read_table(staging.path / "index.parquet")[:0], staging.path / "quarantine.parquet")
         source = {"kind": "vtab", "task": task, "root": f"/some/{task}", "pixels": "published"}
         data = self.commit(stage, "ingest", staging.files, config={"source": source})
         if "backbone" not in self.made:
@@ -99,8 +97,7 @@ class Vtab:
                 [
                     row["value"]
                     for row in pq.read_table(folder / "rows.parquet").to_pylist()
-                    if (row["method"], row["labels_per_class"]) == (method, labels)
-                    and classifier in row["protocol"]
+                    if (row["method"], row["labels_per_class"]) == (method, labels) and classifier in row["protocol"]
                 ]
             )
         )
@@ -129,9 +126,7 @@ def test_every_number_is_the_plain_mean_over_tasks(made: Vtab, whole: tuple[dict
         assert [column["labels"] for column in score["columns"]] == ["1 shot", "5 shots", "all 50"]
         for number, labels in enumerate((1, 5, None)):
             expected = {task: made.values(f"few_shot@task={task}", method, labels) for task in NOTES}
-            found = {
-                line["task"]: line["accuracies"][number] for line in score["tasks"] if not line["missing"]
-            }
+            found = {line["task"]: line["accuracies"][number] for line in score["tasks"] if not line["missing"]}
             assert found == pytest.approx(expected)
             column = score["columns"][number]
             assert column["mean"] == pytest.approx(np.mean(list(expected.values())))
@@ -222,9 +217,7 @@ def test_each_classifier_and_each_variant_of_a_task_is_a_score(made: Vtab) -> No
         for name, classifier in ((method, "linear"), (f"{method}, nearest class mean", "nearest class mean")):
             lines = {line["task"]: line["accuracies"] for line in scores[name]["tasks"]}
             for task in tasks:
-                expected = [
-                    made.values(f"two@task={task}", method, labels, classifier) for labels in (1, 5, None)
-                ]
+                expected = [made.values(f"two@task={task}", method, labels, classifier) for labels in (1, 5, None)]
                 assert lines[task] == pytest.approx(expected)
     assert "only a classifier is fitted (linear; nearest class mean)" in page
 
@@ -274,9 +267,7 @@ def test_all_nineteen_are_no_part(made: Vtab) -> None:
     assert score["columns"][0]["labels"] == "all 1,000"
     assert score["columns"][0]["mean"] == pytest.approx(np.mean(list(values.values())))
     groups = {name: column["mean"] for name, column in score["columns"][0]["groups"].items()}
-    assert np.mean(list(groups.values())) != pytest.approx(score["columns"][0]["mean"]), (
-        "19 tasks, not 3 groups"
-    )
+    assert np.mean(list(groups.values())) != pytest.approx(score["columns"][0]["mean"]), "19 tasks, not 3 groups"
     assert [column["tasks"] for column in score["columns"][0]["groups"].values()] == [7, 4, 8]
     assert score["sentence"] == "VTAB-1k, ViT (backbone), mean over all 19 tasks: 45.0% with all 1,000."
 

@@ -21,13 +21,7 @@ with_root = pytest.mark.parametrize(
 
 
 def bytes_of(image: Any) -> Any:
-    return (
-        image.tobytes()
-        if isinstance(image, np.ndarray)
-        else image
-        if isinstance(image, bytes)
-        else str(image)
-    )
+    return image.tobytes() if isinstance(image, np.ndarray) else image if isinstance(image, bytes) else str(image)
 
 
 @pytest.mark.parametrize("kind", SOURCE_TYPES)
@@ -68,9 +62,7 @@ def test_a_damaged_file_is_named(example: Example, message: str, tmp_path: Path)
 
 @pytest.mark.slow  # it starts a server
 @with_root
-def test_on_s3_as_on_disk(
-    example: Example, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_s3_as_on_disk(example: Example, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = example.put(tmp_path)
     with used(moto, monkeypatch):
         bucket = moto.bucket()
@@ -82,9 +74,7 @@ def test_on_s3_as_on_disk(
     assert [*map(bytes_of, images)] == [*map(bytes_of, from_disk)]
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields]
-)
+@pytest.mark.parametrize("kind", [kind for kind, type_ in SOURCE_TYPES.items() if "root" in type_.model_fields])
 def test_files_that_are_missing_are_an_error_of_the_root(kind: str, tmp_path: Path) -> None:
     example = next(example for example in EXAMPLES if example.kind == kind)
     with pytest.raises(RecipeError, match=rf"^source\.root: {re.escape(str(tmp_path / 'none'))}"):

@@ -55,9 +55,7 @@ def run(folder: Path, *arguments: str, timeout: float = 60) -> Any:
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, (
-        f"{folder / 'last'} brought it down: {done.returncode}\n{done.stderr[-3000:]}"
-    )
+    assert done.returncode == 0, f"{folder / 'last'} brought it down: {done.returncode}\n{done.stderr[-3000:]}"
     return json.loads(done.stdout)
 
 
@@ -97,8 +95,6 @@ def test_thousands_of_mutations_are_read_or_refused(tmp_path: Path) -> None:
 def test_the_fuzzer_sees_what_must_not_happen(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     faults = run(tmp_path / "in", "-c", MISBEHAVED, str(tmp_path / "outside"))
-    assert (
-        "open" in faults["writes"] and "os.symlink" in faults["links"] and "find_class" in faults["unpickles"]
-    )
+    assert "open" in faults["writes"] and "os.symlink" in faults["links"] and "find_class" in faults["unpickles"]
     assert "Popen" in faults["starts"] and "no answer" in faults["hangs"] and "MemoryError" in faults["fills"]
     assert "KeyError" in faults["raises"]

@@ -72,9 +72,7 @@ MUON = {"optimizer": {"name": "muon"}, "zero_stage": 0}
         "another token",
     ],
 )
-def test_a_state_of_another_optimizer_or_architecture_is_refused(
-    dataset, tmp_path, monkeypatch, then, now, problem
-):
+def test_a_state_of_another_optimizer_or_architecture_is_refused(dataset, tmp_path, monkeypatch, then, now, problem):
     store = open_store(str(tmp_path / "s"))
     config = configuration(dtype="float32", **then)
     saved = TrainState(store, save(config, dataset, store))

@@ -65,9 +65,7 @@ def make_start(
     return ModelRef(folder, "first (pretrain 0123456789ab)", objective)
 
 
-def train(
-    config: Pretrain, dataset: Path, output: Path, init_from: ModelRef | None
-) -> tuple[ViT, ModelContract]:
+def train(config: Pretrain, dataset: Path, output: Path, init_from: ModelRef | None) -> tuple[ViT, ModelContract]:
     loop.train(config, shards.open_dataset(dataset), output, init_from=init_from)
     network, contract = load_model(output)
     assert isinstance(network, ViT)
@@ -111,13 +109,9 @@ def test_another_objective_at_another_resolution_starts_from_the_encoder(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any]
 ) -> None:
     init_from = make_start(tmp_path / "first", dataset)
-    more, contract = train(
-        configuration(**STILL | fields, resolution=16), dataset, tmp_path / "more", init_from
-    )
+    more, contract = train(configuration(**STILL | fields, resolution=16), dataset, tmp_path / "more", init_from)
     first, source = load_model(tmp_path / "first")
-    expected = encoder(first) | {
-        "pos_embed": resize_position_embedding(first.pos_embed, (2, 2), (4, 4), prefix=1)
-    }
+    expected = encoder(first) | {"pos_embed": resize_position_embedding(first.pos_embed, (2, 2), (4, 4), prefix=1)}
     assert_equal(dict(more.state_dict()), expected)
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line.startswith(("starting", "pos_embed", "head", "pre_logits"))] == [
@@ -151,8 +145,7 @@ def test_the_same_training_from_the_same_weights_is_the_same_bytes_and_another_s
     train(config, dataset, tmp_path / "continued", ModelRef(tmp_path / "first", "first"))
     train(config, dataset, tmp_path / "other", make_start(tmp_path / "random", dataset))
     new, continued, other = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in ("new", "continued", "other")
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("new", "continued", "other")
     )
     assert continued == new
     assert other["model.safetensors"] != new["model.safetensors"]
@@ -208,9 +201,7 @@ def test_the_classifier_is_kept_for_the_same_classes_and_objective(
 
 def test_classes_with_one_name_are_told_apart_by_their_order_alone(dataset: Path) -> None:
     _, contract = build_new(configuration(), dataset)
-    twice, turned = (
-        contract.model_copy(update={"class_names": names}) for names in (("a", "b", "a"), ("a", "a", "b"))
-    )
+    twice, turned = (contract.model_copy(update={"class_names": names}) for names in (("a", "b", "a"), ("a", "a", "b")))
     assert same_classes(twice, twice) == [0, 1, 2]
     assert same_classes(twice, turned) is None
 
@@ -218,9 +209,7 @@ def test_classes_with_one_name_are_told_apart_by_their_order_alone(dataset: Path
 def test_without_a_model_the_ancestors_is_taken(dataset: Path, tmp_path: Path) -> None:
     options = {"stochastic_depth": 0.1, "representation_head": True, "registers": 2, "gelu": "exact"}
     init_from, info = make_start(tmp_path / "first", dataset, **options), shards.open_dataset(dataset).info
-    labelled = make_contract(
-        configuration(init_from="first", model=None, resolution=16), info, init_from
-    ).architecture
+    labelled = make_contract(configuration(init_from="first", model=None, resolution=16), info, init_from).architecture
     first = load_model(tmp_path / "first")[1].architecture
     assert labelled == first.model_copy(update={"image_size": 16})
     config = configuration(**MOCO, init_from="first", model=None)
@@ -253,9 +242,7 @@ def test_a_model_that_does_not_fit_is_refused_before_the_first_step(
     assert not (tmp_path / "more").exists()
 
 
-def test_the_stage_finds_its_ancestor_and_what_its_classifier_was_trained_with(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_the_stage_finds_its_ancestor_and_what_its_classifier_was_trained_with(dataset: Path, tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     with store.staging(st.Layout.files("pretrain", "first", 1)) as staging:
         make_start(staging.path, dataset)

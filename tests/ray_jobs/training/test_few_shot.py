@@ -35,9 +35,7 @@ def trained(dataset: Path, output: Path, **fields: Any) -> list[LogLine]:
     return list(writer.unsaved())
 
 
-@pytest.mark.parametrize(
-    "objective", [MAE, {}, {"optimizer": {"ema": 0.9}}], ids=["MAE", "labels", "averaged"]
-)
+@pytest.mark.parametrize("objective", [MAE, {}, {"optimizer": {"ema": 0.9}}], ids=["MAE", "labels", "averaged"])
 def test_it_is_what_evaluate_would_measure_on_dev(tmp_path: Path, objective: dict[str, Any]) -> None:
     lines = trained(write_noise(tmp_path / "noise"), tmp_path / "a", fewshot=FEWSHOT, **objective)
     assert [line.step for line in lines if line.few_shot] == [2, 4, 6, 8, 10]

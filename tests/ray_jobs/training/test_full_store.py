@@ -82,9 +82,7 @@ def test_the_checkpoint_before_remains_and_the_next_one_is_another_try(tmp_path,
 def test_a_checkpoint_that_the_result_needs_ends_the_training(tmp_path, monkeypatch, step, best):
     """So that another attempt, from the checkpoint before, makes it."""
     store = open_store(str(tmp_path / "s"))
-    manager = CheckpointManager(
-        store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=(10,))
-    )
+    manager = CheckpointManager(store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=(10,)))
     manager.save(6, None, state_shards(6), STATE)
     manager.wait()
     fail_at(store, monkeypatch, "file")
@@ -97,9 +95,7 @@ def test_a_checkpoint_that_the_result_needs_ends_the_training(tmp_path, monkeypa
 def test_a_disk_that_is_really_full(tmp_path, capfd):
     """No file may be larger than 100 KB, which is what the system says with another number than ENOSPC."""
     store = open_store(str(tmp_path / "s"))
-    manager = CheckpointManager(
-        store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=())
-    )
+    manager = CheckpointManager(store, make_attempt("pretrain", store_uri=store.uri), configuration(keep_steps=()))
     manager.save(3, None, state_shards(3), STATE)
     manager.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -127,9 +123,7 @@ def _train(rank: int, meeting: Path, uri: str, dataset: Path, failing: int) -> N
             save_file(copies, path, metadata)
 
         module.save_file = fail_once  # type: ignore[assignment]
-    manager = CheckpointManager(
-        store, make_attempt("pretrain", store_uri=uri), config, loop.Worker(rank, 2, rank)
-    )
+    manager = CheckpointManager(store, make_attempt("pretrain", store_uri=uri), config, loop.Worker(rank, 2, rank))
     loop.train(config, open_dataset(dataset), None, loop.Worker(rank, 2, rank), manager)
     if rank == 0:
         (meeting / "steps").write_text(str([each.step for each in checkpoints(store, "pretrain", "k")]))

@@ -25,6 +25,4 @@ def test_without_a_gpu_it_says_so() -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(COMMAND, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
-    assert done.stderr.strip().endswith(
-        "error: torch found no GPU; use --cpu to try this benchmark with a tiny model"
-    )
+    assert done.stderr.strip().endswith("error: torch found no GPU; use --cpu to try this benchmark with a tiny model")

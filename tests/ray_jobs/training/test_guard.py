@@ -45,9 +45,7 @@ def test_the_message_names_the_first_bad_step_and_the_log_all_images_of_it_over_
         rows = np.concatenate([next(share)[1] for share in shares])
     names = {images.rows["key"][int(row)].as_py() for row in rows}
     guard = Guard(images, Sampler(images, seed=0, batch_size=BATCH, rank=1, world=2), 100, None)
-    with pytest.raises(
-        ValueError, match=r"gradient norm is nan at step 12, and this update was not applied"
-    ) as told:
+    with pytest.raises(ValueError, match=r"gradient norm is nan at step 12, and this update was not applied") as told:
         for step in range(20):
             guard.watch(step, torch.tensor(math.nan if step in (12, 15) else 1.0))
     (line,) = capsys.readouterr().out.splitlines()

@@ -176,9 +176,7 @@ def test_many_segments_become_few(store: MemoryStore) -> None:
     assert store.objects[joined].count(b"\n") == module._JOINED**2
 
 
-def test_segments_are_written_while_training_goes_on(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_are_written_while_training_goes_on(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_SECONDS", 0.002)
     with LogWriter(store, ATTEMPT) as writer:
         writer.add(line(1))
@@ -239,9 +237,7 @@ def test_a_store_that_hangs_delays_no_step(store: MemoryStore, monkeypatch: pyte
     assert steps_in(store) == [*range(1, 41)]
 
 
-def test_a_training_that_fails_does_not_wait_for_the_store(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_fails_does_not_wait_for_the_store(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str, data: bytes) -> bool:
         raise StoreUnreachable("no answer")
 

@@ -99,9 +99,7 @@ def test_the_operations_are_those_that_torch_counts(case: str, teacher: ModelRef
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_training_starts_from_another_model(
-    case: str, dataset: Path, tmp_path: Path, teacher: ModelRef
-) -> None:
+def test_a_training_starts_from_another_model(case: str, dataset: Path, tmp_path: Path, teacher: ModelRef) -> None:
     """With a rate that no weight notices, what comes out is what it started from; parts of an objective are left."""
     fields = {"learning_rate": 1e-30, "optimizer": {"weight_decay": 0.0}, "steps": 2, "keep_steps": ()}
     config = configuration(**CASES[case].fields | fields, init_from="first", dtype="float32")
@@ -130,8 +128,7 @@ def test_two_workers_agree_with_one(dataset: Path, tmp_path: Path, teacher: Mode
     """Mixed labels, keys of both workers' images, and the blocks that are left out for each image."""
     configs = {
         case: configuration(
-            **fields
-            | {"model": SIZE | {"stochastic_depth": 0.5}, "dtype": "float32", "steps": 6, "keep_steps": ()}
+            **fields | {"model": SIZE | {"stochastic_depth": 0.5}, "dtype": "float32", "steps": 6, "keep_steps": ()}
         )
         for case, (fields, *_) in CASES.items()
     }
@@ -142,8 +139,6 @@ def test_two_workers_agree_with_one(dataset: Path, tmp_path: Path, teacher: Mode
     for case, config in configs.items():
         imitated = teacher if config.teacher else None
         loop.train(config, open_dataset(dataset), tmp_path / "one" / case, teacher=imitated)
-        curves = [
-            json.loads((tmp_path / workers / case / "curve.json").read_text()) for workers in ("one", "two")
-        ]
+        curves = [json.loads((tmp_path / workers / case / "curve.json").read_text()) for workers in ("one", "two")]
         one, two = ([point["loss"] for point in curve] for curve in curves)
         assert two == pytest.approx(one, rel=1e-4), case

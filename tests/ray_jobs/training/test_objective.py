@@ -67,9 +67,7 @@ class Reference:
         if config.objective == "contrastive":  # the authors hand all parameters to torch's AdamW
             trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
             settings = config.optimizer
-            self.optimizer = torch.optim.AdamW(
-                trained, betas=settings.betas, weight_decay=settings.weight_decay
-            )
+            self.optimizer = torch.optim.AdamW(trained, betas=settings.betas, weight_decay=settings.weight_decay)
         self.images = torch.from_numpy(opened.images("train", self.contract.preprocessing))
         self.labels = torch.from_numpy(opened.labels("train"))
         self.losses: list[float] = []
@@ -185,9 +183,7 @@ def test_a_masked_autoencoder_is_trained_and_its_encoder_kept(dataset, tmp_path,
 @pytest.mark.parametrize("kind", ["soft", "hard", "features"])
 def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(dataset, tmp_path, kind, capsys):
     """The teacher has other means, more classes and another order; the student a distillation token."""
-    teacher = ViT(
-        ViTConfig(image_size=8, patch_size=4, width=24, depth=1, num_heads=2, mlp_dim=32, num_classes=4)
-    )
+    teacher = ViT(ViTConfig(image_size=8, patch_size=4, width=24, depth=1, num_heads=2, mlp_dim=32, num_classes=4))
     with torch.no_grad():
         teacher.head.weight.normal_(generator=torch.Generator().manual_seed(1))
     pixels = Preprocessing(mean=(0.3,) * 3, std=(0.2,) * 3, resolution=8, channels=3)

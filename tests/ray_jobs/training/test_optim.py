@@ -98,12 +98,10 @@ def test_rates_of_layers_are_timms(fields):
     from timm.optim import param_groups_layer_decay
 
     model = tiny_vit(**fields)
-    model.group_matcher = (
-        lambda coarse: {  # as timm's for a ViT, but with the final norm beside the head, as in BEiT
-            "stem": r"^cls_token|reg_token|pos_embed|patch_embed",
-            "blocks": [(r"^blocks\.(\d+)", None)],
-        }
-    )
+    model.group_matcher = lambda coarse: {  # as timm's for a ViT, but with the final norm beside the head, as in BEiT
+        "stem": r"^cls_token|reg_token|pos_embed|patch_embed",
+        "blocks": [(r"^blocks\.(\d+)", None)],
+    }
     theirs = {
         id(parameter): group["lr_scale"]
         for group in param_groups_layer_decay(model, layer_decay=0.6)
@@ -111,9 +109,7 @@ def test_rates_of_layers_are_timms(fields):
     }
     optimizer = optim.make_optimizer(model, Optimizer(layer_decay=0.6), base=1.0)
     optim.set_learning_rate(optimizer, 0.5)
-    ours = {
-        id(parameter): group["lr"] / 0.5 for group in optimizer.param_groups for parameter in group["params"]
-    }
+    ours = {id(parameter): group["lr"] / 0.5 for group in optimizer.param_groups for parameter in group["params"]}
     assert ours == pytest.approx(theirs)
 
 
@@ -172,9 +168,7 @@ def big_visions_steps(kernel, gradients, *, lr, wd, clip, warmup):
     return kernel
 
 
-@pytest.mark.parametrize(
-    "settings", [{"weight_decay": 100.0}, {"weight_decay": 0.1, "decay": "times_schedule"}]
-)
+@pytest.mark.parametrize("settings", [{"weight_decay": 100.0}, {"weight_decay": 0.1, "decay": "times_schedule"}])
 def test_big_visions_recipe_is_ours_with_its_decay_times_the_schedule_or_divided_by_its_rate(settings):
     """docs/training.md says how to copy a recipe. With wd times the rate, a thousandth of the decay would be left."""
     rng, lr, wd = np.random.default_rng(0), 0.001, 0.1
@@ -228,9 +222,7 @@ def test_steps_of_muon_are_a_plain_loops(decay):
     """The rest is AdamW's to 1e-6; how far the matrices moved, to 5e-3, because Muon's iterations are in bfloat16."""
     ours, plain = tiny_vit(), tiny_vit()
     plain.load_state_dict(ours.state_dict())
-    settings = Optimizer(
-        name="muon", weight_decay=0.1, decay=decay, layer_decay=0.5, momentum=0.95, betas=(0.9, 0.95)
-    )
+    settings = Optimizer(name="muon", weight_decay=0.1, decay=decay, layer_decay=0.5, momentum=0.95, betas=(0.9, 0.95))
     optimizer = optim.make_optimizer(ours, settings, base=0.02)
     engine = Plain(ours, optimizer, torch.float32, settings.clip_norm, accumulation=2)
     named = dict(plain.named_parameters())
@@ -238,8 +230,7 @@ def test_steps_of_muon_are_a_plain_loops(decay):
     momenta = {name: torch.zeros_like(weight) for name, weight in named.items() if name[9:] in MATRICES}
     layers = {"blocks.0": 2, "blocks.1": 1, "norm": 0, "head": 0}  # above each; the embeddings have 3
     scale = {
-        name: 0.5 ** next((above for start, above in layers.items() if name.startswith(start)), 3)
-        for name in named
+        name: 0.5 ** next((above for start, above in layers.items() if name.startswith(start)), 3) for name in named
     }
     decays = {  # the same for all layers if it is not multiplied by the layer's rate
         name: 0.1 / (0.02 * scale[name] if decay == "times_schedule" else 1)
@@ -338,9 +329,7 @@ def test_deepspeed_shares_the_batch_among_workers_and_micro_batches():
     assert settings["data_types"]["grad_accum_dtype"] == "fp32"
     with pytest.raises(ValueError, match=r"batch_size 6 is not a multiple of the 4 workers.*1, 2, 3, 6"):
         optim.deepspeed_config(pretraining(batch_size=6), 4)
-    with pytest.raises(
-        ValueError, match=r"6 / gradient_accumulation_steps 3 = 2 is not a multiple of the 3 work"
-    ):
+    with pytest.raises(ValueError, match=r"6 / gradient_accumulation_steps 3 = 2 is not a multiple of the 3 work"):
         optim.deepspeed_config(pretraining(batch_size=6, gradient_accumulation_steps=3), 3)
 
 

@@ -118,9 +118,7 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
         train(changed, dataset, tmp_path / name)
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
-    assert (
-        files_below(tmp_path / "a")["model.safetensors"] != files_below(tmp_path / "c")["model.safetensors"]
-    )
+    assert files_below(tmp_path / "a")["model.safetensors"] != files_below(tmp_path / "c")["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +133,7 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
 )
 def test_micro_batches_are_parts_of_the_batch(dataset, tmp_path, capsys, fields):
     """What is mixed, what is masked and which blocks are left out does not depend on them."""
-    config = configuration(
-        dtype="float32", steps=6, optimizer=Optimizer(warmup_fraction=0.0), model=LEFT_OUT, **fields
-    )
+    config = configuration(dtype="float32", steps=6, optimizer=Optimizer(warmup_fraction=0.0), model=LEFT_OUT, **fields)
     train(config, dataset, tmp_path / "whole")
     train(config.model_copy(update={"gradient_accumulation_steps": 4}), dataset, tmp_path / "parts")
     assert "batch: 16 images = 1 worker x 4 micro-batches x 4 images\n" in capsys.readouterr().out
@@ -154,9 +150,7 @@ def test_micro_batches_are_parts_of_the_batch(dataset, tmp_path, capsys, fields)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, zero_stage):
     """It is not in the key. With dropout, which is drawn again; float32 and one process at stage 0."""
-    size = ModelSize(
-        patch_size=4, width=16, depth=2, num_heads=2, dropout=0.1, stochastic_depth=0.1, pooling="gap"
-    )
+    size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, dropout=0.1, stochastic_depth=0.1, pooling="gap")
     fields = {
         "model": size,
         "steps": 6,
@@ -175,9 +169,7 @@ def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, zero_s
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
-    config = configuration(
-        dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5)
-    )
+    config = configuration(dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5))
     train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
 
@@ -243,9 +235,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
 def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path):
     """Tanh layer, bias, summed classes: the first loss is log(1 + e) for the label, log(1 + 1 / e) for each other."""
     size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, representation_head=True, head_bias=-1.0)
-    config = configuration(
-        model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2
-    )
+    config = configuration(model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2)
     metrics = train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
@@ -285,8 +275,7 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, objec
     one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
     assert_same_model(two, one)
     accuracies = [
-        json.loads((tmp_path / name / "curve.json").read_text())[-1]["dev_accuracy"]
-        for name in ("one", "two")
+        json.loads((tmp_path / name / "curve.json").read_text())[-1]["dev_accuracy"] for name in ("one", "two")
     ]
     assert accuracies[0] == accuracies[1]
     for rank in (0, 1):  # what each has read is told by both as the sum
@@ -336,9 +325,7 @@ def test_workers_are_as_many_as_divide_the_batch_and_find_room(monkeypatch, unit
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
-def test_when_a_worker_of_ray_train_dies_its_group_continues_in_the_same_attempt(
-    dataset, tmp_path, local_ray
-):
+def test_when_a_worker_of_ray_train_dies_its_group_continues_in_the_same_attempt(dataset, tmp_path, local_ray):
     config = configuration(workers=2, steps=600, checkpoint_every={"steps": 50})
     results, deaths = [], []
     for name in ("undisturbed", "killed"):

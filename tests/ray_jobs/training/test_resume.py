@@ -47,9 +47,7 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     config, rng = configuration(**CASES[case]), random.Random(case)
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
     init_from = write_inputs(config, tmp_path / "first", dataset)
-    assert run_attempt(
-        config, dataset, undisturbed, tmp_path / "a", world=world_of(case), init_from=init_from
-    )
+    assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=world_of(case), init_from=init_from)
     record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case), init_from)
     assert len(record) == 2
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
@@ -60,9 +58,7 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
 
 
-@pytest.mark.parametrize(
-    ("which", "what"), [("the furthest", "file"), ("the best", "manifest"), ("step 20", "file")]
-)
+@pytest.mark.parametrize(("which", "what"), [("the furthest", "file"), ("the best", "manifest"), ("step 20", "file")])
 def test_a_damaged_checkpoint_costs_steps_and_changes_no_byte(dataset, tmp_path, which, what):
     """Whether the training continues from it, or its result needs it."""
     config = configuration(**CASES["plain fp32"], keep_steps=(10, 20))
@@ -113,9 +109,7 @@ def test_all_workers_save_when_the_clock_of_the_first_says_so(dataset, tmp_path)
         pytest.param("contrastive, ZeRO-1 bf16", 3, "float32", 1e-3, marks=pytest.mark.full),
     ],
 )
-def test_another_number_of_workers_continues_to_nearly_the_same_weights(
-    dataset, tmp_path, case, world, dtype, limit
-):
+def test_another_number_of_workers_continues_to_nearly_the_same_weights(dataset, tmp_path, case, world, dtype, limit):
     """It sees the same images with the same augmentation and leaves out the same blocks for each of them, so only the
     order of additions differs."""
     model = {**SIZE, "stochastic_depth": 0.5}
@@ -126,8 +120,7 @@ def test_another_number_of_workers_continues_to_nearly_the_same_weights(
     assert run_attempt(config, dataset, killed, tmp_path / "b", number=2, world=world)
     # All weights as one vector: some biases have no effect, and AdamW scales up their rounding errors.
     ours, theirs = (
-        torch.cat([weight.flatten() for weight in load_model(tmp_path / name)[0].parameters()])
-        for name in ("a", "b")
+        torch.cat([weight.flatten() for weight in load_model(tmp_path / name)[0].parameters()]) for name in ("a", "b")
     )
     assert (ours - theirs).norm() <= limit * ours.norm()
     curves = [json.loads((tmp_path / name / "curve.json").read_text()) for name in ("a", "b")]

@@ -171,9 +171,7 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     first, curve, _ = fit(task, pool.take(inside), 1e-2, seed=3)
     held_out = pool.take(outside)
     validation = Validation(Evaluator(held_out, task.contract.preprocessing))
-    second, *_ = fit(
-        task, pool.take(inside), 1e-2, seed=3, reporting=Reporting(writer), validation=validation
-    )
+    second, *_ = fit(task, pool.take(inside), 1e-2, seed=3, reporting=Reporting(writer), validation=validation)
     assert score(predict(first, task.contract, held_out), held_out.labels).accuracy > 0.9
     assert curve[-1]["loss"] < curve[0]["loss"]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
@@ -308,9 +306,7 @@ def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
         ({"stochastic_depth": 0.1, "of": RESNET}, "stochastic_depth needs .* a ViT, .* a ResNet"),
     ],
 )
-def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mistake(
-    dataset, tmp_path, fields, message
-):
+def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mistake(dataset, tmp_path, fields, message):
     fields = {"backbone": "b", "model": None, "resolution": None, **fields}
     save_backbone(tmp_path, *filter(None, [fields.pop("of", None)]))
     config = configuration(**fields)
@@ -409,9 +405,7 @@ def test_only_biases_or_only_loras_matrices_move_and_the_model_is_an_ordinary_on
         weight.numel() for name, weight in model.named_parameters() if name in expected
     )
     assert ordinary.state_dict().keys() == started.keys()
-    torch.testing.assert_close(
-        predict(ordinary, task.contract, images), predict(model, task.contract, images)
-    )
+    torch.testing.assert_close(predict(ordinary, task.contract, images), predict(model, task.contract, images))
 
 
 @pytest.mark.ray
@@ -461,9 +455,7 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
     temperature = results[0].metrics["temperature"]
     for p in predictions:
         assert p["top5"] == [p["prediction"], 1 - p["prediction"]]
-        assert p["nll"] == pytest.approx(
-            -np.log(p["top5_probabilities"][p["top5"].index(p["label"])]), abs=1e-5
-        )
+        assert p["nll"] == pytest.approx(-np.log(p["top5_probabilities"][p["top5"].index(p["label"])]), abs=1e-5)
         odds = np.divide(*p["top5_probabilities"]) ** (1 / temperature)
         assert p["calibrated_probability"] == pytest.approx(odds / (1 + odds), abs=1e-5)
     assert load_model(folder)[1].class_names == ("left", "right")

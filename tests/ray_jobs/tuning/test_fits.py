@@ -209,15 +209,10 @@ def test_with_few_trained_weights_it_continues_to_the_same_bytes(fields, tmp_pat
     assert "step 49: continuing from the checkpoint of attempt 1" in capsys.readouterr().out
     assert result(killed, 2) == result(undisturbed, 1)
     model, start = (
-        dict(load_model(path)[0].named_parameters())
-        for path in (killed / Layout.files("finetune", "k", 2), backbone)
+        dict(load_model(path)[0].named_parameters()) for path in (killed / Layout.files("finetune", "k", 2), backbone)
     )
     kept = {name for name in start if not name.startswith("head.") and torch.equal(model[name], start[name])}
-    moved = (
-        {"blocks.0.attn.qkv.weight"}
-        if "lora" in fields
-        else {name for name in start if name.endswith(".bias")}
-    )
+    moved = {"blocks.0.attn.qkv.weight"} if "lora" in fields else {name for name in start if name.endswith(".bias")}
     assert kept == start.keys() - moved - {"head.weight", "head.bias"}
 
 
@@ -232,9 +227,7 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-def test_without_a_checkpoint_of_its_own_it_starts_anew_and_says_why(
-    kind, undisturbed, tmp_path, monkeypatch, capsys
-):
+def test_without_a_checkpoint_of_its_own_it_starts_anew_and_says_why(kind, undisturbed, tmp_path, monkeypatch, capsys):
     (fields, said), root, config = UNUSABLE[kind], put_store(tmp_path), refitting(dtype="float32")
     run_until(monkeypatch, 50, attempt(root, refitting(dtype="float32", **fields), 1))
     (checkpoint,) = saved(root)

@@ -193,9 +193,7 @@ def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
     assert not [*store.rglob("checkpoints")]
 
 
-def test_what_it_takes_over_is_in_the_log(
-    fits: Fits, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_takes_over_is_in_the_log(fits: Fits, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder(store) / "trial-1-1.json").unlink()
     (folder(store) / "refit-0.json").unlink()
     fits.run(attempt(store, 2))
@@ -321,9 +319,7 @@ def test_an_attempt_with_a_damaged_record_is_not_believed(
     assert "the work of attempt 1 is not used: " in capsys.readouterr().out
 
 
-def test_a_task_that_ray_runs_again_fits_nothing(
-    fits: Fits, undisturbed: tuple[Path, Result], store: Path
-) -> None:
+def test_a_task_that_ray_runs_again_fits_nothing(fits: Fits, undisturbed: tuple[Path, Result], store: Path) -> None:
     """If a node is lost, Ray repeats finished tasks whose results it held."""
     again = attempt(store, 1)
     task = make_task(again.config, again.dataset(), None)

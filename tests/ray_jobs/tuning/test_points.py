@@ -150,9 +150,7 @@ def test_where_a_search_stands_is_said_while_it_runs():
 
     assert said() == "0 of 4 trials have ended"
     ended |= {(0, 0): trial(0.5, 1.0, 30), (3, 0): trial(0.75, 1.0, 40)}
-    assert (
-        said() == "2 of 4 trials have ended; the best is trial 3, accuracy 0.750: learning rate 0.1, steps 40"
-    )
+    assert said() == "2 of 4 trials have ended; the best is trial 3, accuracy 0.750: learning rate 0.1, steps 40"
     ended[3, 0] = trial(0.75, 1.0, 40, is_pruned=True)
     assert said().startswith("2 of 4 trials have ended; the best is trial 0, accuracy 0.500")
     ended[0, 1] = trial(0.25, 1.0, 30)
@@ -171,9 +169,7 @@ def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter
     # a trial that ended after half of its steps would have taken twice the time
     ended[1, 0] = trial(0.25, 1.0, steps[1] // 2, is_pruned=True, seconds=120 * (steps[1] // 2) / steps[1])
     first, *table = said()
-    assert first.startswith(
-        "2 of 8 trials have ended, at most 0:04:30 left; the best is trial 0, accuracy 0.500"
-    )
+    assert first.startswith("2 of 8 trials have ended, at most 0:04:30 left; the best is trial 0, accuracy 0.500")
     assert [line.split(":")[0] for line in table] == ["  0.500  trial 0", "  0.250  trial 1"]
     assert "(ended at step" in table[1]
     ended[2, 0] = trial(0.75, 1.0, steps[2], seconds=60)
@@ -187,9 +183,7 @@ def test_a_sweep_of_rates_says_how_many_trials_of_all_folds_have_ended():
     ended = {(number, 0): trial(0.5, 1.0, config.steps, seconds=50) for number in range(3)}
     assert progress(config, Entries(ended), folds=5) == "3 of 15 trials have ended, 0:10:00 left"
     ended[2, 1] = trial(0.5, 1.0, config.steps, seconds=90)
-    assert progress(config, Entries(ended), folds=2).startswith(
-        "4 of 6 trials have ended, 0:02:00 left; the best"
-    )
+    assert progress(config, Entries(ended), folds=2).startswith("4 of 6 trials have ended, 0:02:00 left; the best")
 
 
 FOUR: dict[str, Any] = {"learning_rate": [1e-3, 1e-2], "mixup": [0.0, 0.2]}
@@ -218,9 +212,7 @@ class Cluster:
         self.last: int | None = None  # the trial that is killed
         self._tasks: dict[object, Callable[[], Any]] = {}
         self._random = np.random.default_rng(0)
-        patch.setattr(
-            ray, "remote", lambda **_: lambda run: SimpleNamespace(remote=partial(self._begin, run))
-        )
+        patch.setattr(ray, "remote", lambda **_: lambda run: SimpleNamespace(remote=partial(self._begin, run)))
         patch.setattr(ray, "wait", self._wait)
         patch.setattr(ray, "get", lambda task: self._tasks.pop(task)())
         patch.setattr("ray_jobs.process.cluster.fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))

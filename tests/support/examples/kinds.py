@@ -38,9 +38,7 @@ def synsets() -> dict[str, bytes]:
 
 
 EXAMPLES = [
-    Example(
-        "folder", {"kind": "folder"}, lambda: {"pets.zip": zipped(PETS)}, root="pets.zip", images=len(PETS)
-    ),
+    Example("folder", {"kind": "folder"}, lambda: {"pets.zip": zipped(PETS)}, root="pets.zip", images=len(PETS)),
     Example("files", {"kind": "folder"}, lambda: PETS, images=len(PETS), fuzzed={"cat/1.png": 1.0}),
     Example(
         "rar",

@@ -23,9 +23,7 @@ from vit_model.config import ViTConfig
 from vit_model.formats import hugging_face, timm
 from vit_model.model import ViT
 
-CONFIG = ViTConfig(
-    image_size=16, patch_size=8, width=64, depth=2, num_heads=1, mlp_dim=48, num_classes=2, gelu="exact"
-)
+CONFIG = ViTConfig(image_size=16, patch_size=8, width=64, depth=2, num_heads=1, mlp_dim=48, num_classes=2, gelu="exact")
 
 
 @pytest.fixture
@@ -85,9 +83,7 @@ def gigabytes(folder: Path) -> None:
 
 
 def set_nan(content: dict[str, Tensor]) -> None:
-    next(tensor for name, tensor in sorted(content.items()) if name.endswith("weight")).view(-1)[1] = float(
-        "nan"
-    )
+    next(tensor for name, tensor in sorted(content.items()) if name.endswith("weight")).view(-1)[1] = float("nan")
 
 
 def two_transposed(content: dict[str, Tensor]) -> None:
@@ -234,9 +230,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "damage", "message"), CASES, indirect=["folder"])
-def test_a_damaged_folder_is_one_clear_error(
-    folder: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_a_damaged_folder_is_one_clear_error(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     formats.read(folder)
     damage(folder)
     with pytest.raises(ValueError, match=message) as caught:
@@ -306,9 +300,7 @@ def test_an_archive_that_unpacks_to_more_is_not_unpacked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_cut_short_or_changed_anywhere_is_an_error_or_finite_weights(
-    tmp_path: Path, zipped: bool
-) -> None:
+def test_a_pickle_cut_short_or_changed_anywhere_is_an_error_or_finite_weights(tmp_path: Path, zipped: bool) -> None:
     path = tmp_path / "weights"
     model = randomise(ViT(CONFIG))
     torch.save({"model": model.state_dict()}, path, _use_new_zipfile_serialization=zipped)

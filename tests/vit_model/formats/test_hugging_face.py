@@ -70,9 +70,7 @@ def siglip(name: str, **fields: Any) -> nn.Module:
 
 
 def dinov2_with_zeros() -> nn.Module:
-    model = randomise(
-        transformers().Dinov2ForImageClassification(transformers().Dinov2Config(**DINO, num_labels=5))
-    )
+    model = randomise(transformers().Dinov2ForImageClassification(transformers().Dinov2Config(**DINO, num_labels=5)))
     with torch.no_grad():
         model.classifier.weight[:, 32:] = 0
     return model
@@ -188,9 +186,7 @@ def test_what_we_write_transformers_loads_strictly_and_we_read_again(tmp_path: P
         imported.class_names,
     )
     torch.testing.assert_close(again.weights, imported.weights, rtol=0, atol=0)
-    kind = getattr(
-        transformers(), json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0]
-    )
+    kind = getattr(transformers(), json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0])
     loaded, info = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values()), info
     images = images_of(SIDE, SIDE)
@@ -255,9 +251,7 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
         {"pooling": "gap"},
     ],
 )
-def test_what_no_class_of_transformers_computes_is_not_written(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_what_no_class_of_transformers_computes_is_not_written(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no class of transformers computes this architecture"):
         hugging_face.write(tmp_path / "x", *ours(**fields))
     assert not (tmp_path / "x").exists()
@@ -318,9 +312,7 @@ def test_pixels_are_those_of_transformers_at_odd_and_even_sizes(
         wrong[size] = bool((theirs - found["round"]).abs().max() > 1e-5)
     assert any(wrong.values()) == (offset == "floor")
     if offset == "floor":
-        kept = contract.model_copy(
-            update={"preprocessing": pixels.model_copy(update={"crop_offset": "round"})}
-        )
+        kept = contract.model_copy(update={"preprocessing": pixels.model_copy(update={"crop_offset": "round"})})
         [line] = hugging_face.write(tmp_path / "round", model, kept)
         assert line.startswith("crop_offset: transformers rounds it down")
         [line] = timm.write(tmp_path / "timm", model, contract.model_copy(update={"preprocessing": pixels}))
@@ -348,9 +340,7 @@ def test_the_kind_of_a_head_is_kept_or_refused(tmp_path: Path, kind: str) -> Non
     assert formats.read(tmp_path / "again").problem_type == kind
     lines = timm.write(tmp_path / "timm", model, contract)
     assert any("use a sigmoid" in line for line in lines) == kind.startswith("multi")
-    Image.fromarray(torch.arange(3072, dtype=torch.uint8).view(32, 32, 3).numpy()).save(
-        tmp_path / "image.png"
-    )
+    Image.fromarray(torch.arange(3072, dtype=torch.uint8).view(32, 32, 3).numpy()).save(tmp_path / "image.png")
     [row] = classify(tmp_path / "ours", [tmp_path / "image.png"])
     inputs = load_image(tmp_path / "image.png", contract.preprocessing)
     images = normalise(torch.from_numpy(inputs)[None], contract.preprocessing, torch.float32)
@@ -378,9 +368,7 @@ def test_a_projection_is_no_classifier(tmp_path: Path, writer: Any) -> None:
     model, contract = model_of(imported)
     writer.write(tmp_path / "written", model, contract)
     again = formats.read(tmp_path / "written")
-    assert again.class_names == () and torch.equal(
-        again.weights["head.weight"], imported.weights["head.weight"]
-    )
+    assert again.class_names == () and torch.equal(again.weights["head.weight"], imported.weights["head.weight"])
     save_model(tmp_path / "ours", model, contract)
     with pytest.raises(ValueError, match="has no classifier, only representations"):
         classify(tmp_path / "ours", [])
@@ -431,9 +419,7 @@ def test_what_a_nested_configuration_leaves_out_is_transformers_default(tmp_path
         ("CLIP", ("hidden_act", "layer_norm_eps")),
         ("Siglip", ("hidden_act", "layer_norm_eps")),
     ):
-        config = getattr(transformers(), f"{kind}Config")(
-            vision_config=SIZES, text_config=TEXT, projection_dim=6
-        )
+        config = getattr(transformers(), f"{kind}Config")(vision_config=SIZES, text_config=TEXT, projection_dim=6)
         save(randomise(getattr(transformers(), f"{kind}Model")(config)), tmp_path / kind)
         whole = formats.read(tmp_path / kind).architecture
         path = tmp_path / kind / "config.json"
@@ -450,9 +436,7 @@ def test_the_mean_of_siglips_tokens_leaves_its_map_head_behind(tmp_path: Path) -
     read = formats.read(tmp_path)
     assert any(line.startswith("attn_pool: dropped") for line in read.lines)
     images = images_of(SIDE, SIDE)
-    assert_close(
-        {"logits": our_outputs(read, images)[0].detach()}, {"logits": their_output(theirs, images).detach()}
-    )
+    assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": their_output(theirs, images).detach()})
 
 
 def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_path: Path) -> None:
@@ -537,14 +521,9 @@ def test_dinov2_is_taken_at_the_size_of_its_processor_as_transformers_runs_it(tm
         assert read.architecture.image_size == 24
         assert read.preprocessing is not None
         assert (read.preprocessing.resolution, read.preprocessing.crop_fraction) == (24, 0.8)
-        assert any(
-            line.startswith("pos_embed: resized from 4x4 to 3x3 patches, for the 24x24")
-            for line in read.lines
-        )
+        assert any(line.startswith("pos_embed: resized from 4x4 to 3x3 patches, for the 24x24") for line in read.lines)
         images = images_of(24, 24)
-        assert_close(
-            {"y": our_outputs(read, images)[0].detach()}, {"y": their_output(theirs, images).detach()}
-        )
+        assert_close({"y": our_outputs(read, images)[0].detach()}, {"y": their_output(theirs, images).detach()})
 
 
 def test_a_pooler_is_read_with_tanh_alone(tmp_path: Path) -> None:

@@ -135,9 +135,7 @@ def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
     path = tmp_path / "model.npz"
     lines = npz.write(path, model, contract_for(config))
     assert lines[0] == "image_size: 224 is not in the file"
-    assert lines[1].startswith("root pool: exact for big_transfer's bit_pytorch and timm"), (
-        "and not big_vision"
-    )
+    assert lines[1].startswith("root pool: exact for big_transfer's bit_pytorch and timm"), "and not big_vision"
     theirs = ResNetV2(
         layers=(2, 1),
         channels=(256, 512),
@@ -235,9 +233,7 @@ def test_training_checkpoints_and_image_towers_are_read(tmp_path: Path) -> None:
     model = written(tmp_path / "model.npz", pooling="map")
     arrays = load(tmp_path / "model.npz")
     optimizer = {f"opt/state/{name}": np.zeros(2) for name in arrays}
-    save(
-        tmp_path / "training.npz", {f"opt/target/{name}": array for name, array in arrays.items()} | optimizer
-    )
+    save(tmp_path / "training.npz", {f"opt/target/{name}": array for name, array in arrays.items()} | optimizer)
     imported = npz.read(tmp_path / "training.npz")
     assert imported.architecture == model.config
     assert any(f"{len(arrays)} arrays outside opt/target/" in line for line in imported.lines)
@@ -308,9 +304,7 @@ def test_pixels_are_brought_to_minus_one_and_one(tmp_path: Path) -> None:
     normalised = normalise(pixels, imported.preprocessing, torch.float32)
     assert torch.allclose(normalised.permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
     assert (imported.preprocessing.interpolation, imported.preprocessing.crop) == ("bilinear", "squash")
-    assert (
-        "preprocessing as in Google's code: mean and std 0.5, bilinear, squashed to 12 x 12" in imported.lines
-    )
+    assert "preprocessing as in Google's code: mean and std 0.5, bilinear, squashed to 12 x 12" in imported.lines
 
 
 def test_heads_that_cannot_classify_are_said(tmp_path: Path) -> None:
@@ -340,9 +334,7 @@ UNSAYABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "preprocessing", "message"), UNSAYABLE, ids=[case[2] for case in UNSAYABLE]
-)
+@pytest.mark.parametrize(("fields", "preprocessing", "message"), UNSAYABLE, ids=[case[2] for case in UNSAYABLE])
 def test_what_readers_would_take_for_another_model_is_not_written(
     tmp_path: Path, fields: dict[str, Any], preprocessing: dict[str, Any], message: str
 ) -> None:
@@ -379,9 +371,7 @@ def with_array(name: str, array: NDArray[Any]) -> Callable[[Path], None]:
 
 
 def without(name: str) -> Callable[[Path], None]:
-    return lambda path: save(
-        path, {key: array for key, array in load(path).items() if not key.startswith(name)}
-    )
+    return lambda path: save(path, {key: array for key, array in load(path).items() if not key.startswith(name)})
 
 
 def npy(shape: tuple[int, ...], data: bytes, descr: str = "<f4") -> bytes:

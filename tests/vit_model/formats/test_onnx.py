@@ -50,9 +50,7 @@ def random_images(config: Architecture, batch: int) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_onnxruntime_computes_our_logits(
-    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_onnxruntime_computes_our_logits(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     config = configuration(**KINDS[kind])
@@ -70,9 +68,7 @@ def test_onnxruntime_computes_our_logits(
         (theirs,) = session.run(None, {"images": images.numpy()})
         ours = model(images).numpy()
         assert np.abs(ours - theirs).max() < 1e-4 * np.abs(ours).max(), batch
-    assert [output.name for output in session.get_outputs()] == [
-        "logits" if config.num_classes else "representation"
-    ]
+    assert [output.name for output in session.get_outputs()] == ["logits" if config.num_classes else "representation"]
 
     said = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
     assert said == contract_for(config).model_dump(mode="json")

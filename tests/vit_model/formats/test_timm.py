@@ -83,9 +83,7 @@ def theirs_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def save(config: dict[str, Any], model: nn.Module, folder: Path) -> None:
     folder.mkdir()
-    save_file(
-        {key: tensor.contiguous() for key, tensor in model.state_dict().items()}, folder / "model.safetensors"
-    )
+    save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -121,9 +119,7 @@ def test_logits_and_all_gradients_are_timms(tmp_path: Path, name: str, size: tup
         theirs.pos_embed = table
         theirs.patch_embed.set_input_size((SIDE, SIDE))
     ours = {key: tensor.grad for key, tensor in weights.items() if tensor.grad is not None}
-    them = gradients_by_our_names(
-        theirs, functools.partial(save, config), formats.read, tmp_path / "gradients"
-    )
+    them = gradients_by_our_names(theirs, functools.partial(save, config), formats.read, tmp_path / "gradients")
     if name in ("registers with positions", "map over registers"):
         # of a sum of two weights: the same for each, twice when read
         del ours["reg_token"], them["reg_token"]
@@ -185,9 +181,7 @@ def test_names_mean_what_timm_builds_or_are_refused(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(
             module, creator, lambda variant, pretrained=False, **fields: built.update({variant: fields})
         )
-    plain = timm_models.load().list_models(module="vision_transformer") + timm_models.load().list_models(
-        module="deit"
-    )
+    plain = timm_models.load().list_models(module="vision_transformer") + timm_models.load().list_models(module="deit")
     for name in plain:
         timm_models.load().models.model_entrypoint(name)()
     read = 0
@@ -220,10 +214,7 @@ def bare(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        *(
-            ("safetensors", name)
-            for name in ("no head", "fc_norm", "gap", "dinov2 registers", "siglip", "deit3")
-        ),
+        *(("safetensors", name) for name in ("no head", "fc_norm", "gap", "dinov2 registers", "siglip", "deit3")),
         *((form, "deit distilled") for form in ("safetensors", "zip", "pickle", "model.pth")),
     ],
 )

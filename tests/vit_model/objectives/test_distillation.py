@@ -81,9 +81,7 @@ def test_a_teacher_answers_in_the_students_order_without_dropout_or_a_gradient()
     model = network(dropout=0.5, stochastic_depth=0.5, num_classes=4).train()
     pixels = torch.randint(256, (5, 8, 8, 3), dtype=torch.uint8)
     taught = Teacher(model, PREPROCESSING, "soft", [2, 0, 3]).answers(pixels)
-    inputs = (pixels.permute(0, 3, 1, 2) / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[
-        :, None, None
-    ]
+    inputs = (pixels.permute(0, 3, 1, 2) / 255 - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
     expected = network(num_classes=4).eval()(inputs)[:, [2, 0, 3]]
     torch.testing.assert_close(taught, expected, rtol=1e-4, atol=1e-5)
     assert not taught.requires_grad

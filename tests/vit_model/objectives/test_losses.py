@@ -43,12 +43,8 @@ def test_sigmoid_cross_entropy_sums_over_classes_and_averages_over_the_batch(smo
     assert found.item() == pytest.approx(total / 6, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("classes", "bias", "expected"), [(21_843, -10.0, 0.99 + 10), (1000, -6.9, 1.01 + 6.9)]
-)
-def test_a_model_with_the_authors_head_bias_starts_from_their_loss(
-    classes: int, bias: float, expected: float
-) -> None:
+@pytest.mark.parametrize(("classes", "bias", "expected"), [(21_843, -10.0, 0.99 + 10), (1000, -6.9, 1.01 + 6.9)])
+def test_a_model_with_the_authors_head_bias_starts_from_their_loss(classes: int, bias: float, expected: float) -> None:
     config = ViTConfig(**TINY, num_classes=classes, representation_head=True, head_bias=bias)
     logits = ViT(config)(torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
     loss = sigmoid_cross_entropy(logits, torch.tensor([0, 7, classes - 1]))

@@ -76,9 +76,7 @@ def their_names(ours: dict[str, Tensor], config: ViTConfig, decoder_depth: int) 
     ],
     ids=["the paper's", "learned positions, pixels, one block"],
 )
-def test_loss_and_all_gradients_are_those_of_transformers(
-    decoder: dict[str, Any], fields: dict[str, Any]
-) -> None:
+def test_loss_and_all_gradients_are_those_of_transformers(decoder: dict[str, Any], fields: dict[str, Any]) -> None:
     task = make(decoder, **fields)
     randomise(task)
     config, options = task.model.config, task.options
@@ -265,9 +263,7 @@ def test_operations_are_those_that_torch_counts(decoder: dict[str, Any], fields:
     task = make(decoder, **LARGER | fields)
     config = task.model.config
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        task.to("meta").predict(
-            torch.empty(1, config.in_channels, 64, 64), torch.zeros(1, 256, dtype=torch.int64)
-        )
+        task.to("meta").predict(torch.empty(1, config.in_channels, 64, 64), torch.zeros(1, 256, dtype=torch.int64))
     assert compute.forward_flops(config, task.options) == counter.get_total_flops()
 
 

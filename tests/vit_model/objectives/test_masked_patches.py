@@ -24,9 +24,7 @@ def random_draws(b: int, n: int, seed: int = 0) -> Tensor:
 
 def random_pixels(config: ViTConfig, b: int, seed: int = 0) -> Tensor:
     rng = np.random.default_rng(seed)
-    return torch.from_numpy(
-        rng.integers(0, 256, (b, *config.image_shape, config.in_channels), dtype=np.uint8)
-    )
+    return torch.from_numpy(rng.integers(0, 256, (b, *config.image_shape, config.in_channels), dtype=np.uint8))
 
 
 # ------------------------------------------------------------------------------------------------- targets
@@ -122,9 +120,7 @@ def test_every_patch_is_equally_likely_to_be_corrupted_in_each_way_and_to_replac
     for what, share in ((plan.masked, 8 / 20), (replaced, 1 / 20)):
         spread = math.sqrt(share * (1 - share) / images)
         assert ((what.double().mean(dim=0) - share).abs() < 5 * spread).all()
-    pairs = torch.bincount(
-        (torch.arange(n).expand(images, n) * n + plan.source)[replaced], minlength=n * n
-    ).view(n, n)
+    pairs = torch.bincount((torch.arange(n).expand(images, n) * n + plan.source)[replaced], minlength=n * n).view(n, n)
     assert (pairs.diagonal() == 0).all(), "another patch, never the same"
     expected = images / n / (n - 1)
     others = pairs[~torch.eye(n, dtype=torch.bool)]

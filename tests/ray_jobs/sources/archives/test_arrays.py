@@ -230,9 +230,7 @@ def test_hdf5_that_is_not_plain_data_is_refused(hdf5: Path, name: str, message: 
 def test_a_library_that_misbehaves_is_a_user_error(
     code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = (
-        Path(sandboxed.__file__).read_text().replace("    import h5py\n", f"    {code}\n    import h5py\n")
-    )
+    program = Path(sandboxed.__file__).read_text().replace("    import h5py\n", f"    {code}\n    import h5py\n")
     (tmp_path / "program.py").write_text(program)
     monkeypatch.setattr(sandboxed, "__file__", str(tmp_path / "program.py"))
     monkeypatch.setattr(sandbox, "SECONDS", 1)

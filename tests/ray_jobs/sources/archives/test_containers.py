@@ -156,9 +156,7 @@ def test_members_that_are_no_plain_files_inside_are_refused_one_by_one(tmp_path:
         + member("hard", tarfile.LNKTYPE, "a/1.jpg")
         + member("device", tarfile.CHRTYPE)
         + member("pipe", tarfile.FIFOTYPE)
-        + tar({"../up": b"1", "/absolute": b"2", "a/../../up": b"3", "d\udce4.jpg": b"4", "a\nb": b"5"})[
-            : 512 * 10
-        ]
+        + tar({"../up": b"1", "/absolute": b"2", "a/../../up": b"3", "d\udce4.jpg": b"4", "a\nb": b"5"})[: 512 * 10]
     )
     found = contents(put(tmp_path, it=bad + tar(CONTENT | {"./a/1.jpg": b"again"})), "it")
     assert {one.path for one in found.members} == set(CONTENT)
@@ -180,9 +178,7 @@ def test_members_that_are_no_plain_files_inside_are_refused_one_by_one(tmp_path:
 
 
 @pytest.mark.slow
-def test_plain_headers_are_found_as_the_library_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_headers_are_found_as_the_library_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every form, with headers mutated: the same members, or the same refusal."""
     rng = random.Random(0)
     for form in ("ustar", "gnu", "pax"):
@@ -214,11 +210,7 @@ def test_hidden_files_and_shadows_are_left_out(tmp_path: Path) -> None:
     }
     for form in ("gnu", "deflated zip"):
         data = FORMS[form](stray | {"x.jpg": b"x"})
-        assert (
-            "x.jpg"
-            in {m.path for m in members(put(tmp_path, it=data), "it")}
-            <= {"x.jpg", "long/" * 40 + "x"}
-        )
+        assert "x.jpg" in {m.path for m in members(put(tmp_path, it=data), "it")} <= {"x.jpg", "long/" * 40 + "x"}
 
 
 def test_zip_members_that_cannot_be_read_say_why(tmp_path: Path) -> None:
@@ -315,9 +307,7 @@ def test_damage_between_members_is_not_the_end(tmp_path: Path) -> None:
         members(put(tmp_path, it=bytes(data)), "it")
 
 
-def test_bombs_are_refused_before_they_fill_disk_or_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bombs_are_refused_before_they_fill_disk_or_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(blobs, "FREE_BYTES", 2**20)
     monkeypatch.setattr(containers, "FREE_BYTES", 2**20)
@@ -368,9 +358,7 @@ def bucket(moto: Server, monkeypatch: pytest.MonkeyPatch):
     with used(moto, monkeypatch):
         name = f"sources-{os.urandom(4).hex()}"
         moto.client.create_bucket(Bucket=name)
-        yield (
-            lambda key, data: moto.client.put_object(Bucket=name, Key=key, Body=data) and f"s3://{name}/{key}"
-        )
+        yield (lambda key, data: moto.client.put_object(Bucket=name, Key=key, Body=data) and f"s3://{name}/{key}")
 
 
 @pytest.mark.parametrize("form", ["gnu", "gz", "deflated zip"])
@@ -385,8 +373,7 @@ def test_archives_on_s3_are_read_by_ranges(form: str, bucket, tmp_path: Path) ->
 def test_parts_on_s3(bucket) -> None:
     data = zipped(CONTENT)
     files = {
-        f"z.{i + 1:02d}": bucket(f"z.{i + 1:02d}", data[i * 150 : (i + 1) * 150])
-        for i in range(len(data) // 150 + 1)
+        f"z.{i + 1:02d}": bucket(f"z.{i + 1:02d}", data[i * 150 : (i + 1) * 150]) for i in range(len(data) // 150 + 1)
     }
     assert read_all(files, "z.01") == CONTENT
 

@@ -122,9 +122,7 @@ def test_letters_beyond_16_bits_in_names(tmp_path: Path) -> None:
         (b"RE~^" + bytes(600), r"was packed by RAR 1\.4 or older"),
     ],
 )
-def test_what_the_library_does_not_read_has_its_own_sentence(
-    data: bytes, message: str, tmp_path: Path
-) -> None:
+def test_what_the_library_does_not_read_has_its_own_sentence(data: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"/it {message}"):
         members(put(tmp_path, {"it": data}), "it")
 

@@ -23,9 +23,7 @@ def source(root: Path, classes: int) -> tuple[CifarSource, Files]:
 @pytest.mark.parametrize("classes", [10, 100])
 @pytest.mark.parametrize("version", ["python", "binary"])
 @pytest.mark.parametrize("unpacked", [False, True])
-def test_images_and_labels_are_those_of_the_archive(
-    classes: int, version: str, unpacked: bool, tmp_path: Path
-) -> None:
+def test_images_and_labels_are_those_of_the_archive(classes: int, version: str, unpacked: bool, tmp_path: Path) -> None:
     if unpacked:
         for name, data in members(classes, version).items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -90,9 +88,7 @@ def test_the_pickles_of_this_test_are_real_ones() -> None:
         ("test_batch", None, "does not contain the CIFAR-10 files"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    path: str, content: bytes | None, message: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused_by_name(path: str, content: bytes | None, message: str, tmp_path: Path) -> None:
     found = members(10, "python")
     if content is None:
         del found[f"cifar-10-batches-py/{path}"]

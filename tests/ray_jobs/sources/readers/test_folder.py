@@ -40,9 +40,7 @@ def of_keys(found: Listing) -> dict[str, tuple[str, str | None]]:
 
 
 def test_class_folders(tmp_path: Path) -> None:
-    listing = scan(
-        touch(tmp_path, "dog/2.PNG", "cat/deep/1.jpg", "cat/.hidden.jpg", "cat/notes.txt", ".git/x.png")
-    )
+    listing = scan(touch(tmp_path, "dog/2.PNG", "cat/deep/1.jpg", "cat/.hidden.jpg", "cat/notes.txt", ".git/x.png"))
     assert listing.class_names == ("cat", "dog")
     assert listing.entries == (Entry("cat/deep/1.jpg", 0, None), Entry("dog/2.PNG", 1, None))
     assert listing.ignored == ("cat/notes.txt",) and [entry.label for entry in listing.entries] == [0, 1]
@@ -178,9 +176,7 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
     source = FolderSource(kind="folder", root=root, image_column="image", label_column="class")
     found = listing(source, {})
     assert found.class_names == ("cat", "dog, big") and found.entries["label"].to_pylist() == [0, 0, 1]
-    metadata(
-        tmp_path, '{" image": " 1.png", "class": "cat"}\n{"image": "2.png", "class": 7}\n', "metadata.jsonl"
-    )
+    metadata(tmp_path, '{" image": " 1.png", "class": "cat"}\n{"image": "2.png", "class": 7}\n', "metadata.jsonl")
     metadata(tmp_path, "image,class\n3.png,7\n")
     assert listing(source, {}).class_names == ("7", "cat")
     (tmp_path / "metadata.csv").unlink()
@@ -352,9 +348,7 @@ def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> 
     assert identity.source_fingerprint(Ingest(job="ingest", source=source))
     found = listing(source, files)
     assert set(found.entries["key"].to_pylist()) == files.keys()
-    assert found.notes == (
-        "3 files left out, not regular files but FIFOs, sockets or devices, such as a/pipe.png",
-    )
+    assert found.notes == ("3 files left out, not regular files but FIFOs, sockets or devices, such as a/pipe.png",)
     with pytest.raises(RecipeError, match=r"pipe\.png: not a regular file"):
         file_digests([("pipe", root / "a" / "pipe.png")])
 

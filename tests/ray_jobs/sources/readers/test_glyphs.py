@@ -35,9 +35,7 @@ def test_classes_are_many_ordered_and_drawn_by_eight_fonts_or_more(classes: list
     assert characters == sorted(set(characters))
     assert all(len(glyph_class.fonts) >= 8 for glyph_class in classes)
     assert not any(character.isdigit() for character in characters)
-    assert {"U+0041 LATIN CAPITAL LETTER A", "U+0416 CYRILLIC CAPITAL LETTER ZHE"} <= {
-        c.name for c in classes
-    }
+    assert {"U+0041 LATIN CAPITAL LETTER A", "U+0416 CYRILLIC CAPITAL LETTER ZHE"} <= {c.name for c in classes}
 
 
 def test_the_order_of_fonts_changes_no_class(classes: list[GlyphClass]) -> None:

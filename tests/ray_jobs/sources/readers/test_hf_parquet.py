@@ -43,9 +43,7 @@ def images_of(root: Path, listing: Listing) -> dict[str, bytes | ValueError]:
 def root(tmp_path: Path) -> Path:
     for shard in range(2):
         images = [image(10 * shard + number) for number in range(10)]
-        put_parquet(
-            tmp_path / f"train-{shard:05d}-of-00002.parquet", images, [number % 3 for number in range(10)]
-        )
+        put_parquet(tmp_path / f"train-{shard:05d}-of-00002.parquet", images, [number % 3 for number in range(10)])
     put_parquet(
         tmp_path / "validation-00000-of-00001.parquet",
         [image(50, "PNG", "L"), image(51)],
@@ -119,9 +117,7 @@ def test_a_large_row_group_is_read_in_several_passes(root: Path, monkeypatch: py
 def test_batches_of_a_row_group_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of struct<bytes, path>, pyarrow reads no batch of 2 GiB. A dictionary hides how many bytes the images have."""
     pixels, asked, read = bytes(36 * 2**10), set(), pq.ParquetFile.iter_batches
-    put_parquet(
-        tmp_path / "train.parquet", [pixels] * 64, [0, 1] * 32, rows=64, compression="zstd", plain=False
-    )
+    put_parquet(tmp_path / "train.parquet", [pixels] * 64, [0, 1] * 32, rows=64, compression="zstd", plain=False)
     assert (tmp_path / "train.parquet").stat().st_size < 10_000
 
     def iter_batches(file: pq.ParquetFile, rows: int, **fields: Any) -> Any:
@@ -176,9 +172,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         pq.write_table(pa.table(columns), tmp_path / split / "0000.parquet")
     found = listed(tmp_path)
     assert found.class_names == ("a", "b")
-    assert sorted(
-        zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)
-    ) == [
+    assert sorted(zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)) == [
         ("test/0000/0000000", 1, "test"),
         ("test/0000/0000001", 0, "test"),
         ("train/0000/0000000", 1, "train"),
@@ -262,9 +256,7 @@ def test_a_split_is_a_word_anywhere_in_the_name(train: str, test: str, tmp_path:
     for name, seed in ((train, 0), (test, 5), (f"{train.rpartition('/')[0]}/other".strip("/"), 7)):
         put_parquet(tmp_path / f"{name}.parquet", [image(seed), image(seed + 1)], [0, 1])
     found = listed(tmp_path)
-    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{train}.parquet"} == {
-        "train"
-    }
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{train}.parquet"} == {"train"}
     assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {
         "test",
         "dev",
@@ -291,9 +283,7 @@ def change(root: Path, case: str) -> None:
             features = HF_FEATURES | {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
             put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0], features=features)
         case "column":
-            put_parquet(
-                root / "test-00000-of-00001.parquet", [image(0)], [0], features=None, column="picture"
-            )
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0], features=None, column="picture")
         case "floats":
             put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0.5], features=None)
         case "list":
@@ -329,26 +319,18 @@ def test_what_does_not_fit_is_refused_by_name(root: Path, case: str, message: st
 def test_columns_can_be_named(root: Path) -> None:
     with pytest.raises(ValueError, match="no column 'photo' of images"):
         listed(root, image="photo")
-    with pytest.raises(
-        ValueError, match=r"source\.label: there is no column .*; name one of these columns: label"
-    ):
+    with pytest.raises(ValueError, match=r"source\.label: there is no column .*; name one of these columns: label"):
         listed(root, label="klass")
-    with pytest.raises(
-        ValueError, match=r"source\.image: it cannot be inferred; .* columns: there are none$"
-    ):
+    with pytest.raises(ValueError, match=r"source\.image: it cannot be inferred; .* columns: there are none$"):
         choose_column("image", None, (), ())
 
 
 def test_a_damaged_row_group_costs_its_own_images_alone(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    put_parquet(
-        path, [image(number) for number in range(8)], [number % 3 for number in range(8)], compression="none"
-    )
+    put_parquet(path, [image(number) for number in range(8)], [number % 3 for number in range(8)], compression="none")
     data = bytearray(path.read_bytes())
     data[data.index(image(2)) + 100] ^= 1
     path.write_bytes(data)
     images = images_of(tmp_path, listed(tmp_path))
-    assert [isinstance(images[f"train/{number:07d}"], ValueError) for number in range(8)] == [True] * 4 + [
-        False
-    ] * 4
+    assert [isinstance(images[f"train/{number:07d}"], ValueError) for number in range(8)] == [True] * 4 + [False] * 4
     assert "its row group can't be read" in str(images["train/0000001"])

@@ -27,9 +27,7 @@ RNG = np.random.default_rng(0)
 TRAIN, TEST = RNG.integers(0, 256, (240, 6, 5), np.uint8), RNG.integers(0, 256, (60, 6, 5), np.uint8)
 TRAIN[7] = TRAIN[3]  # a copy, as the real sets have them
 LABELS, TEST_LABELS = np.arange(240, dtype=np.uint8) % 4, np.arange(60, dtype=np.uint8) % 4
-needs_files = pytest.mark.skipif(
-    not Path(FASHION_MNIST_ROOT).is_dir(), reason="apt-get install dataset-fashion-mnist"
-)
+needs_files = pytest.mark.skipif(not Path(FASHION_MNIST_ROOT).is_dir(), reason="apt-get install dataset-fashion-mnist")
 
 
 @pytest.fixture
@@ -52,9 +50,7 @@ def read_file(path: Path) -> np.ndarray:
 
 
 def read(of: IdxSource) -> idx.Images:
-    return idx.read(
-        {name: str(path) for name, path in source_files(of).items()}, len(of.class_names), of.selected()
-    )
+    return idx.read({name: str(path) for name, path in source_files(of).items()}, len(of.class_names), of.selected())
 
 
 # ---- what is read
@@ -175,9 +171,7 @@ def replaced(root: Path, name: str, array: np.ndarray) -> None:
         (NAMES[2], TEST[:, 1:], "train are 6 x 5 pixels, but those of test 5 x 5"),
     ],
 )
-def test_files_that_do_not_fit_together_are_refused(
-    root: Path, name: str, array: np.ndarray, message: str
-) -> None:
+def test_files_that_do_not_fit_together_are_refused(root: Path, name: str, array: np.ndarray, message: str) -> None:
     replaced(root, name, array)
     with pytest.raises(ValueError, match=message):
         read(source(root))

@@ -30,9 +30,7 @@ def listed(root: Path | str, **fields: object) -> Listing:
 
 def read(root: Path | str, listing: Listing) -> Iterator[object]:
     source = ImageNetSource(kind="imagenet", root=str(root))
-    return catalog.images(
-        source, {name: str(path) for name, path in source_files(source).items()}, listing.entries
-    )
+    return catalog.images(source, {name: str(path) for name, path in source_files(source).items()}, listing.entries)
 
 
 def test_classes_are_ranks_of_wnids_and_bytes_are_the_authors(root: Path) -> None:
@@ -158,7 +156,5 @@ def test_imagenet21k_in_each_form(form: str, tmp_path: Path) -> None:
     assert Counter(found.entries["label"].to_pylist()) == {0: 12, 1: 40, 2: 25}
     assert any("left out" in note and "n00005787" in note for note in found.notes) and not found.unusable
     assert set(found.entries["split"].to_pylist()) == {"train", "dev", "test"}
-    images = dict(
-        zip(found.entries["key"].to_pylist(), catalog.images(source, files, found.entries), strict=True)
-    )
+    images = dict(zip(found.entries["key"].to_pylist(), catalog.images(source, files, found.entries), strict=True))
     assert images["n02084071/n02084071_3.JPEG"] == image(71 + 3)

@@ -131,7 +131,5 @@ def test_a_damaged_array_record_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_folder_is_refused_when_the_recipe_is_planned(tmp_path: Path) -> None:
-    with pytest.raises(
-        RecipeError, match=r"does not contain dataset_info\.json; use the folder of one version"
-    ):
+    with pytest.raises(RecipeError, match=r"does not contain dataset_info\.json; use the folder of one version"):
         source(tmp_path)

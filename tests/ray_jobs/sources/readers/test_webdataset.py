@@ -116,16 +116,12 @@ def test_names_split_at_the_first_dot_and_samples_are_neighbours(tmp_path: Path)
 
 def test_a_label_field_that_no_sample_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
     root = put(tmp_path, x={"1.jpg": image(1), "1.json": b"{}", "1.target.txt": b"7"})
-    with pytest.raises(
-        ValueError, match=r"has no field cls; it has jpg, json, target\.txt\. Name .* source\.label"
-    ):
+    with pytest.raises(ValueError, match=r"has no field cls; it has jpg, json, target\.txt\. Name .* source\.label"):
         listed(root)
 
 
 def test_names_of_classes_may_be_spelled_in_two_ways(tmp_path: Path) -> None:
-    root = put(
-        tmp_path, x={"1.jpg": image(1), "1.cls": b"caf\xc3\xa9", "2.jpg": image(2), "2.cls": b"cafe\xcc\x81"}
-    )
+    root = put(tmp_path, x={"1.jpg": image(1), "1.cls": b"caf\xc3\xa9", "2.jpg": image(2), "2.cls": b"cafe\xcc\x81"})
     found = listed(root, class_names=("tea", "cafe\u0301"))
     assert found.class_names == ("tea", "cafe\u0301") and found.entries["label"].to_pylist() == [1, 1]
 
@@ -140,9 +136,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
         members |= {f"{i}.jpg": image(i), f"{i}.pyd": pickle.dumps(Evil()), f"{i}.cls": b"%d" % i}
     root = put(tmp_path, x=members)
     assert len(listed(root).entries) == 2
-    with pytest.raises(
-        ValueError, match=r"contains no usable sample, such as x\.tar/0\.jpg: its label can't be used"
-    ):
+    with pytest.raises(ValueError, match=r"contains no usable sample, such as x\.tar/0\.jpg: its label can't be used"):
         listed(root, label="pyd")
     assert not (tmp_path / "pwned").exists()
 
@@ -184,8 +178,6 @@ def test_groups_are_read_from_a_field_of_their_own_or_from_the_labels_json(tmp_p
     assert listed(root).entries["group"].to_pylist() == [None] * 4
     found = listed(root, group="patient")
     assert found.entries["group"].to_pylist() == ["p0", "p0", "p1"]
-    assert [each.reason for each in found.unusable] == [
-        "the sample has no field patient; it has cls, jpg, json"
-    ]
+    assert [each.reason for each in found.unusable] == ["the sample has no field patient; it has cls, jpg, json"]
     wrong = listed(root, group="patient", label="json.label")
     assert wrong.entries["label"].to_pylist() == [0, 1, 0]

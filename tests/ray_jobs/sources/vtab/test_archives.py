@@ -49,9 +49,7 @@ def check(task: str, root: Path | str, truth: Truth, **given: Any) -> Any:
                 assert found == pixels.btgraham(image)
             elif task.startswith("clevr") and source.pixels == "published":
                 np.testing.assert_array_equal(decoded(found)[..., :3], decoded(image)[..., :3])
-                assert (
-                    found == image if (decoded(image)[..., 3] == 255).all() else decoded(found).shape[2] == 3
-                )
+                assert found == image if (decoded(image)[..., 3] == 255).all() else decoded(found).shape[2] == 3
             else:
                 assert found == image
         else:

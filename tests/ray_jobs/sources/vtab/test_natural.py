@@ -49,9 +49,7 @@ def listed(task, root, files, **fields):
 
 
 def images(source, files, listing):
-    return dict(
-        zip(listing.entries["key"].to_pylist(), catalog.images(source, files, listing.entries), strict=True)
-    )
+    return dict(zip(listing.entries["key"].to_pylist(), catalog.images(source, files, listing.entries), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- files
@@ -69,9 +67,7 @@ def test_what_is_missing_is_named_with_its_origin(tmp_path):
 
 def test_archives_lie_in_the_root_or_in_a_folder_of_the_task_or_of_its_data_set(tmp_path):
     def found():
-        return {
-            name: Path(path).relative_to(tmp_path).as_posix() for name, path in source_files(source).items()
-        }
+        return {name: Path(path).relative_to(tmp_path).as_posix() for name, path in source_files(source).items()}
 
     source = VtabSource(kind="vtab", task="cifar", root=str(tmp_path))
     (tmp_path / "cifar-100-binary.tar.gz").touch()
@@ -157,9 +153,7 @@ def test_a_supplied_list_is_caltech101s_train_split(tmp_path):
         "train/accordion/image_0003.jpg",
     }
     path.write_text("faces/image_0002.jpg\n")
-    with pytest.raises(
-        ValueError, match=r"1 of its images are not in caltech-101\.zip, such as 'faces/image_0002"
-    ):
+    with pytest.raises(ValueError, match=r"1 of its images are not in caltech-101\.zip, such as 'faces/image_0002"):
         listed("caltech101", tmp_path / "root", archive, membership=str(path))
 
 
@@ -173,9 +167,7 @@ def test_cifar100_is_the_same_from_its_python_and_its_binary_version(tmp_path, v
     assert listing.class_names == tuple(CLASS_NAMES[100])
     truth = {name: (pixels, labels) for name, pixels, labels in batches(100)}
     chosen, _ = used("cifar", {part: range(len(labels)) for part, (_, labels) in truth.items()})
-    assert {f"{one.part}/{one.number}": one.split for one in chosen} == {
-        key: row["split"] for key, row in rows.items()
-    }
+    assert {f"{one.part}/{one.number}": one.split for one in chosen} == {key: row["split"] for key, row in rows.items()}
     for key, pixels in images(source, files, listing).items():
         part, number = key.split("/")
         np.testing.assert_array_equal(pixels, truth[part][0][int(number)])
@@ -213,12 +205,8 @@ def test_dtd_takes_the_first_partition(tmp_path, gz):
     del files[f"dtd/images/{keys[0]}"]
     source, there, listing, rows = listed("dtd", tmp_path, {"dtd-r1.0.1.tar.gz": tarred(files, gz)})
     assert listing.class_names == ("banded", "polka-dotted", "porous")
-    assert {key for key, row in rows.items() if row["split"] == "test"} == {
-        f"test/{key}" for key in keys[2::3]
-    }
-    assert {key for key, row in rows.items() if row["split"] == "dev"} == {
-        f"validation/{key}" for key in keys[1::3]
-    }
+    assert {key for key, row in rows.items() if row["split"] == "test"} == {f"test/{key}" for key in keys[2::3]}
+    assert {key for key, row in rows.items() if row["split"] == "dev"} == {f"validation/{key}" for key in keys[1::3]}
     assert [(bad.key, bad.reason) for bad in listing.unusable] == [(f"train/{keys[0]}", "not in the archive")]
     assert rows[f"test/{keys[14]}"]["label"] == 1
     assert images(source, there, listing)[f"test/{keys[14]}"] == files[f"dtd/images/{keys[14]}"]
@@ -274,9 +262,7 @@ def test_pets_classes_are_numbered_by_the_lists_and_the_odd_files_encoded_as_jpe
 @pytest.mark.parametrize("wheel", [False, True])
 def test_sun397_is_split_by_tfdss_lists_and_has_the_bad_image_left_out(tmp_path, wheel):
     if wheel:
-        inside = {
-            f"tensorflow_datasets/image_classification/{name}": data for name, data in sun_lists().items()
-        }
+        inside = {f"tensorflow_datasets/image_classification/{name}": data for name, data in sun_lists().items()}
         files = {"tensorflow_datasets-4.9.10-py3-none-any.whl": zipped(inside)}
     else:
         files = sun_lists()
@@ -329,14 +315,10 @@ def test_sun397s_lists_have_vtabs_check_values():
     """With TFDS's wheel beside the project; without it the notes of an ingest say the same."""
     shared = SHARED
     if not (wheels := sorted(shared.glob("tensorflow_datasets-*.whl"))):
-        pytest.skip(
-            "no ../shared/tensorflow_datasets-*.whl: pip download --no-deps tensorflow-datasets==4.9.10"
-        )
+        pytest.skip("no ../shared/tensorflow_datasets-*.whl: pip download --no-deps tensorflow-datasets==4.9.10")
     keys = sun397.keys({f"sun397_tfds_{part}.txt": str(wheels[-1]) for part in ("tr", "va", "te")})
     chosen, notes = used("sun397", keys)
-    train, dev = (
-        [keys[one.part][one.number] for one in chosen if one.split == split] for split in ("train", "dev")
-    )
+    train, dev = ([keys[one.part][one.number] for one in chosen if one.split == split] for split in ("train", "dev"))
     assert notes == ()
     assert (check_value(train), check_value(dev)) == ("bbfe318c912bf278", "ed3f4079a4f342a7")
     assert train[0] == "/r/rope_bridge/sun_biqflnsoednmhvce.jpg"

@@ -15,9 +15,7 @@ from ray_jobs.sources.vtab.pixels import btgraham, equalised, without_alpha
 def eye(height: int, width: int, radius: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """A disc of soft colours on black, as a camera of the fundus makes it."""
     y, x = np.mgrid[:height, :width]
-    waves = np.stack(
-        [np.sin(x / scale + phase) + np.cos(y / scale) for scale, phase in ((9, 0), (14, 1), (23, 2))], 2
-    )
+    waves = np.stack([np.sin(x / scale + phase) + np.cos(y / scale) for scale, phase in ((9, 0), (14, 1), (23, 2))], 2)
     disc = np.hypot(y - height // 2, x - width // 2) < radius
     pixels = (120 + 40 * waves + rng.normal(0, 3, waves.shape)) * disc[..., None]
     return np.clip(pixels, 0, 255).astype(np.uint8)

@@ -50,11 +50,7 @@ def of_clevr():
 
 
 def of_classes(sizes, digits):
-    return {
-        "train": [
-            f"{name}_{name}_{n:0{digits}d}.jpg" for name, size in sizes.items() for n in range(1, size + 1)
-        ]
-    }
+    return {"train": [f"{name}_{name}_{n:0{digits}d}.jpg" for name, size in sizes.items() for n in range(1, size + 1)]}
 
 
 # task: keys, train800's first keys and check value, val200's
@@ -141,10 +137,7 @@ def test_the_splits_have_the_check_values_of_vtabs(task):
     make, first_train, train, first_dev, dev = CHECKS[task]
     keys = make()
     chosen, notes = used(task, keys)
-    of = {
-        split: [keys[one.part][one.number] for one in chosen if one.split == split]
-        for split in ("train", "dev")
-    }
+    of = {split: [keys[one.part][one.number] for one in chosen if one.split == split] for split in ("train", "dev")}
     assert notes == ()
     assert of["train"][: len(first_train)] == first_train
     assert of["dev"][: len(first_dev)] == first_dev
@@ -222,9 +215,7 @@ def test_rows_are_numbered_through_all_parts():
     assert found.notes == ("incomplete archive: 9 of 60,000 records, splits are not VTAB's", "pixels changed")
 
 
-@pytest.mark.parametrize(
-    ("keys", "label", "message"), [(["../up"], 0, "not a valid name"), (["a"], 2, "label 2")]
-)
+@pytest.mark.parametrize(("keys", "label", "message"), [(["../up"], 0, "not a valid name"), (["a"], 2, "label 2")])
 def test_keys_that_lead_outside_and_unknown_labels_are_refused(keys, label, message):
     parts = {"train": Records([*keys, "1", "2"], [label] * 3), "test": Records(["3"], [0])}
     with pytest.raises(ValueError, match=message):
@@ -239,15 +230,11 @@ def test_a_whole_archive_says_how_far_its_splits_are_confirmed():
 
     whole = numbers("cifar")
     (note,) = noted("cifar", whole)
-    assert note.startswith(
-        "splits confirmed by the check values of train800 and val200; keys are running numbers"
-    )
+    assert note.startswith("splits confirmed by the check values of train800 and val200; keys are running numbers")
     [other] = noted("cifar", whole | {"train": range(50_000, 100_000)})
     assert other.startswith("splits not confirmed: check values ")
     assert other.endswith("VTAB's are 5b25ee0661c3bc4a and 93377e439662509b")
-    assert noted("dtd", numbers("dtd")) == (
-        "splits confirmed by their sizes alone: no check values are known",
-    )
+    assert noted("dtd", numbers("dtd")) == ("splits confirmed by their sizes alone: no check values are known",)
 
 
 def test_an_image_that_a_list_has_and_the_archive_not_keeps_its_place_and_is_named():

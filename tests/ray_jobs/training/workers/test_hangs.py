@@ -46,19 +46,12 @@ def work(rank: int, meeting: Path, hang: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("hang", "where"), [("spin", r"at workers/test_hangs.py:\d+ in spin"), ("stop", "not answer")]
-)
+@pytest.mark.parametrize(("hang", "where"), [("spin", r"at workers/test_hangs.py:\d+ in spin"), ("stop", "not answer")])
 def test_the_error_of_the_others_names_the_worker_that_hangs(tmp_path, hang, where):
     with pytest.raises(ProcessRaisedException) as ended:
         run_workers(3, work, tmp_path, hang)
-    said = (
-        r"step 2 has lasted for \d s and the others wait for rank 1: rank 0 is at .*; rank 1 (is|does) "
-        + where
-    )
-    assert re.search(f"RuntimeError: {said}.*gloo.*Timed out", str(ended.value)), (
-        "a message with gloo is a death"
-    )
+    said = r"step 2 has lasted for \d s and the others wait for rank 1: rank 0 is at .*; rank 1 (is|does) " + where
+    assert re.search(f"RuntimeError: {said}.*gloo.*Timed out", str(ended.value)), "a message with gloo is a death"
     printed = [(tmp_path / f"said-{rank}").read_text() for rank in (0, 2)]
     assert ["has lasted for" in text for text in printed] == [True, False], "one says it for all"
 

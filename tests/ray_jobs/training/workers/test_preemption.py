@@ -45,9 +45,7 @@ def answer_a_request(store: Store, context: Context) -> None:
 
 def test_sigterm_ends_the_process_after_a_checkpoint(store, context, draining):
     saved = []
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: saved.append(checkpoints(store, "pretrain", context.attempt.key))
-    )
+    before = signal.signal(signal.SIGTERM, lambda *_: saved.append(checkpoints(store, "pretrain", context.attempt.key)))
     try:
         worker = threading.Thread(target=answer_a_request, args=(store, context))
         worker.start()
