@@ -22,7 +22,7 @@ import yaml
 import pipelines.store.protocol
 from pipelines.cluster.local import LocalConnection
 from pipelines.commands import running
-from pipelines.engine import decisions, driver, runs
+from pipelines.engine import decisions, driver, history, runs
 from pipelines.engine.driver import STOP_SECONDS, Driver
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.load import parse_pipeline
@@ -830,6 +830,6 @@ def test_closing_the_terminal_and_kill_stop_a_run_as_ctrl_c_does(
     monkeypatch.setattr(LocalConnection, "cluster", lambda _: connection)
     done = vitflow_here("run", tmp_path / "two.yaml", "--store", store.uri, check=130)
     assert "stopping images" in done.stdout and "To continue: vitflow run" in done.stdout
-    (run,) = runs.runs(store)
+    (run,) = history.runs(store)
     assert runs.run_status(store, run)["status"] == "STOPPED"
     assert signal.getsignal(signal.SIGHUP) is signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
