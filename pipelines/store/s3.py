@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from boto3.s3.transfer import create_transfer_manager
-from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+from botocore.exceptions import (
+    ClientError,
+    IncompleteReadError,
+    PaginationError,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
 
 from pipelines.errors import StoreDamaged
 from pipelines.files import s3_client
@@ -102,19 +108,28 @@ class S3Store:
         return sorted(name for name in names if name > after)  # a folder of this name is listed, too
 
     def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
-        root, etags = f"{self.prefix}{folder}/", defaultdict[str, dict[str, str]](dict)
         with self._translate_errors(f"list {folder}"):
-            lister = s3_client.client().get_paginator("list_objects_v2")
-            for page in lister.paginate(Bucket=self.bucket, Prefix=root, Delimiter=f"/{beside}/"):
-                for entry in page.get("Contents", ()):
-                    child, _, name = entry["Key"][len(root) :].partition("/")
-                    etags[child][name] = entry["ETag"]
-                for entry in page.get("CommonPrefixes", ()):
-                    etags[entry["Prefix"][len(root) :].partition("/")[0]].setdefault(beside, "")
+            try:
+                etags = self._etags(f"{self.prefix}{folder}/", beside)
+            except (ClientError, PaginationError):
+                # MinIO repeats pages (minio#20682), and others refuse delimiters other than "/"
+                return dict.fromkeys(self.names(folder), "")
         return {
             child: " ".join(of[name] for name in names) if of.keys() >= {*names} else None
             for child, of in sorted(etags.items())
         }
+
+    def _etags(self, root: str, beside: str) -> dict[str, dict[str, str]]:
+        """Return {child of a folder: {name: ETag}}, without the objects in the folder `beside` of each child."""
+        etags = defaultdict[str, dict[str, str]](dict)
+        lister = s3_client.client().get_paginator("list_objects_v2")
+        for page in lister.paginate(Bucket=self.bucket, Prefix=root, Delimiter=f"/{beside}/"):
+            for entry in page.get("Contents", ()):
+                child, _, name = entry["Key"][len(root) :].partition("/")
+                etags[child][name] = entry["ETag"]
+            for entry in page.get("CommonPrefixes", ()):
+                etags[entry["Prefix"][len(root) :].partition("/")[0]].setdefault(beside, "")
+        return etags
 
     def digest(self, name: str) -> tuple[int, str] | None:
         size, digest = 0, hashlib.sha256()

@@ -18,7 +18,7 @@ from s3transfer.exceptions import S3DownloadFailedError
 from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
 from pipelines.files.s3 import parse
-from pipelines.store import FileEntry, StoreError, StoreUnreachable, open_store
+from pipelines.store import FileEntry, StoreError, StoreUnreachable, all_manifests, commit, open_store
 from pipelines.store import s3 as s3_store
 from pipelines.store.s3 import S3Store
 from tests.support.records import flip, make_context, make_manifest
@@ -347,6 +347,15 @@ def test_listings_are_paged(store: S3Store, proxy: Proxy, bucket: Bucket) -> Non
     assert len(proxy.asked("GET", "prefix=")) == 2
     assert store.names("many", "1", after="1001") == names[-3:]
     assert len(proxy.asked("GET", "prefix=")) == 3
+
+
+def test_where_a_delimiter_is_refused_versions_are_unknown_and_everything_is_read(store: S3Store, proxy: Proxy) -> None:
+    """MinIO, Storj and others list by "/" only."""
+    committed = [commit(store, make_manifest("ingest", key=key)) for key in ("a", "b")]
+    assert list(all_manifests(store, "ingest")) == committed
+    proxy.faults.append(Fault("GET", "delimiter=%2Fattempts%2F", 501, "NotImplemented", times=2))
+    assert store.versions("artifacts/ingest", ["manifest.json"], "attempts") == {"a": "", "b": ""}
+    assert list(all_manifests(store, "ingest")) == committed
 
 
 def test_a_file_that_is_here_is_not_fetched_again(store: S3Store, proxy: Proxy) -> None:
