@@ -172,7 +172,7 @@ def _affordable(plan: Repetitions, sides: tuple[Side, Side], minutes: float | No
 
 
 def _seconds(sides: tuple[Side, Side]) -> float:
-    """Return the seconds of a repetition: those of the longer of A and B, whose fields it has; at least 1."""
+    """Return how long a repetition takes, in seconds: as long as A or B, whichever took longer; at least 1."""
     return max(1.0, *(side.manifest.seconds for side in sides))
 
 

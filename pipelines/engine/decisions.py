@@ -130,7 +130,10 @@ def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
 
 
 def no_answer(flight: InFlight, reason: str, now: float) -> Decision:
-    """Return what to do if the store or the cluster does not answer: show it once, and wait."""
+    """Return what to do if the store or the cluster does not answer: show it once, and wait.
+
+    The next observation reads the store, because the job may commit while its cluster does not answer.
+    """
     actions = () if flight.is_waiting else (Show(Status.WAITING, f"no answer: {reason}"),)
     waiting = replace(flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS, watched_at=None, read_at=now)
     return waiting, actions

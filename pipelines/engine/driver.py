@@ -314,8 +314,8 @@ class Driver:
                 self._commit(name, observed.manifest, Status.SUCCEEDED)
             case EndAttempt(status, detail):
                 self._end_log(name)
-                number = observed.attempt and observed.attempt.number
-                self._add_event(name, status, "attempt ended", detail=detail, attempt=number or 0)
+                assert observed.attempt is not None
+                self._add_event(name, status, "attempt ended", detail=detail, attempt=observed.attempt.number)
             case End(status, detail):
                 self._end(name, status, detail)
             case Show(status, detail):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -22,9 +23,9 @@ from pipelines.store import (
     create_over,
     now,
     read_events,
+    read_or_warn,
     read_overs,
     read_plan,
-    read_with_reference,
     warn,
 )
 
@@ -46,7 +47,7 @@ def runs(store: Store, prefix: str = "") -> list[str]:
 
 
 def is_run(name: str) -> bool:
-    """Whether a name is that of a run."""
+    """Whether a name has the form of a run's id."""
     return name.count("-") >= 3
 
 
@@ -158,21 +159,15 @@ def newest_results(
         jobs: stage -> its job.
     """
     found: Results = {}
-    tried: set[tuple[str, str]] = set()
     if not jobs:
         return found
+    read_once = cache(partial(read_or_warn, store))  # runs and stages may share results
     for keys in stage_keys(store, runs):
         for stage in jobs.keys() & keys.keys() - found.keys():
             artifact = keys[stage]
-            if artifact is None or artifact[0] != jobs[stage] or artifact in tried:
+            if artifact is None or artifact[0] != jobs[stage]:
                 continue
-            tried.add(artifact)
-            try:
-                result = read_with_reference(store, *artifact)
-            except StoreDamaged as error:
-                warn(f"{error}; ignoring it. Run `vitflow verify`")
-                continue
-            if result is not None and is_usable(result[0]):
+            if (result := read_once(*artifact)) is not None and is_usable(result[0]):
                 found[stage] = result
         if len(found) == len(jobs):
             break

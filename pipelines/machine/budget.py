@@ -85,7 +85,7 @@ class Fits(NamedTuple):
 
     @property
     def flops_per_image(self) -> int:
-        """Of a training step."""
+        """The operations of a training step."""
         return compute.train_flops(self.architecture, self.mae)
 
     @property
@@ -155,10 +155,8 @@ def _between(least: float, most: float) -> str:
 
 def described(architecture: Architecture, mae: MaeOptions | None = None) -> str:
     """Return a model in the terms of the field: ViT-Ti/16 at 224 pixels, its parameters and GFLOPs."""
-    flops, masked = (
-        compute.forward_flops(architecture, mae) / 1e9,
-        " as a masked autoencoder" * (mae is not None),
-    )
+    flops = compute.forward_flops(architecture, mae) / 1e9
+    masked = " as a masked autoencoder" if mae is not None else ""
     return (
         f"{name_of(architecture)} at {architecture.image_shape[0]} pixels ({architecture.num_parameters / 1e6:,.3g} M"
         f" parameters, {flops:,.3g} GFLOPs per image{masked})"

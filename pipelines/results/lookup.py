@@ -14,15 +14,7 @@ from itertools import chain
 from pipelines.engine.history import plan_of, recipe_of, runs, runs_of, stage_keys
 from pipelines.recipe.pipeline import members
 from pipelines.spec import STAGE_TYPES, RecipeError, nearest
-from pipelines.store import (
-    Manifest,
-    Store,
-    StoreDamaged,
-    all_manifests,
-    is_committed,
-    read_manifest,
-    warn,
-)
+from pipelines.store import Manifest, Store, all_manifests, is_committed, read_or_warn
 
 _NAMED = 8  # artifacts in a message
 Artifact = tuple[str, str]
@@ -114,16 +106,8 @@ def find_manifests(store: Store, selector: str, kind: str | None = None) -> list
     Raises:
         RecipeError: nothing matches, or it is ambiguous.
     """
-    found = []
-    for job, key in find_keys(store, selector, kind):
-        try:
-            manifest = read_manifest(store, job, key)
-        except StoreDamaged as error:
-            warn(f"{error}; ignoring it. Run `vitflow verify`")
-            continue
-        if manifest is not None:
-            found.append(manifest)
-    return sorted(found, key=lambda manifest: manifest.finished)
+    read = (read_or_warn(store, job, key) for job, key in find_keys(store, selector, kind))
+    return sorted((found[0] for found in read if found is not None), key=lambda manifest: manifest.finished)
 
 
 def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Artifact]:

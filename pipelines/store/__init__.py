@@ -21,6 +21,7 @@ from pipelines.store.artifacts import local_files as local_files
 from pipelines.store.artifacts import read_attempt as read_attempt
 from pipelines.store.artifacts import read_current as read_current
 from pipelines.store.artifacts import read_manifest as read_manifest
+from pipelines.store.artifacts import read_or_warn as read_or_warn
 from pipelines.store.artifacts import read_with_reference as read_with_reference
 from pipelines.store.artifacts import rebuild_command as rebuild_command
 from pipelines.store.artifacts import replace_artifact as replace_artifact

@@ -48,6 +48,15 @@ def read_with_reference(store: Store, job: str, key: str) -> tuple[Manifest, Inp
     return manifest, _reference(manifest, data)
 
 
+def read_or_warn(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
+    """Do `read_with_reference`, but return None for a damaged manifest, with a warning."""
+    try:
+        return read_with_reference(store, job, key)
+    except StoreDamaged as error:
+        warn(f"{error}; ignoring it. Run `vitflow verify`")
+        return None
+
+
 def is_committed(store: Store, job: str, key: str) -> bool:
     """Whether an artifact has a manifest, which may be damaged."""
     return "manifest.json" in store.names(Layout.artifact(job, key))

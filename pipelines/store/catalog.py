@@ -107,7 +107,7 @@ def _version(connection: sqlite3.Connection) -> int:
 def _refresh(
     connection: sqlite3.Connection, folder: str, rest: dict[str, str | None], read: Read[Record]
 ) -> list[Found[Record]]:
-    """Make the rows of a folder those of the listed versions; return the records that have no row, sorted.
+    """Bring the rows of a folder up to the listed versions; return the records that have no row, sorted.
 
     Removes the names of damaged records from `rest`.
     """

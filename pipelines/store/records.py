@@ -276,7 +276,7 @@ class RunPlan(Frozen):
 
 
 class StageState(Frozen):
-    """The state of a stage of a run; it may have more fields, which are those of its last event."""
+    """The state of a stage of a run; it may have more fields, from the stage's last event."""
 
     model_config = ConfigDict(extra="allow")
 

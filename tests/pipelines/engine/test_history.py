@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.engine.history import end_run, is_over, runs, runs_of, stages_of
+from pipelines.engine.history import end_run, is_over, newest_results, runs, runs_of, stages_of
 from pipelines.engine.runs import run_status
-from pipelines.store import add_event, create_run, open_store
-from tests.support.records import make_plan
+from pipelines.store import Layout, add_event, commit, create_run, open_store
+from tests.support.records import make_manifest, make_plan
 
 PLAN = make_plan("p-20260101-000000-0000", "a")
 
@@ -57,6 +57,18 @@ def test_the_end_of_a_run_is_recorded_once_with_its_stages(tmp_path: Path) -> No
     status = run_status(store, run)
     assert (is_over(store, run), status["status"]) == (True, "SUCCEEDED")
     assert [(stage["stage"], stage["status"], stage["key"]) for stage in status["stages"]] == [("a", "SUCCEEDED", "k")]
+
+
+def test_two_stages_may_have_one_result_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "s"))
+    for day, key in ((1, "good"), (2, "bad")):
+        create_run(store, run := f"p-2026010{day}-000000-0000", make_plan(run, "a", "b"))
+        for stage in ("a", "b"):
+            add_event(store, run, "stage", stage=stage, status="SUCCEEDED", key=key)
+        commit(store, make_manifest("ingest", key=key))
+    (tmp_path / "s" / Layout.manifest("ingest", "bad")).write_bytes(b"{")
+    found = newest_results(store, runs_of(store, "p"), {"a": "ingest", "b": "ingest", "c": "ingest"})
+    assert {stage: manifest.key for stage, (manifest, _) in found.items()} == {"a": "good", "b": "good"}
 
 
 def test_a_run_that_ended_before_there_was_over_json_is_over(tmp_path: Path) -> None:
