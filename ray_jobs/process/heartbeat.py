@@ -70,10 +70,7 @@ def show_heartbeat(context: Context[AnyStage], earlier: float = 0.0) -> Iterator
 
     def show(store: Store) -> None:
         nonlocal seen, unchanged
-        last, seen = (
-            seen,
-            _write_heartbeat(store, context.attempt, seconds=earlier + time.monotonic() - began),
-        )
+        last, seen = seen, _write_heartbeat(store, context.attempt, seconds=earlier + time.monotonic() - began)
         # count heartbeats, not seconds: the clock also runs while a process is suspended
         unchanged = unchanged + 1 if seen.step == last.step else 0
         if seen.step is not None and unchanged * HEARTBEAT_SECONDS > STEP_SECONDS:
