@@ -172,7 +172,6 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
     assert len(workers) == 2
     supervisor, began = suspended(stage, workers), time.monotonic()
     last, first_saved = signs(1), saved(1)
-    undisturbed = train(tmp_path / "undisturbed")
     wait_for(lambda: list(store.glob("artifacts/pretrain/*/attempts/2")), 90)
     assert time.monotonic() - began >= 20 - 5, "the last sign of life came up to 5 s before"
     wait_for(lambda: signs(2).get("step"), 150)
@@ -181,6 +180,7 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
         process.resume()
     wait_for(lambda: all(map(is_over, (stage, *workers))), 20)
     supervisor.resume()
+    undisturbed = train(tmp_path / "undisturbed")  # on the core that is free now
     assert signs(1) == last
     assert saved(1) <= first_saved
     assert "pretrain" not in manifests(store), "the next attempt is still training"
