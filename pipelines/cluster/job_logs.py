@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 
 import aiohttp
+
+from pipelines.environment import Flag
 
 CONNECT_SECONDS = 10.0  # timeout of a connection
 ASK_SECONDS = 1.0  # between checks whether the job has ended, while its log is silent
@@ -19,7 +20,7 @@ def stream(
     headers: dict[str, str],
     trust_env: bool,
     lines: Lines,
-    stop: threading.Event,
+    stop: Flag,
     ended: Callable[[], bool],
 ) -> None:
     """Add a log to `lines` from its beginning; return when the stream ends or breaks, or `stop` is set."""
@@ -64,7 +65,7 @@ class Lines:
 
 
 async def _receive(
-    socket: aiohttp.ClientWebSocketResponse, lines: Lines, stop: threading.Event, ended: Callable[[], bool]
+    socket: aiohttp.ClientWebSocketResponse, lines: Lines, stop: Flag, ended: Callable[[], bool]
 ) -> None:
     """Receive until the stream ends or `stop` is set. Ray ends a job's stream 5 s late, so `ended` is asked, too."""
     receiving = asyncio.ensure_future(socket.receive())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
+from pipelines.environment import Flag
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class JobServer(Protocol):
     def job(self, submission_id: str) -> JobState | None: ...
     def stop(self, submission_id: str) -> None: ...
     def logs(self, submission_id: str) -> str: ...
-    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: threading.Event) -> None: ...
+    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: Flag) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Cluster:
             return f"(the log cannot be read, it is not UTF-8: {_last_line(response.text)})\n"
         return "" if self._unknown(response) else str(self._json(response)["logs"])
 
-    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: threading.Event) -> None:
+    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: Flag) -> None:
         """Call `write` once for each line of a job's log, without its newline, until the job ends or `stop` is set.
 
         Run it in its own thread. It fetches the rest of the log when the job ends or `stop` is set; so when the job has

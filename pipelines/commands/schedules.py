@@ -32,6 +32,7 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import pin
 from pipelines.schedules.cron import check_cron, check_timezone
 from pipelines.schedules.schedule import (
+    Reach,
     Schedule,
     add_schedule,
     all_schedules,
@@ -94,7 +95,7 @@ def schedule_list(
     opened = open_(store, create=False)
     rows: list[dict[str, Any]] = []
     for schedule in all_schedules(opened):
-        run, status = last_run(opened, schedule, token_file) or (None, None)
+        run, status = last_run(opened, schedule, Reach(token_file)) or (None, None)
         rows.append(
             {
                 "name": schedule.name,
@@ -147,7 +148,7 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 
     You can kill it, move it to another machine, or run it twice: a tick never fires twice.
     """
-    serve(open_(store), token_file, _say)
+    serve(open_(store), Reach(token_file), _say)
 
 
 @app.command("tick")
@@ -159,7 +160,7 @@ def schedule_tick(name: NameArgument, store: StoreOption = DEFAULT_STORE, token_
         return
     try:
         acted = False
-        for line in attend(opened, schedule, datetime.now(UTC), token_file, None):
+        for line in attend(opened, schedule, datetime.now(UTC), Reach(token_file), None):
             _say(f"{name}: {line}")
             acted = True
     except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:

@@ -11,9 +11,6 @@ decisions.
 from __future__ import annotations
 
 import json
-import secrets
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,6 +35,7 @@ from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
+from pipelines.environment import Flag, Thread, environment
 from pipelines.spec import AnyStage, RecipeError, module
 from pipelines.store import (
     LARGEST_RECORD,
@@ -89,13 +87,6 @@ class Connection(Protocol):
         """Keep the cluster alive; called at every poll."""
 
 
-class Clock(Protocol):
-    """The driver's clock: the module `time`, or a test's clock."""
-
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
-
-
 @dataclass
 class Driver:
     """One process's walk over one run, with at most `parallel` stages in flight."""
@@ -105,14 +96,12 @@ class Driver:
     connection: Connection
     display: Display
     parallel: int
-    clock: Clock = time
-    token_hex: Callable[[int], str] = secrets.token_hex  # for nonces
     planned: dict[str, PlannedStage] = field(default_factory=dict)  # stages that have begun
     flights: dict[str, InFlight] = field(default_factory=dict)  # stages that have not ended
     attempts: dict[str, Attempt] = field(default_factory=dict)  # their newest attempts, as the store has them
     status: dict[str, Status] = field(default_factory=dict)  # stages that have ended
     references: dict[str, InputRef] = field(default_factory=dict)  # committed stages
-    logs: dict[str, tuple[threading.Thread, threading.Event]] = field(default_factory=dict)
+    logs: dict[str, tuple[Thread, Flag]] = field(default_factory=dict)
     look_for_stop_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -133,7 +122,7 @@ class Driver:
         """
         try:
             while self._patiently(self.step):
-                self.clock.sleep(POLL_SECONDS)
+                environment().sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             if running := [name for name in self.flights if name in self.attempts]:
                 self.display.say(f"stopping {', '.join(running)}")
@@ -147,13 +136,13 @@ class Driver:
         return self.status, [self.planned[name] for name in self.names if self.status[name].succeeded]
 
     def _patiently(self, operation: Callable[[], Any]) -> Any:
-        return wait_for_store(operation, self.display.say, self.clock.sleep)
+        return wait_for_store(operation, self.display.say)
 
     def step(self) -> bool:
         """Observe every stage once and act; return False when all have ended."""
         self.connection.keep()
-        if self.clock.monotonic() >= self.look_for_stop_at:
-            self.look_for_stop_at = self.clock.monotonic() + STOP_SECONDS
+        if environment().monotonic() >= self.look_for_stop_at:
+            self.look_for_stop_at = environment().monotonic() + STOP_SECONDS
             if stop_requested(self.store, self.run.id):
                 self.stop()
                 return False
@@ -161,7 +150,7 @@ class Driver:
             if name not in self.status and name not in self.flights and len(self.flights) < self.parallel:
                 self._begin(name)
         for name in list(self.flights):
-            while name in self.flights and self.flights[name].look_at <= self.clock.monotonic():
+            while name in self.flights and self.flights[name].look_at <= environment().monotonic():
                 self._follow(name)
         return len(self.status) < len(self.names)
 
@@ -254,11 +243,11 @@ class Driver:
         flight = self.flights[name]
         try:
             observed = self._observe(name)
-            next_flight, actions = decide(self.flights[name], observed, self.clock.monotonic())
+            next_flight, actions = decide(self.flights[name], observed, environment().monotonic())
             for action in actions:
                 self._act(name, observed, action)
         except (ClusterUnreachable, StoreUnreachable) as error:
-            next_flight, actions = no_answer(flight, str(error), self.clock.monotonic())
+            next_flight, actions = no_answer(flight, str(error), environment().monotonic())
             for action in actions:
                 self._act(name, Observation(), action)
         except StoreDamaged as error:  # the stage's manifest or attempt
@@ -270,7 +259,7 @@ class Driver:
     def _observe(self, name: str) -> Observation:
         flight, job_type, key = self.flights[name], self.planned[name].config.job, self.planned[name].key
         assert key is not None
-        is_due = name not in self.attempts or flight.read_at <= self.clock.monotonic()
+        is_due = name not in self.attempts or flight.read_at <= environment().monotonic()
         if is_due and (manifest := read_manifest(self.store, job_type, key)) is not None:
             return Observation(manifest=manifest)
         cluster = self.connection.cluster()
@@ -286,7 +275,7 @@ class Driver:
             if not is_due:
                 return Observation(attempt, job, heartbeat=flight.sign and flight.sign[1])
             heartbeat = self.store.read(Layout.heartbeat(job_type, key, attempt.number), LARGEST_RECORD)
-            self.flights[name] = replace(flight, read_at=self.clock.monotonic() + READ_SECONDS)
+            self.flights[name] = replace(flight, read_at=environment().monotonic() + READ_SECONDS)
             return Observation(attempt, job, heartbeat=heartbeat)
         log = "" if job is None else cluster.logs(attempt.submission_id)
         session = cluster.session_name
@@ -324,7 +313,7 @@ class Driver:
     def _write_attempt(self, planned: PlannedStage, previous: Attempt | None) -> Attempt:
         assert planned.key is not None and planned.inputs is not None
         cluster, number = self.connection.cluster(), 1 if previous is None else previous.number + 1
-        nonce = self.token_hex(16)  # also in the job's id: a copy of this store may use the same Ray
+        nonce = environment().token_hex(16)  # also in the job's id: a copy of this store may use the same Ray
         wanted = Attempt(
             job=planned.config.job,
             key=planned.key,
@@ -359,10 +348,9 @@ class Driver:
         self._add_job_event(name, Status.RUNNING, attempt)
         self.display.stage(name, Status.RUNNING, f"attempt {attempt.number}" if attempt.number > 1 else "")
         if name not in self.logs:
-            end, follow = threading.Event(), self.connection.cluster().follow_logs
-            arguments = (attempt.submission_id, partial(self.display.line, name), end)
-            self.logs[name] = threading.Thread(target=follow, args=arguments, daemon=True), end
-            self.logs[name][0].start()
+            end, follow = environment().flag(), self.connection.cluster().follow_logs
+            lines = partial(follow, attempt.submission_id, partial(self.display.line, name), end)
+            self.logs[name] = environment().start(lines, f"log of {name}"), end
 
     def _add_job_event(self, name: str, status: Status, job: Attempt) -> None:
         self._add_event(name, status, attempt=job.number, key=job.key, submission_id=job.submission_id)
@@ -379,12 +367,12 @@ class Driver:
         """
         if attempt is None or not is_at(self.store, attempt.store_uri):
             return
-        submission_id, deadline = attempt.submission_id, self.clock.monotonic() + LOG_SECONDS
+        submission_id, deadline = attempt.submission_id, environment().monotonic() + LOG_SECONDS
         with suppress(ClusterUnreachable):  # then there is nothing to wait for
             while (job := self.connection.cluster().job(submission_id)) is not None and not job.ended:
-                if self.clock.monotonic() >= deadline:
+                if environment().monotonic() >= deadline:
                     break
-                self.clock.sleep(POLL_SECONDS)
+                environment().sleep(POLL_SECONDS)
         try:
             log = self.connection.cluster().logs(submission_id)
         except ClusterUnreachable as error:

@@ -7,12 +7,13 @@ are. A run that is over has the state of all its stages in one object.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 from pipelines.engine.status import COMMITTED, Status
+from pipelines.environment import environment
 from pipelines.store import (
     InputRef,
     Layout,
@@ -78,7 +79,7 @@ def runs_of(store: Store, recipe: str) -> Iterator[str]:
 
 def days_back() -> Iterator[str]:
     """Yield days, such as 20261126, after which to list names that begin with a date: recent, less recent, all ("")."""
-    today = datetime.now(UTC)
+    today = environment().utc()
     for days in (2, 60):
         yield f"{today - timedelta(days):%Y%m%d}"
     yield ""

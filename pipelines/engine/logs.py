@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine.display import in_words
 from pipelines.engine.runs import Clusters, driver_log, run_status
 from pipelines.engine.status import ENDED, Status
+from pipelines.environment import environment
 from pipelines.recipe.pipeline import members
 from pipelines.store import Attempt, Layout, Store, StoreDamaged, last_attempt
 
@@ -75,7 +75,7 @@ def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callab
     try:
         cluster = clusters(attempt.cluster_address)
         if follow:
-            cluster.follow_logs(attempt.submission_id, lambda line: _write_lines(line, write), threading.Event())
+            cluster.follow_logs(attempt.submission_id, lambda line: _write_lines(line, write), environment().flag())
         else:
             log = cluster.logs(attempt.submission_id)
             _write_lines(log or "(the cluster does not know this job)", write)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import graphlib
 from collections.abc import Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from pipelines import identity
 from pipelines.engine.history import RECENT, newest_results, runs_of
 from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
+from pipelines.environment import environment
 from pipelines.files.weights import lacks_preprocessing
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
@@ -115,7 +115,7 @@ def plan_pipeline(
         source = sources[_source_fields(config)]
         return plan_stage(store, name, remaining, committed, strict_code, source, newest.get(name))
 
-    with ThreadPoolExecutor(READERS) as readers:
+    with environment().pool(READERS) as readers:
         while generations:
             ready = generations.get_ready()
             for stage in readers.map(plan, ready):

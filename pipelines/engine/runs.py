@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for
 from pipelines.engine.history import RECENT, is_over, is_run, plan_of, position_of, runs_of, stages_of
 from pipelines.engine.latest import Newest, newest_models, wants_latest
 from pipelines.engine.status import COMMITTED, Status
+from pipelines.environment import environment
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
@@ -88,13 +87,13 @@ def start_run(
     if run_id is None and (unfinished := _unfinished_run(store, pipeline.name, digest)) is not None:
         return unfinished
     latest = newest_models(store, pipeline, plan["stages"])
-    nonces = {stage: secrets.token_hex(16) for stage in force}
+    nonces = {stage: environment().token_hex(16) for stage in force}
     record = plan | {"digest": digest, "force": nonces} | _latest_record(latest)
     if run_id is not None:
-        create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
+        create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": environment().token_hex(8)})
         return load_run(store, run_id)
     while True:
-        moment = datetime.now(UTC)  # ids are sorted by time: the last part is a fraction of the second
+        moment = environment().utc()  # ids are sorted by time: the last part is a fraction of the second
         run = f"{pipeline.name}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond * 2**16 // 10**6:04x}"
         if create_run(store, run, record | {"run": run, "created": now()}):
             return Run(run, pipeline, targets, nonces, False, strict_code, latest)

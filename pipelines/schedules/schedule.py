@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,8 +22,9 @@ from pipelines.cluster.jobs_client import Cluster, connect
 from pipelines.cluster.local import connect_running
 from pipelines.engine import plan, submission
 from pipelines.engine.history import days_back, end_run, is_over
-from pipelines.engine.runs import Run, run_status, start_run
+from pipelines.engine.runs import Clusters, Run, run_status, start_run
 from pipelines.engine.status import Status
+from pipelines.environment import environment
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.spec import RecipeError, nearest
@@ -90,6 +92,26 @@ class Decision(Frozen):
     nonce: str
     who: str
     time: str
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How to reach the clusters of schedules; `token_file` contains the token of those at a schedule's address."""
+
+    token_file: Path | None
+
+    def target(self, schedule: Schedule) -> AbstractContextManager[tuple[Cluster, Path | None]]:
+        """Yield the cluster that the schedule's runs go to; see `submission.target`."""
+        return submission.target(schedule.address, self.token_file)
+
+    def clusters(self, schedule: Schedule) -> Clusters:
+        """Return a client of the cluster at an address in a record of the schedule's runs."""
+
+        def cluster(address: str) -> Cluster:
+            at_schedule = schedule.address is not None and address == schedule.address.rstrip("/")
+            return connect(address, self.token_file) if at_schedule else connect_running(address)
+
+        return cluster
 
 
 # ------------------------------------------------------------------------------------------------- in the store
@@ -167,7 +189,7 @@ def _current(store: Store, name: str) -> tuple[int, Schedule | None]:
 
 
 def _write(store: Store, number: int, schedule: Schedule) -> None:
-    signed = schedule.model_copy(update={"nonce": secrets.token_hex(8), "who": who(), "time": now()})
+    signed = schedule.model_copy(update={"nonce": environment().token_hex(8), "who": who(), "time": now()})
     if not store.create(f"{Layout.schedule(schedule.name)}/{number}.json", encode(signed)):
         raise StoreError(f"another process has just changed the schedule {schedule.name}; check it and retry")
 
@@ -196,7 +218,7 @@ def decide(store: Store, schedule: Schedule, tick: datetime, blocking_run: str |
         tick=tick.isoformat(),
         decision="run" if blocking_run is None else "skip",
         run=blocking_run or tick_run(store, schedule, tick),
-        nonce=secrets.token_hex(8),
+        nonce=environment().token_hex(8),
         who=who(),
         time=now(),
     )
@@ -210,9 +232,7 @@ def _decision_name(name: str, tick: datetime) -> str:
 # ------------------------------------------------------------------------------------------------- being due
 
 
-def attend(
-    store: Store, schedule: Schedule, moment: datetime, token_file: Path | None, grace: timedelta | None
-) -> Iterator[str]:
+def attend(store: Store, schedule: Schedule, moment: datetime, reach: Reach, grace: timedelta | None) -> Iterator[str]:
     """Start the runs and drivers that a schedule needs at this moment; yield a line for each action.
 
     If the driver of the last tick's run is gone, submit another. Then, if there is no decision on the last tick that is
@@ -220,7 +240,7 @@ def attend(
 
     Args:
         moment: now, UTC.
-        token_file: contains the token of the cluster at the schedule's address.
+        reach: how to reach the schedule's cluster.
         grace: older ticks are missed; None: the last tick is due however old it is.
 
     Raises:
@@ -234,8 +254,8 @@ def attend(
     previous = decided or last_decision(store, schedule.name)  # an idle call lists nothing
     blocking_run = None
     if previous is not None and not _is_over(store, previous.run):
-        if _status(store, previous.run, schedule, token_file) == Status.UNFINISHED:
-            yield from _submit(store, schedule, previous.run, token_file)
+        if _status(store, previous.run, reach.clusters(schedule)) == Status.UNFINISHED:
+            yield from _submit(store, schedule, previous.run, reach)
         if not _is_over(store, previous.run):
             blocking_run = previous.run
     if tick is None or decided is not None:
@@ -250,24 +270,19 @@ def attend(
     if decision.decision == "skip":
         yield f"skipped {_shown(tick)}: {decision.run} has not ended (`vitflow stop {decision.run}` ends it)"
     else:
-        yield from _submit(store, schedule, decision.run, token_file)
+        yield from _submit(store, schedule, decision.run, reach)
 
 
-def last_run(store: Store, schedule: Schedule, token_file: Path | None) -> tuple[str, str] | None:
+def last_run(store: Store, schedule: Schedule, reach: Reach) -> tuple[str, str] | None:
     """Return (id, status) of the run in the last decision; None if there is none."""
     decision = last_decision(store, schedule.name)
     if decision is None:
         return None
-    return decision.run, _status(store, decision.run, schedule, token_file)
+    return decision.run, _status(store, decision.run, reach.clusters(schedule))
 
 
-def _status(store: Store, run: str, schedule: Schedule, token_file: Path | None) -> str:
+def _status(store: Store, run: str, clusters: Clusters) -> str:
     """Return a run's status; UNFINISHED also if it was decided on but has not started."""
-
-    def clusters(address: str) -> Cluster:
-        at_schedule = schedule.address is not None and address == schedule.address.rstrip("/")
-        return connect(address, token_file) if at_schedule else connect_running(address)
-
     if read_plan(store, run) is None:
         return Status.UNFINISHED
     return str(run_status(store, run, clusters)["status"])
@@ -279,13 +294,13 @@ def _is_over(store: Store, run: str) -> bool:
     return (store.id, run) in _OVER
 
 
-def _submit(store: Store, schedule: Schedule, run_id: str, token_file: Path | None) -> Iterator[str]:
+def _submit(store: Store, schedule: Schedule, run_id: str, reach: Reach) -> Iterator[str]:
     """Start a tick's run unless it has started, and submit its driver unless one is running or all is cached."""
     run = start_run(store, schedule.pipeline, tuple(schedule.pipeline.stages), run_id=run_id)
     if _finish_cached(store, schedule, run):
         yield f"{run_id}: nothing to do"
         return
-    with submission.target(schedule.address, token_file) as (cluster, ray_folder):
+    with reach.target(schedule) as (cluster, ray_folder):
         session = cluster.session_name
         # drivers of other sessions do not count: they ended because their cluster did
         submitted = [event for event in read_events(store, run_id) if event["event"] == "driver submitted"]

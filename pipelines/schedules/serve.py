@@ -7,16 +7,15 @@ setting the clock forward or back does not matter.
 from __future__ import annotations
 
 import signal
-import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from concurrent.futures import Executor, Future
+from datetime import datetime, timedelta
 
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.cluster.local import LocalRayError
-from pipelines.schedules.schedule import Schedule, all_schedules, attend
+from pipelines.environment import environment
+from pipelines.schedules.schedule import Reach, Schedule, all_schedules, attend
 from pipelines.store import Store, StoreError
 from vit_model.errors import UserError
 
@@ -28,13 +27,13 @@ THREADS = 32  # schedules attended to at once, because a cluster that does not a
 class _Server:
     """A server that attends to each schedule in a thread, and never twice at once to the same schedule."""
 
-    def __init__(self, store: Store, token_file: Path | None, say: Callable[[str], None]) -> None:
-        self.store, self.token_file, self.say = store, token_file, say
+    def __init__(self, store: Store, reach: Reach, say: Callable[[str], None]) -> None:
+        self.store, self.reach, self.say = store, reach, say
         self.served: dict[str, Schedule] = {}
         self.attending: dict[str, Future[None]] = {}
         self.printed: dict[str, str] = {}
 
-    def look(self, now: datetime, threads: ThreadPoolExecutor) -> float:
+    def look(self, now: datetime, threads: Executor) -> float:
         """Attend to the active schedules; return the seconds until the next look."""
         try:
             active = {schedule.name: schedule for schedule in all_schedules(self.store) if schedule.state == "active"}
@@ -57,7 +56,7 @@ class _Server:
     def _attend(self, schedule: Schedule, now: datetime) -> None:
         """Attend to one schedule; print errors, and retry at the next look."""
         try:
-            for line in attend(self.store, schedule, now, self.token_file, GRACE):
+            for line in attend(self.store, schedule, now, self.reach, GRACE):
                 self._say_once(schedule.name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
             self._say_once(schedule.name, f"{error}; retrying")
@@ -70,27 +69,20 @@ class _Server:
             self.say(f"{name}: {line}" if name else line)
 
 
-def _utc() -> datetime:
-    return datetime.now(UTC)
-
-
-def serve(
-    store: Store, token_file: Path | None, say: Callable[[str], None], clock: Callable[[], datetime] = _utc
-) -> None:
+def serve(store: Store, reach: Reach, say: Callable[[str], None]) -> None:
     """Attend to the store's schedules until SIGTERM or SIGINT; the runs' drivers are jobs and continue.
 
     Args:
-        token_file: contains the token of the clusters at the schedules' addresses.
+        reach: how to reach the schedules' clusters.
         say: prints a line.
-        clock: returns the current time, UTC; called once per look.
     """
-    server = _Server(store, token_file, say)
+    server = _Server(store, reach, say)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"serving {store.uri}")
-    with ThreadPoolExecutor(THREADS) as threads:
+    with environment().pool(THREADS) as threads:
         try:
             while True:
-                time.sleep(server.look(clock(), threads))  # by the monotonic clock
+                environment().sleep(server.look(environment().utc(), threads))  # by the monotonic clock
         except KeyboardInterrupt:
             say("ending; started runs continue")
             threads.shutdown(cancel_futures=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
+from pipelines.environment import environment
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
 from pipelines.store.records import LAYOUT_VERSION, FileEntry, Layout
 from vit_model.fields import Frozen
@@ -130,9 +130,7 @@ def is_at(store: Store, uri: str) -> bool:
     return False
 
 
-def wait_for_store(
-    ask: Callable[[], Answer], say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
-) -> Answer:
+def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
     """Return the result of `ask`; while the store does not answer, print one message and retry."""
     waiting = False
     while True:
@@ -142,7 +140,7 @@ def wait_for_store(
             if not waiting:
                 say(f"waiting for the store: {error}")
             waiting = True
-            sleep(UNREACHABLE_SECONDS)
+            environment().sleep(UNREACHABLE_SECONDS)
 
 
 def job_settings() -> dict[str, str]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import getpass
 import socket
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from pipelines.environment import environment
 from pipelines.spec import Kind
 from vit_model.fields import Frozen
 
@@ -331,7 +332,7 @@ _NEEDED = {
 
 def now() -> str:
     """Return the time, UTC, in ISO 8601 with microseconds."""
-    return datetime.now(UTC).isoformat()
+    return environment().utc().isoformat()
 
 
 def who() -> str:

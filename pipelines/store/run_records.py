@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelines.environment import environment
 from pipelines.errors import StoreDamaged
 from pipelines.store.objects import check_name, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
@@ -28,10 +29,8 @@ def read_plan(store: Store, run: str) -> dict[str, Any] | None:
 
 def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
     """Append to a run's history, which has one small object per event."""
-    from ulid import ULID  # a cached rerun adds no events
-
     record = {"event": event, "time": now(), **fields}
-    store.create(f"{Layout.run(run)}/events/{ULID()}.json", encode(record))
+    store.create(f"{Layout.run(run)}/events/{environment().ulid()}.json", encode(record))
 
 
 def read_events(store: Store, run: str, newest: int | None = None) -> list[dict[str, Any]]:

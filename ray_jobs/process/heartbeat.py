@@ -12,13 +12,11 @@ long. A stage without steps, such as the ingest of a large archive, only shows t
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from pipelines.environment import environment
 from pipelines.spec import AnyStage
 from pipelines.store import (
     Attempt,
@@ -66,11 +64,11 @@ def earlier_seconds(context: Context[AnyStage]) -> float:
 @contextmanager
 def show_heartbeat(context: Context[AnyStage], earlier: float = 0.0) -> Iterator[None]:
     """Show a heartbeat during the block, in the process of a stage; `earlier`: its `earlier_seconds`."""
-    seen, unchanged, began = Heartbeat(nonce=context.attempt.nonce), 0, time.monotonic()
+    seen, unchanged, began = Heartbeat(nonce=context.attempt.nonce), 0, environment().monotonic()
 
     def show(store: Store) -> None:
         nonlocal seen, unchanged
-        last, seen = seen, _write_heartbeat(store, context.attempt, seconds=earlier + time.monotonic() - began)
+        last, seen = seen, _write_heartbeat(store, context.attempt, seconds=earlier + environment().monotonic() - began)
         # count heartbeats, not seconds: the clock also runs while a process is suspended
         unchanged = unchanged + 1 if seen.step == last.step else 0
         if seen.step is not None and unchanged * HEARTBEAT_SECONDS > STEP_SECONDS:
@@ -117,7 +115,7 @@ def _write_heartbeat(
 @contextmanager
 def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iterator[None]:
     """Call `beat` now and every few seconds in a thread, until the block ends or the attempt is superseded."""
-    over = threading.Event()
+    over = environment().flag()
 
     def repeat() -> None:
         store = None
@@ -134,8 +132,7 @@ def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iter
             if over.wait(HEARTBEAT_SECONDS):
                 return
 
-    thread = threading.Thread(target=repeat, name="heartbeat", daemon=True)
-    thread.start()
+    thread = environment().start(repeat, "heartbeat")
     try:
         yield
     finally:
@@ -146,4 +143,4 @@ def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iter
 def _exit(reason: str) -> None:
     """End the process at once, whatever its other threads do or wait for."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+    environment().exit(1)

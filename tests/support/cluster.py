@@ -22,11 +22,13 @@ import heapq
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from itertools import count
 from random import Random
 from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable, JobState
+from pipelines.environment import Environment
 from pipelines.store import (
     Attempt,
     Layout,
@@ -41,12 +43,13 @@ from tests.support.memory_store import MemoryStore
 from tests.support.network import Network
 from tests.support.records import make_manifest
 
+BEGAN = datetime(2026, 11, 22, 12, tzinfo=UTC)  # when the clock stands at 0
 STOP_SECONDS = 1.0  # between SIGTERM and STOPPED
 HEARTBEAT_SECONDS = 5.0  # between two signs of life
 WAITS = "Job has not started yet. It may be waiting for resources."  # what Ray says of a PENDING job
 
 
-class Clock:
+class Clock(Environment):
     """Time that passes only while somebody sleeps; what is due then happens on the way."""
 
     def __init__(self, limit: float = 1e6) -> None:
@@ -65,6 +68,9 @@ class Clock:
             self.now = max(self.now, due)  # what is done may sleep, too
             do()
         self.now = max(self.now, until)
+
+    def utc(self) -> datetime:
+        return BEGAN + timedelta(seconds=self.now)
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         """Have something done later: an outage, Ctrl-C, another driver's step."""

@@ -10,9 +10,10 @@ from itertools import count
 from typing import Any
 
 from pipelines.engine.driver import Driver
-from pipelines.engine.plan import plan_stage
+from pipelines.engine.plan import PlannedStage, plan_stage
 from pipelines.engine.runs import start_run
 from pipelines.engine.status import Status
+from pipelines.environment import Environment, using
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Manifest, read_events, read_over
@@ -67,6 +68,35 @@ class Told:
         return [f"{status} {detail}".strip() for _, name, status, detail in self.stages if name == stage]
 
 
+@dataclass
+class Process(Environment):
+    """A process of a world: its random numbers begin with its number."""
+
+    clock: Clock
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        self._tokens = count()
+        self.utc, self.monotonic, self.sleep = self.clock.utc, self.clock.monotonic, self.clock.sleep  # type: ignore[method-assign]
+
+    def token_hex(self, size: int) -> str:
+        return f"{self.number}-{next(self._tokens)}"
+
+
+class DriverOf(Driver):
+    """A driver whose every step is a process's."""
+
+    environment: Environment
+
+    def walk(self) -> tuple[dict[str, Status], list[PlannedStage]]:
+        with using(self.environment):
+            return super().walk()
+
+    def step(self) -> bool:
+        with using(self.environment):
+            return super().step()
+
+
 class World:
     """A store, a cluster, a clock; drivers come and go."""
 
@@ -85,20 +115,13 @@ class World:
 
     def driver(self, network: Network | None = None, run: str = "some-20261122-120000-0000") -> Driver:
         """A new process that drives a run, which it begins or continues; its nonces begin with its number."""
-        network, numbers = network or Network(), count()
+        network = network or Network()
         targets = tuple(self.pipeline.stages)
         begun = start_run(self.store, self.pipeline, targets, run_id=run)
         store, client = MemoryStore(self.store.objects, network), Client(self.cluster, network)
-        process = next(self._drivers)
-        return Driver(
-            store,
-            begun,
-            client,
-            self.told,
-            parallel=4,
-            clock=self.clock,
-            token_hex=lambda size: f"{process}-{next(numbers)}",
-        )
+        driver = DriverOf(store, begun, client, self.told, parallel=4)
+        driver.environment = Process(self.clock, next(self._drivers))
+        return driver
 
     def attempts(self, job: str = "ingest") -> list[Attempt]:
         """Their records, as they were written."""

@@ -15,10 +15,12 @@ import pytest
 
 from pipelines.engine import history, plan, runs
 from pipelines.engine.history import end_run
+from pipelines.environment import Environment, using
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules import serve
 from pipelines.schedules.schedule import (
+    Reach,
     Schedule,
     add_schedule,
     all_schedules,
@@ -84,6 +86,9 @@ def decisions(store: FolderStore) -> dict[str, str]:
     return {record["tick"]: record["decision"] for record in found}
 
 
+REACH = Reach(None)
+
+
 def begin(store: FolderStore, run: str) -> None:
     """A run that is under way: this process drives it."""
     runs.start_run(store, digits(), ("digits",), run_id=run)
@@ -95,7 +100,7 @@ def run_of(store: Store, tick: datetime) -> str:
 
 
 def say(store: FolderStore, moment: datetime, grace: timedelta | None = GRACE) -> list[str]:
-    return list(attend(store, find_schedule(store, "often"), moment, None, grace))
+    return list(attend(store, find_schedule(store, "often"), moment, REACH, grace))
 
 
 # ------------------------------------------------------------------------------------------------- in the store
@@ -183,7 +188,7 @@ def test_an_idle_tick_makes_the_same_requests_after_many_ticks(
     def idle_requests() -> int:
         requests.clear()
         for each in all_schedules(store):
-            assert list(attend(store, each, tick + timedelta(seconds=20), None, GRACE)) == []
+            assert list(attend(store, each, tick + timedelta(seconds=20), REACH, GRACE)) == []
         return requests.total()
 
     tick = first_tick(store)
@@ -209,7 +214,7 @@ def test_many_servers_at_once_decide_each_tick_once(store: FolderStore) -> None:
         moment = tick
         try:
             while moment <= last + timedelta(seconds=59):
-                said.extend(attend(opened, find_schedule(opened, "often"), moment, None, GRACE))
+                said.extend(attend(opened, find_schedule(opened, "often"), moment, REACH, GRACE))
                 moment += timedelta(seconds=chance.uniform(5, 45))
         except BaseException as error:
             failed.append(error)
@@ -253,7 +258,7 @@ def die(store: FolderStore, tick: datetime, write: int, after: bool) -> None:
     dying = DyingStore(store.root)
     dying.writes_left, dying.after = write, after
     with pytest.raises(Killed):
-        list(attend(dying, find_schedule(store, "often"), tick, None, GRACE))
+        list(attend(dying, find_schedule(store, "often"), tick, REACH, GRACE))
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -269,7 +274,7 @@ def test_whoever_is_killed_at_any_write_is_followed_by_one_who_finishes(
                 store,
                 find_schedule(store, "often"),
                 tick + timedelta(seconds=seconds),
-                None,
+                REACH,
                 timedelta(seconds=10),
             )
         )
@@ -312,7 +317,7 @@ def test_what_was_due_before_it_was_added_or_while_it_rested_is_not_due(store: F
     set_state(store, "often", "active")
     assert say(store, datetime.now(UTC), grace=None) == []
     removed = find_schedule(store, "often").model_copy(update={"state": "removed"})
-    assert list(attend(store, removed, datetime.now(UTC) + 5 * MINUTE, None, None)) == []
+    assert list(attend(store, removed, datetime.now(UTC) + 5 * MINUTE, REACH, None)) == []
     assert last_decision(store, "often") is None
 
 
@@ -355,7 +360,7 @@ def test_a_store_that_fails_is_said_and_begun_work_goes_on_later(store: FolderSt
             return super().create(name, data)
 
     with pytest.raises(StoreError, match="no space left"):
-        list(attend(Failing(store.root), find_schedule(store, "often"), tick, None, GRACE))
+        list(attend(Failing(store.root), find_schedule(store, "often"), tick, REACH, GRACE))
     assert say(store, tick + timedelta(seconds=5)) == [f"{run_of(store, tick)}: nothing to do"]
     assert [event["event"] for event in read_events(store, run_of(store, tick))] == ["stage"]
     assert history.is_over(store, run_of(store, tick))
@@ -400,7 +405,10 @@ def test_a_clock_that_is_set_back_stops_no_schedule_and_repeats_no_tick(
 
     said: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
-    serve.serve(store, None, said.append, partial(next, clock()))
+    stumbling = Environment()
+    stumbling.utc = partial(next, clock())  # type: ignore[method-assign]
+    with using(stumbling):
+        serve.serve(store, REACH, said.append)
     signal.signal(signal.SIGTERM, before)
     assert decisions(store) == {moment.isoformat(): "run" for moment in shown}
     assert len(history.runs(store)) == len(set(shown))

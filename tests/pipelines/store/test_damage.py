@@ -47,7 +47,7 @@ from ray_jobs.sources.archives.entries import ENTRIES
 from tests.support.cluster import Client, Clock, FakeCluster, Script
 from tests.support.paths import TINY
 from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan, row
-from tests.support.world import Told
+from tests.support.world import DriverOf, Process, Told
 
 GOOD, BAD = "good-20260101-000000-aaaa", "bad-20260102-000000-bbbb"  # runs
 ROW = row()
@@ -512,7 +512,9 @@ def driving(store: FolderStore, run: Run, happens: Callable[[], object]) -> tupl
     cluster = FakeCluster(clock, store, lambda _: Script(running=1e5))  # type: ignore[arg-type]
     clock.after(3.0, happens)
     told = Told(clock)
-    return Driver(store, run, Client(cluster), told, 1, clock=clock), cluster, told
+    driver = DriverOf(store, run, Client(cluster), told, 1)
+    driver.environment = Process(clock)
+    return driver, cluster, told
 
 
 def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Signs of life: each is new, a step that does not change ends the attempt, and so does a successor."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         event.set()
         raise SystemExit
 
-    monkeypatch.setattr(heartbeat.os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.002)
     return event
 
