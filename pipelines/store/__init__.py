@@ -8,6 +8,12 @@ from pipelines.errors import StoreDamaged as StoreDamaged
 from pipelines.errors import StoreError as StoreError
 from pipelines.errors import StoreUnreachable as StoreUnreachable
 from pipelines.errors import Superseded as Superseded
+from pipelines.store.aliases import Alias as Alias
+from pipelines.store.aliases import alias_history as alias_history
+from pipelines.store.aliases import alias_names as alias_names
+from pipelines.store.aliases import check_alias as check_alias
+from pipelines.store.aliases import move_alias as move_alias
+from pipelines.store.aliases import read_alias as read_alias
 from pipelines.store.artifacts import all_keys as all_keys
 from pipelines.store.artifacts import all_manifests as all_manifests
 from pipelines.store.artifacts import check_newest as check_newest

@@ -106,6 +106,10 @@ class Layout:
     def schedule(name: str) -> str:
         return f"schedules/{name}"
 
+    @staticmethod
+    def alias(name: str) -> str:
+        return f"aliases/{name}"
+
 
 def _iso_time(text: str) -> str:
     if datetime.fromisoformat(text).tzinfo is None:

@@ -1,0 +1,102 @@
+"""Aliases: names such as `production` for a model, each with its history.
+
+A move of an alias is a record aliases/<name>/<n>.json, created once; the highest number is current, and a rollback is a
+new record that names an earlier target. Who moves an alias says which record he has seen (`expected`), so of two who
+decide on the same one the second is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pipelines.environment import environment
+from pipelines.errors import StoreError
+from pipelines.store.objects import numbers, read_record
+from pipelines.store.protocol import Store, encode
+from pipelines.store.records import InputRef, Layout, Name, Time, now, who
+from vit_model.errors import UserError
+from vit_model.fields import Frozen
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
+
+
+class Alias(Frozen):
+    """One move of an alias. `target` None: the alias names nothing from then on."""
+
+    target: InputRef | None
+    expected: int
+    """The number of the record before this one, 0 for the first; this record's number is one more."""
+    why: Literal["rule", "person", "rollback"]
+    report: Name | None = None
+    """The key of the comparison that decided, for `rule`."""
+    run: str | None = None
+    who: str
+    time: Time
+    nonce: str
+
+    @property
+    def number(self) -> int:
+        return self.expected + 1
+
+
+def check_alias(name: str) -> str:
+    """Return an alias's name if it is valid. Raises UserError."""
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} is not a valid alias; expected a lowercase letter, then at most 40 lowercase letters, digits, "
+            "'-' or '_'"
+        )
+    return name
+
+
+def alias_names(store: Store) -> list[str]:
+    """Return the names of all aliases that were ever set."""
+    return store.names("aliases")
+
+
+def read_alias(store: Store, name: str) -> Alias | None:
+    """Return the current record of an alias; None if it was never set. Raises StoreDamaged."""
+    last = max(numbers(store, Layout.alias(name)), default=0)
+    return _read(store, name, last) if last else None
+
+
+def alias_history(store: Store, name: str) -> list[Alias]:
+    """Return all records of an alias, oldest first. Raises StoreDamaged."""
+    return [record for number in numbers(store, Layout.alias(name)) if (record := _read(store, name, number))]
+
+
+def move_alias(
+    store: Store,
+    name: str,
+    target: InputRef | None,
+    expected: int,
+    why: Literal["rule", "person", "rollback"],
+    report: str | None = None,
+    run: str | None = None,
+) -> Alias:
+    """Record that an alias names `target` from now on.
+
+    Args:
+        expected: the number of the record that the decision was made on; 0 if there was none.
+
+    Raises:
+        StoreError: somebody else has moved it since; decide again.
+    """
+    record = Alias(
+        target=target,
+        expected=expected,
+        why=why,
+        report=report,
+        run=run,
+        who=who(),
+        time=now(),
+        nonce=environment().token_hex(8),
+    )
+    if not store.create(f"{Layout.alias(check_alias(name))}/{record.number}.json", encode(record)):
+        raise StoreError(f"@{name} was moved by another process at the same time; check it and retry")
+    return record
+
+
+def _read(store: Store, name: str, number: int) -> Alias | None:
+    return read_record(store, f"{Layout.alias(name)}/{number}.json", Alias)

@@ -1,0 +1,38 @@
+"""An alias's history is one line: numbered, create-only, and moved only by who has seen its last record."""
+
+import pytest
+
+from pipelines.store import InputRef, StoreError, alias_history, alias_names, check_alias, move_alias, read_alias
+from tests.support.memory_store import MemoryStore
+from vit_model.errors import UserError
+
+
+def model(key: str) -> InputRef:
+    return InputRef(job="pretrain", key=key, content_digest=f"d{key}", manifest_sha256="0" * 64)
+
+
+def test_the_highest_record_is_current_and_a_rollback_is_a_new_one() -> None:
+    store = MemoryStore()
+    assert read_alias(store, "production") is None
+    first = move_alias(store, "production", model("a"), 0, "person")
+    second = move_alias(store, "production", model("b"), first.number, "rule", report="c", run="r")
+    third = move_alias(store, "production", first.target, second.number, "rollback")
+    assert read_alias(store, "production") == third
+    assert [record.number for record in alias_history(store, "production")] == [1, 2, 3]
+    assert third.target == model("a")
+    move_alias(store, "production", None, 3, "person")
+    assert alias_names(store) == ["production"]
+
+
+def test_who_has_not_seen_the_last_record_is_refused() -> None:
+    store = MemoryStore()
+    move_alias(store, "production", model("a"), 0, "person")
+    with pytest.raises(StoreError, match="@production was moved by another process"):
+        move_alias(store, "production", model("b"), 0, "rule")
+    assert [record.target for record in alias_history(store, "production")] == [model("a")]
+
+
+@pytest.mark.parametrize("name", ["", "Production", "../x", "a" * 42, "a/b", "1st"])
+def test_a_name_that_is_no_alias(name: str) -> None:
+    with pytest.raises(UserError, match="is not a valid alias; expected a lowercase letter"):
+        check_alias(name)
