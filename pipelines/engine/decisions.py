@@ -71,6 +71,7 @@ class Observation:
     stop_requested: bool = False
     manifest: Manifest | None = None  # may exist whatever the job's status
     heartbeat: bytes | None = None
+    is_new: bool = True  # the heartbeat was read just now, not at an earlier observation
     lost: str = "its cluster is gone"  # why there is no job of an attempt of another session
 
 
@@ -169,6 +170,8 @@ def _watch(flight: InFlight, observed: Observation, job: JobState, now: float) -
     if job.status == Status.PENDING:
         return _wait_for_start(flight, observed, job, now)
     limit = FIRST_SIGN_SECONDS if observed.heartbeat is None else ALIVE_SECONDS
+    if flight.silent > limit and not observed.is_new:  # it may have changed since
+        return replace(flight, look_at=now, read_at=now), ()
     if flight.silent > limit:
         return _give_up(flight, observed, now, Status.LOST, f"no sign of life for {limit:.0f} s")
     if job.status == Status.RUNNING and flight.phase is not Phase.RUNNING:

@@ -273,7 +273,7 @@ class Driver:
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
             if not is_due:
-                return Observation(attempt, job, heartbeat=flight.sign and flight.sign[1])
+                return Observation(attempt, job, heartbeat=flight.sign and flight.sign[1], is_new=False)
             heartbeat = self.store.read(Layout.heartbeat(job_type, key, attempt.number), LARGEST_RECORD)
             self.flights[name] = replace(flight, read_at=environment().monotonic() + READ_SECONDS)
             return Observation(attempt, job, heartbeat=heartbeat)

@@ -58,7 +58,7 @@ def run_stage(module: str) -> None:
         with show_heartbeat(context, earlier):
             join_ray()
             result = main(_with_threads(context))
-            _commit(context, result, started, earlier)
+            commit_result(context, result, started, earlier, _environment())
     except Exception as error:
         if superseded := [cause for cause in causes(error) if isinstance(cause, Superseded)]:
             print(f"error: {superseded[0]}", file=sys.stderr, flush=True)
@@ -114,7 +114,19 @@ def _with_threads(context: Context[AnyStage]) -> Context[AnyStage]:
     return replace(context, config=context.config.model_copy(update={"threads": default_threads()}))
 
 
-def _commit(context: Context[AnyStage], result: Result, started: str, earlier: float = 0.0) -> None:
+def commit_result(
+    context: Context[AnyStage], result: Result, started: str, earlier: float, environment: dict[str, Any]
+) -> None:
+    """Commit a stage's result, unless a later attempt has taken over; then remove the state that it continued from.
+
+    Args:
+        started: when this attempt began.
+        earlier: seconds that earlier attempts took whose work is in the result.
+        environment: the machine, for the manifest.
+
+    Raises:
+        Superseded: a later attempt has taken over.
+    """
     attempt, store = context.attempt, context.open_store()
     manifest = Manifest(
         job=attempt.job,
@@ -137,7 +149,7 @@ def _commit(context: Context[AnyStage], result: Result, started: str, earlier: f
             "digest": attempt.code_digest,
             **identity.git_state(),
         },
-        environment=_environment(),
+        environment=environment,
         started=started,
         finished=now(),
         user=who(),

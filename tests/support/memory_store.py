@@ -38,10 +38,12 @@ class MemoryStore:
         for name in names:
             self._ask("remove", name, lambda name=name: self.objects.pop(name, None))
 
-    def names(self, folder: str) -> list[str]:
-        start = f"{folder}/"
-        found = [name for name in self.objects if name.startswith(start)]
-        return self._ask("list", folder, lambda: sorted({name[len(start) :].split("/")[0] for name in found}))
+    def names(self, folder: str, prefix: str = "", after: str = "") -> list[str]:
+        return self._ask("list", folder, lambda: self._names(f"{folder}/", prefix, after))
+
+    def _names(self, start: str, prefix: str, after: str) -> list[str]:
+        found = {name[len(start) :].split("/")[0] for name in self.objects if name.startswith(start + prefix)}
+        return sorted(name for name in found if name > after)
 
     def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
         """Artifacts of these tests have no files."""

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tests.simulation.loop import Killed
+
 WRITES = ("create", "replace", "remove", "submit", "stop")  # requests that change something
-
-
-class Killed(BaseException):
-    """SIGKILL: nothing that follows in this driver happens."""
 
 
 class Network:

@@ -17,7 +17,8 @@ from pipelines.environment import Environment, using
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Manifest, read_events, read_over
-from tests.support.cluster import Client, Clock, FakeCluster, Script
+from tests.simulation.cluster import Client, Script, SimulatedCluster
+from tests.simulation.loop import Loop, Process
 from tests.support.memory_store import MemoryStore
 from tests.support.network import Network
 
@@ -49,7 +50,7 @@ def first_key() -> str:
 class Told:
     """A display that keeps what it was told: (time, stage, status, detail), and other lines."""
 
-    clock: Clock
+    clock: Loop
     stages: list[tuple[float, str, str, str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -66,21 +67,6 @@ class Told:
     def of(self, stage: str) -> list[str]:
         """What was told of a stage, without the times."""
         return [f"{status} {detail}".strip() for _, name, status, detail in self.stages if name == stage]
-
-
-@dataclass
-class Process(Environment):
-    """A process of a world: its random numbers begin with its number."""
-
-    clock: Clock
-    number: int = 1
-
-    def __post_init__(self) -> None:
-        self._tokens = count()
-        self.utc, self.monotonic, self.sleep = self.clock.utc, self.clock.monotonic, self.clock.sleep  # type: ignore[method-assign]
-
-    def token_hex(self, size: int) -> str:
-        return f"{self.number}-{next(self._tokens)}"
 
 
 class DriverOf(Driver):
@@ -104,9 +90,9 @@ class World:
         self, *stages: str, script: Callable[[Attempt], Script] = lambda attempt: Script(), limit: float = 1e6
     ) -> None:
         self.pipeline = pipeline(*(stages or ("images",)))
-        self.clock = Clock(limit)
+        self.clock = Loop(limit)
         self.store = MemoryStore()
-        self.cluster = FakeCluster(self.clock, self.store, script)
+        self.cluster = SimulatedCluster(self.clock, self.store, script)
         self.told = Told(self.clock)
         self._drivers, self._runs = count(1), count(1)
 
@@ -120,7 +106,7 @@ class World:
         begun = start_run(self.store, self.pipeline, targets, run_id=run)
         store, client = MemoryStore(self.store.objects, network), Client(self.cluster, network)
         driver = DriverOf(store, begun, client, self.told, parallel=4)
-        driver.environment = Process(self.clock, next(self._drivers))
+        driver.environment = Process(self.clock, str(next(self._drivers)))
         return driver
 
     def attempts(self, job: str = "ingest") -> list[Attempt]:

@@ -1,6 +1,6 @@
 """The driver on simulated clusters and stores: what is lost, damaged, killed, stopped and answered oddly.
 
-Time is the clock's of `tests.support.cluster`: an hour of waiting takes a millisecond.
+Time is the clock's of `tests.simulation.loop`: an hour of waiting takes a millisecond.
 """
 
 import json
@@ -30,9 +30,10 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
-from tests.support.cluster import Clock, Script, random_script
+from tests.simulation.cluster import Script, random_script
+from tests.simulation.loop import Killed, Loop
 from tests.support.in_process import Jobs
-from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
+from tests.support.network import DiesAfter, Loses, Network, Unreliable
 from tests.support.records import make_manifest
 from tests.support.world import World, first_key
 
@@ -127,7 +128,7 @@ def test_independent_stages_run_at_once_and_no_more_than_allowed() -> None:
 class Meter(Network):
     """Counts the requests to the store from the second minute to the third."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Loop) -> None:
         super().__init__()
         self.clock, self.requests = clock, 0
 

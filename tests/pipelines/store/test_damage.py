@@ -44,10 +44,11 @@ from pipelines.store.folder import FolderStore
 from ray_jobs.evaluation.rows import ROWS, write_table
 from ray_jobs.ingesting.reuse import FACTS, Finished, find_reusable, finished_parts, write_facts
 from ray_jobs.sources.archives.entries import ENTRIES
-from tests.support.cluster import Client, Clock, FakeCluster, Script
+from tests.simulation.cluster import Client, Script, SimulatedCluster
+from tests.simulation.loop import Loop, Process
 from tests.support.paths import TINY
 from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan, row
-from tests.support.world import DriverOf, Process, Told
+from tests.support.world import DriverOf, Told
 
 GOOD, BAD = "good-20260101-000000-aaaa", "bad-20260102-000000-bbbb"  # runs
 ROW = row()
@@ -506,10 +507,10 @@ def test_the_command_says_what_is_damaged_and_what_to_do(store: FolderStore) -> 
 # ------------------------------------------------------------------------------------------------- a whole run
 
 
-def driving(store: FolderStore, run: Run, happens: Callable[[], object]) -> tuple[Driver, FakeCluster, Told]:
+def driving(store: FolderStore, run: Run, happens: Callable[[], object]) -> tuple[Driver, SimulatedCluster, Told]:
     """A driver on a simulated cluster, whose jobs run until they are stopped; something happens after 3 s."""
-    clock = Clock()
-    cluster = FakeCluster(clock, store, lambda _: Script(running=1e5))  # type: ignore[arg-type]
+    clock = Loop()
+    cluster = SimulatedCluster(clock, store, lambda _: Script(running=1e5))  # type: ignore[arg-type]
     clock.after(3.0, happens)
     told = Told(clock)
     driver = DriverOf(store, run, Client(cluster), told, 1)

@@ -136,7 +136,7 @@ def test_an_attempt_with_a_successor_commits_nothing(
     result = stage.Result(content_digest="d", files=())
     create_attempt(context.open_store(), context.attempt.model_copy(update={"number": 2}))
     with pytest.raises(Superseded):
-        stage._commit(context, result, now())
+        stage.commit_result(context, result, now(), 0.0, {})
     assert read_manifest(context.open_store(), "ingest", context.attempt.key) is None
 
 
@@ -157,7 +157,7 @@ def test_a_duration_contains_the_attempts_whose_work_was_used(tmp_path: Path, mo
     attempt = create_attempt(store, context.attempt.model_copy(update={"number": 5}))
     context = replace(context, attempt=attempt)
     assert earlier_seconds(context) == 130
-    stage._commit(context, stage.Result(content_digest="d", files=()), now(), earlier_seconds(context))
+    stage.commit_result(context, stage.Result(content_digest="d", files=()), now(), earlier_seconds(context), {})
     made = read_manifest(store, "ingest", attempt.key)
     assert made is not None and made.seconds == pytest.approx(130, abs=9)
 
