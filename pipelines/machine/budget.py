@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipelines.files.hashing import read_cache, write_cache
 from pipelines.spec import AnyStage, Finetune, Pretrain, quantity
@@ -25,7 +25,9 @@ CLASSES = 2  # of a head whose data set is not known yet; it takes little of the
 SLOWER = 1.25  # than measured, because images are decoded and augmented
 
 SPEEDS = "speeds.json"  # in the cache folder
-Measure = Callable[[ModelSize | ResNetSize, int, int, int], list[tuple[float, float]]]
+CPUINFO = Path("/proc/cpuinfo")
+DType = Literal["bfloat16", "float32"]
+Measure = Callable[[ModelSize | ResNetSize, int, int, int, DType], list[tuple[float, float]]]
 
 
 class Machine(NamedTuple):
@@ -33,6 +35,14 @@ class Machine(NamedTuple):
 
     gpus: int
     cores: int
+    dtype: DType
+    """Of trainings: CPUs without instructions for bfloat16 take up to ten times as long in it as in float32."""
+
+    @property
+    def dtype_line(self) -> str:
+        """The field of a training, as YAML; empty for the default."""
+        why = "CPUs without AVX512-BF16 or AMX are slow in bfloat16"
+        return f"\n    dtype: float32  # {why}" * (self.dtype == "float32")
 
     def threads(self, trials: int) -> int:
         """Return the CPU threads of each of several trials; a core is left for Ray and for decoding images.
@@ -54,7 +64,8 @@ def this_machine() -> Machine:
     gpus = 0
     if shutil.which("nvidia-smi") is not None:
         gpus = len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
-    return Machine(gpus, len(os.sched_getaffinity(0)))
+    is_fast = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", CPUINFO.read_text())  # bf16: ARM
+    return Machine(gpus, len(os.sched_getaffinity(0)), "bfloat16" if gpus or is_fast else "float32")
 
 
 class Fits(NamedTuple):
@@ -64,6 +75,7 @@ class Fits(NamedTuple):
     trials: int
     steps: int
     batch_size: int
+    dtype: DType
     mae: MaeOptions | None = None
 
     @classmethod
@@ -81,7 +93,7 @@ class Fits(NamedTuple):
         if stage.model is None or stage.resolution is None:
             return None
         architecture = stage.model.architecture(stage.resolution, 3, CLASSES)
-        return cls(architecture, trials, stage.steps, stage.batch_size, mae)
+        return cls(architecture, trials, stage.steps, stage.batch_size, stage.dtype, mae)
 
     @property
     def flops_per_image(self) -> int:
@@ -107,7 +119,7 @@ def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None =
     trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
     together = max(1, trials)  # a single training has no trials
     size, parallel = size_of(architecture, head=True), machine.parallel(together)
-    setting = (size, resolution, batch_size, machine.threads(together))
+    setting = (size, resolution, batch_size, machine.threads(together), cheapest.dtype)
     known, name = read_cache(SPEEDS), f"{machine}: {setting}"
     if measure is not None:
         known = known | {name: measure(*setting)}

@@ -118,7 +118,7 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
     steps: {choice.steps}
     batch_size: {choice.batch_size}
     augment: crop_flip{smoothing}
-    threads: {machine.threads(max(1, trials))}
+    threads: {machine.threads(max(1, trials))}{machine.dtype_line}
 
 {pretrained.references(images)}"""
     description = f"A ViT trained on {images.name}, beside baselines on pixels."
@@ -165,7 +165,7 @@ def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None])
     choice = _chosen(images, machine, 0, say, is_masked=True)
     decoder = choice.decoder().model_dump(exclude_defaults=True)
     # On CPUs, as the estimate was measured: workers that wait for each other are slow beside other programs.
-    workers = "" if machine.gpus else f"\n    workers: 1\n    threads: {machine.threads(1)}"
+    workers = "" if machine.gpus else f"\n    workers: 1\n    threads: {machine.threads(1)}{machine.dtype_line}"
     return f"""\
   # A masked autoencoder: the ViT sees a quarter of an image's patches, and a decoder predicts the others.
   vit:
@@ -190,7 +190,7 @@ def _chosen(
     architecture = choice.model.architecture(choice.resolution, 3, len(images.listing.class_names))
     mae = choice.decoder() if is_masked else None
     say(f"images are about {side} pixels per side; chose a {described(architecture, mae)}")
-    fits = [Fits(architecture, trials, choice.steps, choice.batch_size, mae)]
+    fits = [Fits(architecture, trials, choice.steps, choice.batch_size, machine.dtype, mae)]
     say(estimate(fits, machine, images_per_second) or "")
     return choice
 

@@ -226,7 +226,7 @@ def _one(
     steps = max(MIN_STEPS, steps)
     tuned = backbone.architecture.for_finetuning(resolution, len(images.listing.class_names))
     say(f"images are about {side} pixels per side; fine-tuning {described(tuned)}")
-    say(estimate([Fits(tuned, trials, steps, batch_size)], machine, images_per_second) or "")
+    say(estimate([Fits(tuned, trials, steps, batch_size, machine.dtype)], machine, images_per_second) or "")
     stages = f"""\
 {backbone.stage()}
 
@@ -240,7 +240,7 @@ def _one(
     steps: {steps}
     batch_size: {batch_size}
     augment: crop_flip
-    threads: {machine.threads(max(1, trials))}
+    threads: {machine.threads(max(1, trials))}{machine.dtype_line}
 
 {references(images)}"""
     description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
@@ -275,7 +275,7 @@ def _comparison(
     steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(images.listing.entries) // BATCH_SIZE))
     say(f"chose resolution {resolution} for all")
     tuned = [backbone.architecture.for_finetuning(resolution, 2) for backbone in backbones]
-    fits = [Fits(model, len(LEARNING_RATES), steps, BATCH_SIZE) for model in tuned]
+    fits = [Fits(model, len(LEARNING_RATES), steps, BATCH_SIZE, machine.dtype) for model in tuned]
     say(estimate(fits, machine, images_per_second) or "")
     names, imports = [backbone.name for backbone in backbones], [backbone.stage() for backbone in backbones]
     stages = f"""\
@@ -302,7 +302,7 @@ def _comparison(
     learning_rates: [{", ".join(LEARNING_RATES)}]
     steps: {steps}
     batch_size: {BATCH_SIZE}
-    augment: crop_flip
+    augment: crop_flip{machine.dtype_line}
 """
     description = f"Imported backbones on {images.name}, under one protocol, accuracy beside cost."
     title = f"Which backbone for {images.name}?"

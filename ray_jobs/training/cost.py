@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -61,7 +62,9 @@ def finetuning_cost(task: Task) -> Cost:
     return forward.model_copy(update={"training": measuring.speed(measured, parts * len(images), dtype)})
 
 
-def images_per_second(size: Model, resolution: int, batch_size: int, threads: int) -> list[tuple[float, float]]:
+def images_per_second(
+    size: Model, resolution: int, batch_size: int, threads: int, dtype: Literal["bfloat16", "float32"]
+) -> list[tuple[float, float]]:
     """Return speeds of fine-tunings from scratch on random pixels, on one GPU or these threads.
 
     Returns:
@@ -86,6 +89,7 @@ def images_per_second(size: Model, resolution: int, batch_size: int, threads: in
                 batch_size=batch_size,
                 augment="crop_flip",
                 threads=threads,
+                dtype=dtype,
             )
             task = Task(config, model_contract(size, resolution, data.info), None)
             with contextlib.redirect_stdout(io.StringIO()):  # hide its progress

@@ -43,7 +43,7 @@ def test_a_masked_autoencoder_takes_as_long_as_its_operations(tmp_path: Path, mo
     said = {}
     for mae in (None, decoder, authors):
         ratio = compute.train_flops(architecture, mae) / compute.train_flops(architecture)
-        fits = Fits(architecture, 0, stage.steps, stage.batch_size, mae)
+        fits = Fits(architecture, 0, stage.steps, stage.batch_size, stage.dtype, mae)
         assert fits.flops == 64_000 * compute.train_flops(architecture, mae)
         estimated = estimate([fits], machine, lambda *_: [(100.0, 100.0)])
         assert estimated is not None and f"{100 / ratio:,.3g} images/s" in estimated

@@ -1,6 +1,7 @@
 """`vitflow init --from` writes a recipe that runs, or says what is wrong with the weights; nothing is started."""
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import pytest
 from PIL import Image
 
 from pipelines.engine.plan import plan_pipeline
-from pipelines.machine import init, pretrained
+from pipelines.machine import budget, init, pretrained
 from pipelines.machine.pretrained import Backbone, common_resolution
 from pipelines.recipe.load import load_pipeline
-from pipelines.spec import Evaluate, Finetune, Import
+from pipelines.spec import Evaluate, Finetune, Import, Pretrain
 from pipelines.store import open_store
 from tests.conftest import Vitflow
 from tests.support.vits import TINY, contract_for, randomised
@@ -134,6 +135,36 @@ def test_dev_chooses_the_rate_if_it_has_enough_images_whatever_training_starts_f
     stage = load_pipeline("x.yaml").stages["vit"]
     assert isinstance(stage, Finetune)
     assert (len(stage.learning_rates) > 1) == (swept == 12) == ("Dev chooses" in Path("x.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("avx2 fma", "float32"), ("avx512_bf16", "bfloat16"), ("amx_bf16 amx_tile", "bfloat16"), ("fp bf16", "bfloat16")],
+)
+def test_trainings_have_the_dtype_that_is_fast_on_this_machine(
+    vitflow_here: Vitflow, folder: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)  # no GPU
+    cpuinfo = folder / "cpuinfo"
+    cpuinfo.write_text(f"flags : {flags}")
+    monkeypatch.setattr(budget, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(budget, "write_cache", lambda *_: None)
+    measured = []
+    for module in (init, pretrained):
+        monkeypatch.setattr(module, "estimate", budget.estimate)
+        monkeypatch.setattr(module, "images_per_second", lambda *given: measured.append(given[-1]) or [(9.0, 10.0)])
+    for number, more in enumerate(
+        [
+            ("--images", "photos"),
+            ("--images", "photos", "--from", "images.npz"),
+            ("--images", "photos", "--from", "images.npz", "--from", "b/images"),
+            ("--images", "photos/cat"),
+        ]
+    ):
+        vitflow_here("init", f"{number}.yaml", *more)
+        stages = load_pipeline(f"{number}.yaml").stages.values()
+        assert {stage.dtype for stage in stages if isinstance(stage, Finetune | Pretrain)} == {dtype}
+    assert measured == [dtype] * 4
 
 
 def test_few_images_start_from_weights_that_were_imported(
