@@ -33,6 +33,7 @@ from pipelines.store import (
     Superseded,
     check_newest,
     commit,
+    is_committed,
     now,
     remove_progress,
     who,
@@ -54,6 +55,8 @@ def run_stage(module: str) -> None:
     main: Callable[[Context[AnyStage]], Result] = importlib.import_module(f"ray_jobs.{module}").main
     try:
         context = read_context(spec)
+        if is_done(context):
+            return
         started, earlier = now(), earlier_seconds(context)
         with show_heartbeat(context, earlier):
             join_ray()
@@ -67,6 +70,18 @@ def run_stage(module: str) -> None:
             raise  # a bug or a transient failure: another attempt may succeed
         print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.exit(3 if any(isinstance(cause, SourceChangedError) for cause in causes(error)) else 2)
+
+
+def is_done(context: Context[AnyStage]) -> bool:
+    """Whether the artifact is committed, which then gets said; a submission may arrive late, or twice.
+
+    Its files must not be written again: results of some stages depend on timing.
+    """
+    attempt = context.attempt
+    done = is_committed(context.open_store(), attempt.job, attempt.key)
+    if done:
+        print(f"{attempt.job}/{attempt.key[:12]} is committed already", flush=True)
+    return done
 
 
 def for_the_user(error: BaseException) -> str | None:

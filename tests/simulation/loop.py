@@ -55,6 +55,11 @@ class Loop:
             do()
         self.now = max(self.now, until)
 
+    def run_while(self, condition: Callable[[], bool]) -> None:
+        """Do what is due as long as the condition holds."""
+        while condition() and self._due:
+            self.run(self._due[0][0])
+
     def wait(self, seconds: float, wakers: list[Callable[[], None]], is_over: Callable[[], bool]) -> None:
         """Sleep until one of `wakers` is called, which this call adds to, or for so long."""
         waiting, until = getcurrent(), self.now + seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -69,6 +69,13 @@ class Told:
         return [f"{status} {detail}".strip() for _, name, status, detail in self.stages if name == stage]
 
 
+def manifests_of(objects: Mapping[str, bytes]) -> dict[str, Manifest]:
+    """Return the manifests of artifacts among a store's objects, by stage."""
+    names = [name for name in objects if name.startswith("artifacts/") and name.endswith("/manifest.json")]
+    found = [Manifest.model_validate_json(objects[name]) for name in names]
+    return {manifest.stage: manifest for manifest in found}
+
+
 class DriverOf(Driver):
     """A driver whose every step is a process's."""
 
@@ -119,12 +126,7 @@ class World:
 
     def manifests(self) -> dict[str, Manifest]:
         """By stage."""
-        found = [
-            Manifest.model_validate_json(data)
-            for name, data in self.store.objects.items()
-            if name.endswith("manifest.json")
-        ]
-        return {manifest.stage: manifest for manifest in found}
+        return manifests_of(self.store.objects)
 
     def log(self, attempt: Attempt) -> str:
         name = f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/log.txt"

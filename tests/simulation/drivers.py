@@ -1,0 +1,268 @@
+"""Episodes of drivers: commands over one store and one cluster, and everything that may go wrong with them.
+
+An episode is its seed. What must hold is asserted by the cluster when a job is submitted, and here at the end, after
+the storm is over and the same command was given once more.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from pipelines import identity
+from pipelines.cluster.jobs_client import ClusterUnreachable
+from pipelines.engine import decisions, driver
+from pipelines.engine.driver import LOG_SECONDS, Driver
+from pipelines.engine.history import is_over
+from pipelines.engine.runs import start_run
+from pipelines.store import Attempt, Manifest, Store, StoreError, request_stop
+from tests.simulation.cluster import Client, Script, SimulatedCluster, random_script
+from tests.simulation.faults import FaultyNetwork, Weather
+from tests.simulation.loop import Loop, Process
+from tests.support.memory_store import MemoryStore
+from tests.support.world import Told, manifests_of, pipeline
+
+Transitions = Counter[tuple[str, str, str]]
+"""(phase, what was observed, actions) -> how often."""
+STORM_SECONDS = 120.0
+CALM = 0.25  # the share of episodes in which only the order of requests is random
+AFTER_STOP_SECONDS = 30.0
+FINISH_SECONDS = 5000.0  # within which the last command ends; the longest wait is for a job that does not start
+# Between a look for a record and the write that depends on it; the log of a lost job is waited for in between.
+RACE_SECONDS = LOG_SECONDS + 3.0
+
+
+class TimedObjects(dict[str, bytes]):
+    """A store's objects, and when each was first written."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.loop, self.since = loop, dict[str, float]()
+
+    def setdefault(self, name: str, data: bytes = b"") -> bytes:  # type: ignore[override]
+        self.since.setdefault(name, self.loop.now)
+        return super().setdefault(name, data)
+
+
+@dataclass
+class Episode:
+    """A world in which commands come and go."""
+
+    seed: int
+    transitions: Transitions = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        random = self.random = Random(self.seed)
+        self.loop = Loop(limit=2e5)
+        self.objects = TimedObjects(self.loop)
+        self.is_calm = random.random() < CALM
+        self.pipeline = pipeline(
+            *random.choice([("images",), ("images", "pixels"), ("images", "other", "pixels", "report")])
+        )
+        self.weather = Weather(until=STORM_SECONDS)
+        if not self.is_calm:
+            self.weather.losses = random.choice([0.0, 0.01, 0.1])
+            self.weather.late = random.choice([0.0, 0.02])
+            self.weather.deaths = random.choice([0.0, 0.002, 0.01])
+            if random.random() < 0.1:
+                self.weather.full_from = random.uniform(0, 20)
+                self.weather.full_until = self.weather.full_from + random.choice([2.0, 40.0])
+        self.cluster = SimulatedCluster(
+            self.loop, MemoryStore(self.objects), script=self._script, network=self._network
+        )
+        self.told = Told(self.loop)
+        self.made: Counter[tuple[str, str]] = Counter()  # (command, key) -> attempts that it wrote
+        self.processes = 0
+        self.is_suspended = False  # a driver was
+        self.scripts: dict[str, Script] = {}  # nonce of an attempt -> what becomes of it
+
+    def _script(self, attempt: Attempt) -> Script:
+        script = self.scripts[attempt.nonce] = self._random_script()
+        return script
+
+    def _random_script(self) -> Script:
+        if self.is_calm or self.loop.now > STORM_SECONDS:
+            return Script(pending=self.random.choice([1.1, 2.1]), running=self.random.choice([0.1, 3.0, 90.0, 400.0]))
+        return random_script(self.random)
+
+    def _network(self, process: Process) -> FaultyNetwork:
+        return FaultyNetwork(process, self.random, self.weather)
+
+    def process(self) -> tuple[Process, Store, Client]:
+        """Return a new process, and its ways to the store and the cluster."""
+        self.processes += 1
+        wrong_by = 0.0 if self.is_calm else self.random.choice([0.0, 0.0, 3600.0, -3600.0])
+        process = Process(self.loop, str(self.processes), wrong_by)
+        network = self._network(process)
+        store: Any = MemoryStore(self.objects, network)
+        return process, store, Client(self.cluster, network)
+
+    def command(self, done: Callable[[str, dict[str, str]], None]) -> Process:
+        """Give the command `vitflow run`, in a process of its own; `done` gets the run and its stages' statuses."""
+        process, store, client = self.process()
+
+        def run() -> None:
+            with suppress(StoreError, ClusterUnreachable):
+                begun = start_run(store, self.pipeline, tuple(self.pipeline.stages))
+                walk = Driver(store, begun, client, self.told, parallel=4)  # type: ignore[arg-type]
+                status, _ = walk.walk()
+                done(begun.id, {name: each.value for name, each in status.items()})
+
+        process.start(run, "main")
+        return process
+
+    # ------------------------------------------------------------------------------------------- an episode
+
+    def run(self) -> None:
+        """Let it happen, then check the end."""
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), counted(self.transitions):
+            self._befall()
+            for _ in range(1 if self.is_calm else self.random.choice([1, 2])):
+                self.loop.after(self.random.uniform(0, 5), self._keep_commanding)
+            self.loop.run(STORM_SECONDS)
+            self._check_stopped()
+            self._finish()
+            self._check_end()
+
+    def _befall(self) -> None:
+        if self.is_calm:
+            return
+        for _ in range(self.random.randrange(4)):
+            befall = self.random.choice([self.cluster.restart, self.cluster.go_down])
+            seconds = self.random.choice([0.0, 3.0, 30.0])
+            self.loop.after(self.random.uniform(0, 40), lambda befall=befall, seconds=seconds: befall(seconds))
+        if self.random.random() < 0.15:
+            self.loop.after(self.random.uniform(1, 40), self._stop)
+
+    def _keep_commanding(self) -> None:
+        """Give the command, and give it again when its process has died, until the storm is over."""
+        process = self.command(lambda run, status: None)
+        if not self.is_calm and self.random.random() < 0.2:
+            seconds = self.random.choice([10.0, 100.0])
+            self.is_suspended = True
+            self.loop.after(self.random.uniform(1, 30), lambda: process.suspend(seconds))
+
+        def look() -> None:
+            if process.is_dead and self.loop.now < STORM_SECONDS - 20:
+                self._keep_commanding()
+            elif not process.is_dead:
+                self.loop.after(5.0, look)
+
+        self.loop.after(5.0, look)
+
+    def _stop(self) -> None:
+        """Somebody requests every run to stop."""
+        runs = {name.split("/")[1] for name in self.objects if name.startswith("runs/")}
+        self.stopped = dict.fromkeys(runs, self.loop.now)
+        for run in runs:
+            request_stop(MemoryStore(self.objects), run)  # type: ignore[arg-type]
+
+    def _finish(self) -> None:
+        """Give the command until it ends by itself, with nothing in its way."""
+        self.cluster.is_down = False
+        self.loop.limit = self.loop.now + FINISH_SECONDS
+        ended: list[tuple[str, dict[str, str]]] = []
+        while not ended:
+            process = self.command(lambda run, status: ended.append((run, status)))
+            self.loop.run_while(lambda process=process: not (ended or process.is_dead))
+            assert ended or process.is_dead, "nothing is due, and the command has not ended"
+        self.run_id, self.status = ended[-1]
+
+    # ------------------------------------------------------------------------------------------- what must hold
+
+    def attempts(self) -> list[Attempt]:
+        return [
+            Attempt.model_validate_json(data) for name, data in self.objects.items() if name.endswith("attempt.json")
+        ]
+
+    def _check_stopped(self) -> None:
+        """Nothing is begun for a run after the request to stop; a suspended driver finishes what it was about to do."""
+        if self.is_suspended or self.weather.late:
+            return
+        for attempt in self.attempts():
+            name = f"artifacts/{attempt.job}/{attempt.key}/attempts/{attempt.number}/attempt.json"
+            when = getattr(self, "stopped", {}).get(attempt.run)
+            assert when is None or self.objects.since[name] < when + AFTER_STOP_SECONDS, "begun after the stop"
+
+    def _check_end(self) -> None:
+        made = manifests_of(self.objects)
+        assert set(self.status.values()) <= {"CACHED", "SUCCEEDED", "FAILED", "SKIPPED"}
+        whole = {name for name, status in self.status.items() if status in {"CACHED", "SUCCEEDED"}}
+        assert {name for name in self.status if name in made} == whole, "a status and the store differ"
+        if self.is_calm:
+            assert whole == {*self.pipeline.stages}, "a stage failed although nothing went wrong"
+            assert len(self.attempts()) == len(whole), "an attempt was lost although nothing went wrong"
+        store: Any = MemoryStore(self.objects)
+        assert is_over(store, self.run_id), "the run has not ended"
+        for manifest in made.values():
+            assert manifest.content_digest == f"content of {manifest.key}"
+            folder = f"artifacts/{manifest.job}/{manifest.key}/attempts/{manifest.attempt}"
+            attempt = Attempt.model_validate_json(self.objects[f"{folder}/attempt.json"])
+            assert attempt.nonce == manifest.nonce, "committed by nobody's attempt"
+        self._check_order(made)
+        per_command = Counter((attempt.nonce.split("-")[0], attempt.key) for attempt in self.attempts())
+        # one more, if the answer to the first got lost: then it is found, like one of another command
+        assert all(number <= decisions.ATTEMPTS + 1 for number in per_command.values()), "too many attempts"
+        self._check_processes()
+
+    def _check_order(self, made: dict[str, Manifest]) -> None:
+        """Nothing was begun after it was committed, and no attempt committed after the next had been written."""
+        if self.weather.late:
+            return
+        since = self.objects.since
+        committed = {manifest.key: manifest for manifest in made.values()}
+        for attempt in self.attempts():
+            manifest, folder = committed.get(attempt.key), f"artifacts/{attempt.job}/{attempt.key}"
+            if manifest is None or self.scripts.get(manifest.nonce, Script()).commit_late:
+                continue
+            written, done = since[f"{folder}/attempts/{attempt.number}/attempt.json"], since[f"{folder}/manifest.json"]
+            if not self.is_suspended:
+                assert written < done + RACE_SECONDS, "an attempt at what was committed"
+            if attempt.number == manifest.attempt + 1:
+                assert done < written + RACE_SECONDS, "committed by an attempt that had a successor"
+
+    def _check_processes(self) -> None:
+        """After a minute more, nothing runs that has a successor."""
+        self.loop.run(self.loop.now + 60.0)
+        newest: Counter[str] = Counter()
+        for attempt in self.attempts():
+            newest[attempt.key] = max(newest[attempt.key], attempt.number)
+        for job in self.cluster.started:
+            assert job.attempt is not None
+            lives = not job.process.is_dead and job.status != "PENDING" and job.process.asleep_until <= self.loop.now
+            assert not (lives and job.attempt.number < newest[job.attempt.key]), "superseded, and it lives on"
+
+
+@contextmanager
+def counted(transitions: Transitions) -> Iterator[None]:
+    """Count the driver's decisions by their kinds; and let it look every half second only, which is faster."""
+    decide = decisions.decide
+
+    def counting(flight: decisions.InFlight, observed: decisions.Observation, now: float) -> decisions.Decision:
+        decided = decide(flight, observed, now)
+        job = "" if observed.job is None else f" {observed.job.status} {observed.job.driver_exit_code}"
+        seen = f"{'manifest' if observed.manifest else 'attempt' if observed.attempt else 'nothing'}{job}"
+        done = " ".join(each.name if isinstance(each, decisions.Do) else type(each).__name__ for each in decided[1])
+        transitions[flight.phase.name, seen, done] += 1
+        return decided
+
+    no_git = patch.object(identity, "git_state", dict)  # each commit would start git
+    with patch.object(driver, "decide", counting), patch.object(driver, "POLL_SECONDS", 0.5), no_git:
+        yield
+
+
+def episode(seed: int, transitions: Transitions | None = None) -> Episode:
+    """Run one; an AssertionError or another exception of it is a finding."""
+    world = Episode(seed, Counter() if transitions is None else transitions)
+    try:
+        world.run()
+    except BaseException as error:
+        error.add_note(f"drivers.episode({seed})")
+        raise
+    return world
