@@ -78,12 +78,12 @@ def _on_ceph(prepared: Path) -> Iterator[str]:
             [*threads.map(lambda each: bucket.write(*each), some)]
         print(f"written in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         yield from measured(f"s3://{bucket.name}", ON_CEPH)
-        yield from _listing(open_store(f"s3://{bucket.name}"))
         queried = f"s3://{server.bucket().name}"
         store = open_store(queried)
         [*threads.map(lambda number: commit_evaluation(store, number), range(QUERIED))]
         for sql in (MEANS, "SELECT count(*) FROM rows"):
             yield line(f"report query '{sql}'", queried, QUERIED, 0)
+        yield from _listing(open_store(f"s3://{bucket.name}"))
 
 
 def _listing(store: Store) -> Iterator[str]:
