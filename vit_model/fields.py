@@ -21,7 +21,7 @@ class Frozen(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, has_dict in _numbers(cls):
-            if isinstance(value := data.get(name), bool | list | tuple | dict):
+            if isinstance(value := data.get(name), _MAY_HOLD):
                 for place, boolean in _booleans((name,), value, has_dict):
                     reads = "YAML reads yes, no, on and off as true and false"
                     raise wrong_field(place, f"expected a number, not {str(boolean).lower()} ({reads})")
@@ -51,6 +51,9 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield from _kinds(part)
 
 
+_MAY_HOLD = (bool, list, tuple, dict)  # values that are booleans or may have them inside
+
+
 def _booleans(place: tuple[str | int, ...], value: Any, has_dict: bool) -> Iterator[tuple[Any, bool]]:
     """Yield the place and value of each boolean in a value and its lists, and in its mappings if it may have any."""
     if isinstance(value, bool):
@@ -60,7 +63,8 @@ def _booleans(place: tuple[str | int, ...], value: Any, has_dict: bool) -> Itera
             yield from _booleans((*place, number), item, has_dict)
     elif isinstance(value, dict) and has_dict:
         for name, item in value.items():
-            yield from _booleans((*place, name), item, has_dict)
+            if isinstance(item, _MAY_HOLD):
+                yield from _booleans((*place, name), item, has_dict)
 
 
 def later(*default: Any, **constraints: Any) -> Any:

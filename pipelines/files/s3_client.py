@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import cache
 from typing import Any
 
 import boto3
+import botocore.session
 from boto3.exceptions import RetriesExceededError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
@@ -25,6 +27,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
 )
+from botocore.utils import parse_timestamp
 from s3transfer.exceptions import S3DownloadFailedError
 
 from pipelines.errors import StoreDamaged, StoreError, StoreUnreachable
@@ -64,10 +67,21 @@ def client() -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
+    session = botocore.session.get_session()
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_timestamp)
     try:
-        return boto3.session.Session().client("s3", config=config)
+        return boto3.session.Session(botocore_session=session).client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise StoreError(f"cannot use S3: {error}") from None
+
+
+def _timestamp(value: Any) -> datetime:
+    """Parse a time, in ISO 8601 without botocore's parser, which takes 60% of the CPU time of a LIST."""
+    if isinstance(value, str) and value[10:11] == "T":
+        with suppress(ValueError):
+            return datetime.fromisoformat(value)
+    parsed: datetime = parse_timestamp(value)
+    return parsed
 
 
 def transfer() -> TransferConfig:

@@ -17,6 +17,7 @@ from pipelines.spec import STAGE_TYPES, RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, is_committed, read_or_warn
 
 _NAMED = 8  # artifacts in a message
+_UNIQUE = 12  # characters of a key in tables; of 100,000 keys, two share these with a probability of 2e-5
 Artifact = tuple[str, str]
 """(job, key)"""
 
@@ -141,7 +142,13 @@ def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Arti
 
 
 def _with_prefix(store: Store, jobs: Sequence[str], prefix: str) -> list[Artifact]:
-    return [(job, key) for job in jobs for key in store.names(f"artifacts/{job}", prefix)]
+    """Return the artifacts whose keys begin with a prefix; of one with `_UNIQUE` characters, of the first job found."""
+    found: list[Artifact] = []
+    for job in reversed(jobs):  # results first, because they are asked for more often than datasets
+        found += [(job, key) for key in store.names(f"artifacts/{job}", prefix)]
+        if found and len(prefix) >= _UNIQUE:
+            break
+    return found
 
 
 def _committed(store: Store, run: str) -> list[Artifact]:

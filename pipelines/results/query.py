@@ -72,6 +72,7 @@ def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float
         config={
             "memory_limit": MEMORY,
             "temp_directory": "",
+            "enable_external_file_cache": False,  # a query reads each file once
             "python_enable_replacements": False,
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,

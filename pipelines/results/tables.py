@@ -315,13 +315,11 @@ def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, Man
     metric = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END" if name == "rows" else "''"
     result = [f"concat({_RESULT_SQL}, {metric}) AS {_RESULT.name}"] if has_result else []
     shown = ", ".join([*origin, *result, *columns])
-    # A file written by an earlier version may lack a newer column, which is then NULL.
-    empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
-    empty += ", NULL::INTEGER[] AS labels" if name == "images" else ""
-    files_read = (
-        f"(SELECT *, file_index FROM read_parquet(getvariable('{name}_paths'), union_by_name = true)"  # noqa: S608
-        f" UNION ALL BY NAME SELECT {empty} WHERE false)"  # (names of ours, here and below)
-    )
+    # With the columns given, DuckDB opens each file once, and a column that a file lacks is NULL.
+    of_files = [(column.name, column.type) for column in written]
+    of_files += [("labels", "INTEGER[]")] if name == "images" else []
+    given = ", ".join(f"'{of}': {{name: '{of}', type: '{type_}', default_value: NULL}}" for of, type_ in of_files)
+    files_read = f"read_parquet(getvariable('{name}_paths'), schema = MAP {{{given}}})"
     view = f"SELECT * FROM (SELECT {shown} FROM {files_read}){_left_out(name)}"  # noqa: S608 (names of ours)
     connection.execute(f"CREATE VIEW {name} AS {view}")
 

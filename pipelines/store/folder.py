@@ -178,9 +178,10 @@ class FolderStore:
         return self.root / folder
 
     def _check(self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]) -> None:
+        root = self.root / folder
         for entry in files:
             try:
-                problem = check(protocol.inside(self.root / folder, entry.path), entry)
+                problem = check(protocol.inside(root, entry.path), entry)
             except OSError as error:
                 raise self._unreadable(f"{folder}/{entry.path}", error) from None
             if problem is not None:

@@ -120,6 +120,15 @@ def test_what_means_nothing_or_too_much_is_told(store: Store, run: list[Manifest
         trace(store, given)
 
 
+def test_a_prefix_is_unique_among_the_keys_of_all_jobs(tmp_path: Path) -> None:
+    store, common = open_store(str(tmp_path)), "a" * 11
+    for job, last in (("ingest", "b"), ("report", "c")):
+        commit(store, make_manifest(job, key=f"{common}{last}{'0' * 52}"))
+    with pytest.raises(RecipeError, match="is ambiguous; it matches the keys"):
+        trace(store, common)
+    assert [trace(store, common + last).roots[0][11] for last in "bc"] == ["b", "c"]
+
+
 def test_what_is_not_made_yet_is_no_wrong_name(store: Store, run: list[Manifest]) -> None:
     with pytest.raises(RecipeError, match="p/later: no committed results yet; `vitflow status` shows"):
         compare(store, "p/later", "p/probe")

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import f1_score
 
@@ -235,6 +237,30 @@ def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None
                 write_parquet(folder / "predictions.parquet", table)
         found = dict(ask(store, "SELECT artifact, probability FROM predictions"))
         assert found == {name: None if name == "old" else 0.5 for name in names}
+
+
+def test_files_of_any_version_are_read_as_their_union(tmp_path: Path) -> None:
+    """With columns in another order, of another width, missing or unknown: as DuckDB unites them from all footers."""
+    store, paths, rng = open_store(str(tmp_path)), list[str](), np.random.default_rng(0)
+    for number in range(12):
+        kinds = {field.name: field.type for field in PREDICTIONS} | {"unknown": pa.int32()}
+        if number % 2:
+            wider = {pa.int32(): pa.int64(), pa.float32(): pa.float64(), pa.string(): pa.large_string()}
+            kinds = {name: wider.get(kind, kind) for name, kind in kinds.items()}
+        missing = set(rng.choice([*PROBABILITIES.names, "unknown"], size=number % 5))
+        names = [name for name in rng.permutation([*kinds]) if name not in missing]
+        top = {"top5": [number, 1], "top5_probabilities": [0.5, 0.25], "nll": number / 4, "probability": 0.5}
+        lines = [prediction(draw=draw, unknown=1, **top) for draw in range(number % 3 + 1)]
+        with committed(store, "evaluate", f"k{number}") as folder:
+            schema = pa.schema([(name, kinds[name]) for name in names])
+            pq.write_table(pa.Table.from_pylist(lines, schema), folder / "predictions.parquet")
+        paths.append(str(tmp_path / Layout.files("evaluate", f"k{number}", 1) / "predictions.parquet"))
+    columns = ", ".join(f'"{name}"' for name in PREDICTIONS.names if not name.startswith("top5"))
+    columns += ", to_json(top5), to_json(top5_probabilities)"
+    united = f"FROM read_parquet($paths, union_by_name = true) SELECT {columns} ORDER BY ALL"
+    expected = duckdb.execute(united, {"paths": paths}).fetchall()
+    assert len(expected) == 24
+    assert ask(store, f"FROM predictions SELECT {columns} ORDER BY ALL") == expected
 
 
 @pytest.mark.parametrize(("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS), ("confusion", CONFUSION)])

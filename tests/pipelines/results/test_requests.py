@@ -71,8 +71,10 @@ def test_the_requests_of_a_command_do_not_grow_with_the_store(
     commands: dict[str, tuple[int, Callable[[Path], object]]] = {
         "status": (45, command("status")),
         "status RUN": (45, command("status", RUN)),
-        # a list per kind of stage, then the manifest of each of the report's ten ancestors and what replaced it
-        "lineage KEY": (35, command("lineage", report.name[:12])),
+        # the manifest of the report and of each of its ten ancestors, and what replaced it
+        "lineage KEY": (25, command("lineage", report.name[:12])),
+        # a list per job, and four manifests
+        "lineage KEY of a model": (25, command("lineage", models[0].name[:12])),
         "predict KEY": (25, command("predict", models[0].name[:12], image)),
         "predict RUN/STAGE": (25, command("predict", f"{RUN}/finetune_all", image)),
         "report show RUN": (25, command("report", "show", RUN)),
