@@ -35,6 +35,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.network import Network
 from tests.support.records import make_manifest
 
+LOOK_SECONDS = 5.0  # between a process's look for a later attempt and its sign of life, over a slow network
 STOP_SECONDS = 1.0  # between SIGTERM and STOPPED
 WAITS = "Job has not started yet. It may be waiting for resources."  # what Ray says of a PENDING job
 
@@ -107,6 +108,14 @@ class JobStore(MemoryStore):
         """The job itself sees its manifest at once."""
         own = [name.removeprefix(start) for name in self.late if name.startswith(start) and not prefix and not after]
         return sorted({*super()._names(start, prefix, after), *own})
+
+    def replace(self, name: str, data: bytes) -> None:
+        attempt = self.job.attempt
+        assert attempt is not None
+        following = f"{Layout.attempt(attempt.job, attempt.key, attempt.number + 1)}/attempt.json"
+        written = getattr(self.objects, "since", {}).get(following, self.cluster.loop.now)
+        assert self.cluster.loop.now - written < LOOK_SECONDS, "a superseded process lives on"
+        super().replace(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         if not name.endswith("manifest.json"):

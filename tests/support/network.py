@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 from tests.simulation.loop import Killed
@@ -71,19 +70,3 @@ class Loses(Network):
         if self.times > 0 and all(word in request for word in self.words):
             self.times -= 1
             raise lost(f"{request} got lost")
-
-
-class Unreliable(Network):
-    """At random, one request in so many is lost, or its answer; or its driver dies, before or after it was done."""
-
-    def __init__(self, random: Random, losses: float, deaths: float) -> None:
-        super().__init__()
-        self.random, self.losses, self.deaths = random, losses, deaths
-
-    def before(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
-        if self.random.random() < self.deaths:
-            self.die()
-        if self.random.random() < self.losses:
-            raise lost(f"{what} {name} got lost")
-
-    after = before

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,10 +30,10 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, request_stop
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
-from tests.simulation.cluster import Script, random_script
+from tests.simulation.cluster import Script
 from tests.simulation.loop import Killed, Loop
 from tests.support.in_process import Jobs
-from tests.support.network import DiesAfter, Loses, Network, Unreliable
+from tests.support.network import DiesAfter, Loses, Network
 from tests.support.records import make_manifest
 from tests.support.world import World, first_key
 
@@ -579,70 +579,6 @@ def test_two_drivers_on_one_store_make_one_job(number: int) -> None:
     assert len(world.cluster.started) == 4
     assert len(world.cluster.commits) == 2
     assert [attempt.number for attempt in world.attempts("ingest")] == [1, 2]
-
-
-# ------------------------------------------------------------------------------------------- at random
-
-
-def episode(seed: int) -> World:
-    """Jobs, clusters, networks and drivers that fail at random, and sometimes a second driver. Then all is well again.
-
-    What must hold is asserted: here, and by the cluster whenever a job is submitted.
-    """
-    random = Random(seed)
-    stages = random.choice([("images",), ("images", "pixels"), ("images", "other", "pixels", "report")])
-    world = World(*stages, script=lambda attempt: random_script(random), limit=1e5)
-    for _ in range(random.randrange(4)):
-        befall = random.choice([world.cluster.restart, world.cluster.go_down])
-        world.clock.after(random.uniform(0, 40), partial(befall, random.choice([0.0, 3.0, 30.0])))
-    is_alone = random.random() < 0.6
-
-    def unreliable() -> Network:
-        return Unreliable(random, random.choice([0.0, 0.01, 0.1]), random.choice([0.0, 0.002, 0.01]))
-
-    if not is_alone:
-        second = world.driver(unreliable())
-
-        def step() -> None:
-            going = True
-            with suppress(StoreUnreachable):
-                try:
-                    going = second.step()
-                except Killed:
-                    return
-            if going:
-                world.clock.after(random.uniform(0.01, 1.0), step)
-
-        world.clock.after(random.uniform(0.0, 5.0), step)
-    for _ in range(random.randrange(4)):
-        try:
-            walk(world, unreliable())
-        except Killed:
-            world.clock.sleep(random.uniform(0, 5))
-    world.cluster.script = scripts(Script())
-    status = walk(world)
-    assert set(status.values()) <= {"CACHED", "SUCCEEDED", "FAILED", "SKIPPED"}
-    assert {name for name in status if name in world.manifests()} == {
-        name for name in status if status[name] in {"CACHED", "SUCCEEDED"}
-    }
-    assert len(world.cluster.commits) == len(set(world.cluster.commits)) == len(world.manifests())
-    if is_alone:
-        assert len(set(world.cluster.arrived)) == len(world.cluster.arrived), "submitted twice to one cluster"
-    attempts = [attempt for job in ("ingest", "baselines", "report") for attempt in world.attempts(job)]
-    made = [(attempt.key, attempt.nonce.split("-")[0]) for attempt in attempts]
-    # one more, if the answer to the first got lost: then it is found, like one of another command
-    assert all(made.count(each) <= decisions.ATTEMPTS + 1 for each in made), "too many attempts of one command"
-    return world
-
-
-@pytest.mark.parametrize("block", range(10))
-def test_random_episodes(block: int) -> None:
-    for seed in range(block * 30, block * 30 + 30):
-        try:
-            episode(seed)
-        except BaseException as error:
-            error.add_note(f"episode({seed})")
-            raise
 
 
 # ------------------------------------------------------------------------------------------- with a real store
