@@ -13,7 +13,7 @@ PARALLEL := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --d
 WITH_RAY := $(BIN)/pytest -n 2 --dist loadfile --durations=20
 export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
-.PHONY: quickstart test test-all test-fast test-faults test-schedule test-hosts test-cluster check format accept-code install benchmarks clean
+.PHONY: quickstart test test-all test-fast test-faults test-schedule test-hosts test-cluster check format accept-code install lock benchmarks clean
 
 quickstart: .venv/installed
 	$(BIN)/vitflow run quickstart
@@ -53,6 +53,9 @@ format: .venv/installed-check
 	$(BIN)/ruff format .
 
 install: .venv/installed-dev
+
+lock: .venv/installed  # the image's packages with their hashes; with Python 3.11 on Linux on x86-64, after a change of constraints.txt
+	PATH="$$PWD/$(BIN):$$PATH" bash infra/lock.sh
 
 .venv/installed: pyproject.toml constraints.txt infra/install.sh infra/uv_settings.py
 	EXTRAS=hub,onnx bash infra/install.sh

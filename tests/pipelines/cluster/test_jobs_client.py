@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from werkzeug import Response
 
-from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, JobState, connect
+from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, JobState, connect, python_entrypoint
 from pipelines.cluster.local import hold
 from tests.support.clusters import wait_for
 from tests.support.serving import serving
@@ -166,6 +167,19 @@ def test_a_missing_token_file_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(ValueError, match=str(tmp_path / "none")):
         connect("http://127.0.0.1:1")
+
+
+def test_no_word_of_an_entrypoint_is_a_shell_command(tmp_path: Path) -> None:
+    """Names of recipes, stages and stores are words of it."""
+    names = [
+        f"{before}touch {tmp_path}/ran{after}" for before, after in ((";", ""), ("$(", ")"), ("`", "`"), ("'\n", ""))
+    ]
+    code = "import sys; print(sys.argv[1:])"
+    said = subprocess.run(
+        ["sh", "-c", python_entrypoint("-c", code, *names)], capture_output=True, text=True, check=True
+    )
+    assert ast.literal_eval(said.stdout) == names
+    assert not list(tmp_path.iterdir())
 
 
 def test_importing_brings_in_no_ray() -> None:
