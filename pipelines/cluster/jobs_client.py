@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from pipelines.environment import Flag
+from pipelines.environment import Flag, environment
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -271,10 +270,10 @@ def python_entrypoint(*arguments: str) -> str:
 
 def wait_for_end(cluster: Cluster, submission_ids: set[str], seconds: float) -> None:
     """Return when these jobs have ended, or after `seconds`. Raises ClusterUnreachable."""
-    deadline = time.monotonic() + seconds
-    while submission_ids and time.monotonic() < deadline:
+    deadline = environment().monotonic() + seconds
+    while submission_ids and environment().monotonic() < deadline:
         submission_ids = {job.submission_id for job in cluster.jobs() if not job.ended} & submission_ids
-        time.sleep(0.1)
+        environment().sleep(0.1)
 
 
 def _read_token(token_path: Path | None) -> str | None:

@@ -1,4 +1,6 @@
-"""`schedule serve`: attends to all schedules of a store while it runs. It keeps no state and listens on no port.
+"""`schedule serve`: attends to all schedules of a store while it runs. It listens on no port.
+
+What it keeps, the positions of the schedules' ticks, only saves requests.
 
 It waits for at most LOOK_SECONDS by the monotonic clock, then decides from the store and the current wall clock, so
 setting the clock forward or back does not matter.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from datetime import datetime, timedelta
@@ -15,7 +18,9 @@ from datetime import datetime, timedelta
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.cluster.local import LocalRayError
 from pipelines.environment import environment
-from pipelines.schedules.schedule import Reach, Schedule, all_schedules, attend
+from pipelines.schedules.due import attend
+from pipelines.schedules.schedule import Reach, Schedule, all_schedules
+from pipelines.schedules.ticks import Position
 from pipelines.store import Store, StoreError
 from vit_model.errors import UserError
 
@@ -32,6 +37,7 @@ class _Server:
         self.served: dict[str, Schedule] = {}
         self.attending: dict[str, Future[None]] = {}
         self.printed: dict[str, str] = {}
+        self.positions = defaultdict[str, Position](Position)
 
     def look(self, now: datetime, threads: Executor) -> float:
         """Attend to the active schedules; return the seconds until the next look."""
@@ -56,7 +62,7 @@ class _Server:
     def _attend(self, schedule: Schedule, now: datetime) -> None:
         """Attend to one schedule; print errors, and retry at the next look."""
         try:
-            for line in attend(self.store, schedule, now, self.reach, GRACE):
+            for line in attend(self.store, schedule, now, self.reach, GRACE, self.positions[schedule.name]):
                 self._say_once(schedule.name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
             self._say_once(schedule.name, f"{error}; retrying")
