@@ -36,6 +36,7 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, pin
 from pipelines.schedules.cron import check_cron, check_timezone
 from pipelines.schedules.due import attend, last_outcome
+from pipelines.schedules.notices import receiver
 from pipelines.schedules.schedule import (
     Reach,
     Schedule,
@@ -225,7 +226,7 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 
     You can kill it, move it to another machine, or run it twice: a tick never fires twice.
     """
-    serve(open_(store), Reach(token_file), _say)
+    serve(open_(store), Reach(token_file, receiver()), _say)
 
 
 @app.command("tick")
@@ -237,7 +238,7 @@ def schedule_tick(name: NameArgument, store: StoreOption = DEFAULT_STORE, token_
         return
     try:
         acted = False
-        for line in attend(opened, schedule, environment().utc(), Reach(token_file), None):
+        for line in attend(opened, schedule, environment().utc(), Reach(token_file, receiver()), None):
             _say(f"{name}: {line}")
             acted = True
     except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:

@@ -18,6 +18,7 @@ from pipelines.engine.history import end_run
 from pipelines.engine.latest import newest_models
 from pipelines.engine.runs import Run, run_status, start_run, stop_run
 from pipelines.engine.status import Status
+from pipelines.schedules.notices import SKIPS, Event, announce, send_announced
 from pipelines.schedules.schedule import Reach, Schedule, tick_run
 from pipelines.schedules.ticks import (
     Decision,
@@ -97,11 +98,13 @@ class _Look:
     def attend(self) -> Iterator[str]:
         refresh(self.store, self.schedule.name, self.position)
         status = yield from self.follow()
+        yield from self.notify()  # at once, because the cluster may not answer
         tick = self.schedule.last_tick(self.moment)
         if tick is not None and not is_decided(self.store, self.schedule.name, self.position, tick):
             yield from self.decide(tick, status)
         elif status == Status.UNFINISHED:
             yield from self.submit()
+        yield from self.notify()
 
     def follow(self) -> Generator[str, None, str | None]:
         """Record the end of the last run if it is over; return its status if it is not."""
@@ -135,6 +138,8 @@ class _Look:
             if self.record(tick, "missed", run, f"{why}; {passed} ticks" if passed > 1 else why):
                 yield f"missed {_shown(tick)}, because {why}; next {_shown(following)}"
         elif is_alive:
+            if self.position.skips + 1 == SKIPS:
+                self.announce(self.position.number + 1, "skipped")
             if self.record(tick, "skip", run, f"{run} has not ended"):
                 yield f"skipped {_shown(tick)}: {run} has not ended (`vitflow stop {run}` ends it)"
         else:
@@ -156,6 +161,8 @@ class _Look:
         why = f"{passed - 1} earlier ticks were not served" if passed > 1 else ""
         if is_cached:
             why = "; ".join(filter(None, ["every result exists", why]))
+            if self.position.failures:
+                self.announce(self.position.number + 1, "recovered")
             if self.record(tick, "nothing_new", self.position.last_run, why):
                 yield f"nothing new for {_shown(tick)}: every result exists"
         elif self.record(tick, "run", run, why):
@@ -234,11 +241,12 @@ class _Look:
 
     def end(self, run: str) -> Iterator[str]:
         """Record how the last run ended."""
-        assert self.position.last is not None
+        last = self.position.last
+        assert last is not None
         status, over = run_status(self.store, run), read_over(self.store, run)
         failed = next((stage for stage in status["stages"] if stage["status"] == Status.FAILED), dict[str, str]())
         detail = "" if over is None else over.detail
-        self.position.end = End(
+        end = End(
             status=status["status"],
             stage=failed.get("stage"),
             error=failed.get("detail") or detail,
@@ -246,8 +254,23 @@ class _Look:
             time=now(),
             who=who(),
         )
-        record_end(self.store, self.schedule.name, self.position.last.number, self.position.end)
-        yield ", ".join(filter(None, [f"{run}: {self.position.end.status}", self.position.end.why]))
+        if end.failed or (end.status == Status.SUCCEEDED and last.failures):
+            self.announce(last.number, "failed" if end.failed else "recovered")
+        if end.alias is not None:
+            self.announce(last.number, end.alias.outcome)
+        record_end(self.store, self.schedule.name, last.number, end)
+        self.position.end = end
+        yield ", ".join(filter(None, [f"{run}: {end.status}", end.why]))
+
+    def announce(self, number: int, event: Event) -> None:
+        """Write down a notice about a tick, if this process sends any, before the record that it is about."""
+        if self.reach.send is not None:
+            announce(self.store, self.schedule.name, self.position, number, event)
+
+    def notify(self) -> Iterator[str]:
+        """Send the notices that are due."""
+        if self.reach.send is not None:
+            yield from send_announced(self.store, self.schedule.name, self.position, self.moment, self.reach.send)
 
 
 def promotion(store: Store, run: str) -> Promotion | None:

@@ -23,6 +23,7 @@ from pipelines.engine.runs import Clusters
 from pipelines.environment import environment
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
+from pipelines.schedules.notices import Send
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import (
     Layout,
@@ -80,9 +81,13 @@ class Schedule(Frozen):
 
 @dataclass(frozen=True)
 class Reach:
-    """How to reach the clusters of schedules; `token_file` contains the token of those at a schedule's address."""
+    """How to reach the clusters of schedules, and the people who want notices.
+
+    `token_file` contains the token of the clusters at a schedule's address; without `send` there are no notices.
+    """
 
     token_file: Path | None
+    send: Send | None = None
 
     def target(self, schedule: Schedule) -> AbstractContextManager[tuple[Cluster, Path | None]]:
         """Yield the cluster that the schedule's runs go to; see `submission.target`."""

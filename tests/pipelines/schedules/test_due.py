@@ -10,110 +10,30 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from pipelines.engine import history, plan
+from pipelines.engine import history
 from pipelines.engine.history import end_run
 from pipelines.engine.runs import run_status, start_run
 from pipelines.environment import Environment, using
-from pipelines.recipe.load import load_pipeline, parse_pipeline
+from pipelines.recipe.load import load_pipeline
 from pipelines.schedules import serve, ticks
 from pipelines.schedules.due import attend
 from pipelines.schedules.schedule import (
-    Schedule,
-    add_schedule,
     all_schedules,
     find_schedule,
     set_state,
     tick_run,
 )
 from pipelines.schedules.ticks import Position, decide, read_end, refresh
-from pipelines.store import StoreError, add_event, commit, encode, open_store, read_events, read_over, read_plan
+from pipelines.store import StoreError, add_event, encode, open_store, read_events, read_over, read_plan
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
 from tests.support.paths import TINY
-from tests.support.records import make_manifest
 from tests.support.requests import counted
-from tests.support.schedules import Reached
-
-NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
-MINUTE = timedelta(minutes=1)
-GRACE = timedelta(seconds=60)
-DIGITS = parse_pipeline({"name": "one", "stages": {"digits": {"job": "ingest", "source": {"kind": "digits"}}}}, "test")
-
-
-class Clock(Environment):
-    """It stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.moment = NOON - timedelta(seconds=30)
-
-    def utc(self) -> datetime:
-        return self.moment
-
-    def sleep(self, seconds: float) -> None:
-        self.moment += timedelta(seconds=seconds)
-
-
-class Scheduled:
-    """A schedule for every minute, written half a minute before noon; its store, its cluster and its clock."""
-
-    def __init__(self, folder: Path, **fields: Any) -> None:
-        store = open_store(str(folder / "s"))
-        assert isinstance(store, FolderStore)
-        self.store, self.clock, self.reach = store, Clock(), Reached()
-        self.ray = self.reach.ray
-        self.write(**fields)
-
-    def write(self, **fields: Any) -> None:
-        """Add the schedule, or change it."""
-        defaults: dict[str, Any] = {"name": "often", "pipeline": DIGITS, "recipe": "one.yaml", "cron": "* * * * *"}
-        with using(self.clock):
-            add_schedule(self.store, Schedule(**defaults | fields))
-
-    def make_all(self) -> None:
-        """Every result of the pipeline exists."""
-        (planned,) = plan.plan_pipeline(self.store, DIGITS, ("digits",))
-        commit(self.store, make_manifest("ingest", key=planned.key))
-
-    def look(
-        self,
-        minute: float,
-        grace: timedelta | None = GRACE,
-        position: Position | None = None,
-        store: FolderStore | None = None,
-    ) -> list[str]:
-        """Attend to the schedule so many minutes after noon."""
-        self.clock.moment = NOON + minute * MINUTE
-        schedule = find_schedule(self.store, "often")
-        with using(self.clock):
-            moment = self.clock.moment
-            return list(attend(store or self.store, schedule, moment, self.reach, grace, position))
-
-    def run(self, minute: float) -> str:
-        return tick_run(self.store, find_schedule(self.store, "often"), NOON + minute * MINUTE)
-
-    def end(self, minute: float, status: str, detail: str = "") -> None:
-        """The driver of this tick's run ends it."""
-        with using(self.clock):
-            end_run(self.store, self.run(minute), status, detail)
-
-    def decisions(self) -> list[tuple[float, str]]:
-        """(minute, decision) of each, in the order of their numbers."""
-        folder = self.store.root / "schedules" / "often" / "ticks"
-        found = [json.loads(path.read_text()) for path in sorted(folder.glob("0*.json"))]
-        assert [record["previous"] for record in found] == [*range(len(found))]
-        return [((datetime.fromisoformat(each["tick"]) - NOON) / MINUTE, each["decision"]) for each in found]
-
-    def ends(self) -> list[str]:
-        """What is recorded of the ends of the ticks' runs, by number."""
-        folder = self.store.root / "schedules" / "often" / "ends"
-        found = {int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-        fields = ((number, end["status"], end["stage"], end["error"]) for number, end in found.items())
-        return [" ".join(str(each) for each in of if each is not None and each != "") for of in fields]
+from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, Clock, DyingStore, Killed, Scheduled
 
 
 @pytest.fixture
@@ -256,25 +176,6 @@ def test_many_servers_at_once_decide_each_tick_once(made: Scheduled) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- killed
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
-
-
-class DyingStore(FolderStore):
-    """A store whose user is killed at the n-th write, before or after it."""
-
-    writes_left, after = 0, False
-
-    def create(self, name: str, data: bytes) -> bool:
-        self.writes_left -= 1
-        if self.writes_left == 0 and not self.after:
-            raise Killed
-        done = super().create(name, data)
-        if self.writes_left == 0:
-            raise Killed
-        return done
 
 
 def die(scheduled: Scheduled, minute: float, write: int, after: bool) -> None:
