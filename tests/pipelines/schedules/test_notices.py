@@ -19,7 +19,6 @@ import pytest
 from pipelines.environment import using
 from pipelines.schedules import serve
 from pipelines.schedules.notices import COMMAND, KEPT, SECRET, URL, NotSent, receiver
-from pipelines.schedules.schedule import set_state
 from pipelines.schedules.ticks import Position
 from pipelines.spec import RecipeError
 from tests.support.schedules import DyingStore, Killed, Scheduled
@@ -125,8 +124,7 @@ def test_a_receiver_that_is_away_is_tried_less_and_less_often_for_a_day(often: S
     often.end(0, "FAILED")
     (_, line) = often.look(0.1, position=position)
     assert line == "cannot send the notice that tick 1 failed: HTTP status 503; retrying"
-    with using(often.clock):
-        set_state(often.store, "often", "active")
+    often.write(cron="0 0 1 1 *")
     for seconds in range(10, 3600, 10):
         often.look(0.1 + seconds / 60, position=position)
     assert 8 <= people.tries <= 10
