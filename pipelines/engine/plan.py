@@ -393,7 +393,7 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
         yield f"version {manifest.code.get('version')} -> {stage.config.version} of {stage.config.job}"
     if stage.code is not None and manifest.code.get("digest") != stage.code:
         yield "its code has changed"
-    yield from _changed_fields(_identity(manifest.config, stage.config), identity.identity_fields(stage.config))
+    yield from changed_fields(_identity(manifest.config, stage.config), identity.identity_fields(stage.config))
 
 
 def _identity(then: Mapping[str, Any], config: AnyStage) -> dict[str, Any]:
@@ -404,11 +404,12 @@ def _identity(then: Mapping[str, Any], config: AnyStage) -> dict[str, Any]:
         return dict(then)
 
 
-def _changed_fields(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def changed_fields(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield a line for each field of `now` whose value in `then` is another one."""
     for name, value in now.items():
         before = then.get(name)
         if isinstance(value, Mapping) and isinstance(before, Mapping):
-            yield from _changed_fields(before, value, f"{prefix}{name}.")
+            yield from changed_fields(before, value, f"{prefix}{name}.")
         elif before != value:
             old, new = ([*each] if isinstance(each, tuple) else each for each in (before, value))  # as in YAML
             yield f"{prefix}{name} {old} -> {new}"

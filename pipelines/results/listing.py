@@ -6,6 +6,7 @@ import json
 from typing import Any, get_args
 
 from pipelines.engine.runs import all_runs
+from pipelines.engine.submission import reached
 from pipelines.results.lookup import jobs_of, score
 from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
@@ -141,8 +142,6 @@ def dataset_name(manifest: Manifest) -> str:
 
 
 def _runs(store: Store) -> list[dict[str, Any]]:
-    from pipelines.cluster.local import connect_running
-
     return [
         {
             "run": run.run,
@@ -151,7 +150,7 @@ def _runs(store: Store) -> list[dict[str, Any]]:
             "stages": f"{run.done}/{run.stages}",
             "created": run.created[:19],
         }
-        for run in all_runs(store, connect_running)
+        for run in all_runs(store, reached(None, None))
     ]
 
 

@@ -1,8 +1,6 @@
-"""Recurring runs: schedules in the store, and starting a run when one is due.
+"""Schedules in the store: a pipeline, when to run it, and where.
 
-All state is in the store's create-only objects. So the process that serves a schedule (`schedule serve`, a timer, or
-two of them by mistake) may be killed at any moment: a tick is decided once, in schedules/<name>/ticks; its run has the
-tick in its id and starts once; Ray accepts the submission id of the run's driver once.
+A change is a new record schedules/<name>/<n>.json; the highest number is current.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,34 +18,28 @@ from pydantic import AfterValidator
 
 from pipelines.cluster.jobs_client import Cluster, connect
 from pipelines.cluster.local import connect_running
-from pipelines.engine import plan, submission
-from pipelines.engine.history import days_back, end_run, is_over
-from pipelines.engine.runs import Clusters, Run, run_status, start_run
-from pipelines.engine.status import Status
+from pipelines.engine import submission
+from pipelines.engine.runs import Clusters
 from pipelines.environment import environment
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
+from pipelines.schedules.notices import Send
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import (
     Layout,
     Store,
     StoreDamaged,
     StoreError,
-    add_event,
     encode,
     now,
     numbers,
-    read_events,
-    read_plan,
     read_record,
     warn,
     who,
 )
 from vit_model.fields import Frozen
 
-DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 CLOCK_STEP = timedelta(seconds=60)  # the clocks of two machines differ by less, unless one was set
-_OVER: set[tuple[str, str]] = set()  # (store, run), cached because it is needed every few seconds
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
@@ -63,6 +55,10 @@ class Schedule(Frozen):
     timezone: Annotated[str, AfterValidator(check_timezone)] = "UTC"
     address: str | None = None
     parallel: int | None = None
+    overlap: Literal["skip", "queue"] = "skip"
+    """What becomes of a tick while the previous run is under way: no run, or one when that run is over."""
+    catch_up: Literal["none", "latest"] = "none"
+    """What a server does about ticks that were due while nothing served the schedule: no run, or one for the latest."""
     nonce: str = ""
     who: str = ""
     time: str = ""
@@ -83,22 +79,15 @@ class Schedule(Frozen):
         return last_tick(self.cron, self.timezone, written, until)
 
 
-class Decision(Frozen):
-    """The decision on a tick: a run, or skipped because the previous run, `run`, has not ended."""
-
-    tick: str
-    decision: Literal["run", "skip"]
-    run: str
-    nonce: str
-    who: str
-    time: str
-
-
 @dataclass(frozen=True)
 class Reach:
-    """How to reach the clusters of schedules; `token_file` contains the token of those at a schedule's address."""
+    """How to reach the clusters of schedules, and the people who want notices.
+
+    `token_file` contains the token of the clusters at a schedule's address; without `send` there are no notices.
+    """
 
     token_file: Path | None
+    send: Send | None = None
 
     def target(self, schedule: Schedule) -> AbstractContextManager[tuple[Cluster, Path | None]]:
         """Yield the cluster that the schedule's runs go to; see `submission.target`."""
@@ -112,9 +101,6 @@ class Reach:
             return connect(address, self.token_file) if at_schedule else connect_running(address)
 
         return cluster
-
-
-# ------------------------------------------------------------------------------------------------- in the store
 
 
 def check_name(name: str) -> str:
@@ -201,137 +187,3 @@ def tick_run(store: Store, schedule: Schedule, tick: datetime) -> str:
     """
     by = hashlib.sha256(f"{store.id}/{schedule.name}".encode()).hexdigest()[:8]
     return f"{schedule.pipeline.name}-{tick:%Y%m%d-%H%M%S}-tick{by}"
-
-
-def last_decision(store: Store, name: str) -> Decision | None:
-    """Return the decision on the latest tick that has one; list the older ones only if there is no recent one."""
-    folder = f"{Layout.schedule(name)}/ticks"
-    for day in days_back():
-        if names := store.names(folder, after=day):
-            return read_record(store, f"{folder}/{names[-1]}", Decision)
-    return None
-
-
-def decide(store: Store, schedule: Schedule, tick: datetime, blocking_run: str | None) -> Decision | None:
-    """Decide to run a tick, or to skip it because of an earlier run; None if there is a decision already."""
-    decision = Decision(
-        tick=tick.isoformat(),
-        decision="run" if blocking_run is None else "skip",
-        run=blocking_run or tick_run(store, schedule, tick),
-        nonce=environment().token_hex(8),
-        who=who(),
-        time=now(),
-    )
-    return decision if store.create(_decision_name(schedule.name, tick), encode(decision)) else None
-
-
-def _decision_name(name: str, tick: datetime) -> str:
-    return f"{Layout.schedule(name)}/ticks/{tick:%Y%m%dT%H%M%SZ}.json"
-
-
-# ------------------------------------------------------------------------------------------------- being due
-
-
-def attend(store: Store, schedule: Schedule, moment: datetime, reach: Reach, grace: timedelta | None) -> Iterator[str]:
-    """Start the runs and drivers that a schedule needs at this moment; yield a line for each action.
-
-    If the driver of the last tick's run is gone, submit another. Then, if there is no decision on the last tick that is
-    due, start its run, or skip it if the previous run has not ended. Do nothing for a paused schedule.
-
-    Args:
-        moment: now, UTC.
-        reach: how to reach the schedule's cluster.
-        grace: older ticks are missed; None: the last tick is due however old it is.
-
-    Raises:
-        StoreError, ClusterUnreachable, LocalRayError: the next call continues.
-        ValueError: the schedule's cluster cannot be used.
-    """
-    if schedule.state != "active":
-        return
-    tick = schedule.last_tick(moment)
-    decided = tick and read_record(store, _decision_name(schedule.name, tick), Decision)
-    previous = decided or last_decision(store, schedule.name)  # an idle call lists nothing
-    blocking_run = None
-    if previous is not None and not _is_over(store, previous.run):
-        if _status(store, previous.run, reach.clusters(schedule)) == Status.UNFINISHED:
-            yield from _submit(store, schedule, previous.run, reach)
-        if not _is_over(store, previous.run):
-            blocking_run = previous.run
-    if tick is None or decided is not None:
-        return
-    if grace is not None and moment - tick > grace:
-        following = next(schedule.next_ticks(moment))
-        yield f"missed {_shown(tick)}, because nothing served the schedule then; next {_shown(following)}"
-        return
-    decision = decide(store, schedule, tick, blocking_run)
-    if decision is None:
-        return  # another process has just decided, and submits it; if it fails, the next call does
-    if decision.decision == "skip":
-        yield f"skipped {_shown(tick)}: {decision.run} has not ended (`vitflow stop {decision.run}` ends it)"
-    else:
-        yield from _submit(store, schedule, decision.run, reach)
-
-
-def last_run(store: Store, schedule: Schedule, reach: Reach) -> tuple[str, str] | None:
-    """Return (id, status) of the run in the last decision; None if there is none."""
-    decision = last_decision(store, schedule.name)
-    if decision is None:
-        return None
-    return decision.run, _status(store, decision.run, reach.clusters(schedule))
-
-
-def _status(store: Store, run: str, clusters: Clusters) -> str:
-    """Return a run's status; UNFINISHED also if it was decided on but has not started."""
-    if read_plan(store, run) is None:
-        return Status.UNFINISHED
-    return str(run_status(store, run, clusters)["status"])
-
-
-def _is_over(store: Store, run: str) -> bool:
-    if (store.id, run) not in _OVER and is_over(store, run):
-        _OVER.add((store.id, run))
-    return (store.id, run) in _OVER
-
-
-def _submit(store: Store, schedule: Schedule, run_id: str, reach: Reach) -> Iterator[str]:
-    """Start a tick's run unless it has started, and submit its driver unless one is running or all is cached."""
-    run = start_run(store, schedule.pipeline, tuple(schedule.pipeline.stages), run_id=run_id)
-    if _finish_cached(store, schedule, run):
-        yield f"{run_id}: nothing to do"
-        return
-    with reach.target(schedule) as (cluster, ray_folder):
-        session = cluster.session_name
-        # drivers of other sessions do not count: they ended because their cluster did
-        submitted = [event for event in read_events(store, run_id) if event["event"] == "driver submitted"]
-        if sum(event["cluster_session"] == session for event in submitted) >= DRIVERS:
-            last = submitted[-1]["submission_id"]
-            end_run(store, run_id, Status.FAILED, f"{DRIVERS} drivers died")
-            yield f"{run_id}: given up after {DRIVERS} drivers died; see the log of Ray's job {last}"
-            return
-        driver = submission.submit_driver(store, run, cluster, schedule.parallel, ray_folder)
-    yield f"{run_id}: {driver} is running on {cluster.address}"
-
-
-def _finish_cached(store: Store, schedule: Schedule, run: Run) -> bool:
-    """Record the run as finished if all its stages are cached; return whether they are.
-
-    Only a cluster on this machine has the same files. For any other, the driver plans.
-    """
-    if schedule.address is not None and not submission.is_loopback(schedule.address):
-        return False
-    try:
-        names = run.pipeline.needed_for(run.targets)
-        planned = plan.plan_pipeline(store, run.pipeline, names, latest=run.latest)
-    except RecipeError:  # a source cannot be read: the driver reports that in the run
-        return False
-    if any(stage.manifest is None for stage in planned):
-        return False
-    for stage in planned:
-        add_event(store, run.id, "stage", stage=stage.name, status=Status.CACHED, key=stage.key)
-    end_run(store, run.id, Status.SUCCEEDED)
-    return True
-
-
-def _shown(tick: datetime) -> str:
-    return f"{tick.astimezone(UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,4 +1,6 @@
-"""`schedule serve`: attends to all schedules of a store while it runs. It keeps no state and listens on no port.
+"""`schedule serve`: attends to all schedules of a store while it runs. It listens on no port.
+
+What it keeps, the positions of the schedules' ticks, only saves requests.
 
 It waits for at most LOOK_SECONDS by the monotonic clock, then decides from the store and the current wall clock, so
 setting the clock forward or back does not matter.
@@ -15,7 +17,10 @@ from datetime import datetime, timedelta
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.cluster.local import LocalRayError
 from pipelines.environment import environment
-from pipelines.schedules.schedule import Reach, Schedule, all_schedules, attend
+from pipelines.schedules.due import attend
+from pipelines.schedules.heartbeat import METRICS_FILE, notify_watchdog, write_metrics
+from pipelines.schedules.schedule import Reach, Schedule, all_schedules
+from pipelines.schedules.ticks import Position
 from pipelines.store import Store, StoreError
 from vit_model.errors import UserError
 
@@ -32,6 +37,7 @@ class _Server:
         self.served: dict[str, Schedule] = {}
         self.attending: dict[str, Future[None]] = {}
         self.printed: dict[str, str] = {}
+        self.positions: dict[str, Position] = {}
 
     def look(self, now: datetime, threads: Executor) -> float:
         """Attend to the active schedules; return the seconds until the next look."""
@@ -49,14 +55,20 @@ class _Server:
                 line = f"{schedule.cron} {schedule.timezone}, next {ticks[name]:%Y-%m-%d %H:%M:%S} UTC"
                 self.say(f"{name}: {line}")
             if name not in self.attending or self.attending[name].done():
-                self.attending[name] = threads.submit(self._attend, schedule, now)
+                position = self.positions.setdefault(name, Position())
+                self.attending[name] = threads.submit(self._attend, schedule, now, position)
         self.served = active
+        try:
+            write_metrics({name: self.positions[name] for name in active})
+            self.printed.pop("metrics", None)
+        except OSError as error:
+            self._say_once("metrics", f"cannot write {METRICS_FILE}: {error}")
         return min([LOOK_SECONDS, *((tick - now).total_seconds() for tick in ticks.values())])
 
-    def _attend(self, schedule: Schedule, now: datetime) -> None:
+    def _attend(self, schedule: Schedule, now: datetime, position: Position) -> None:
         """Attend to one schedule; print errors, and retry at the next look."""
         try:
-            for line in attend(self.store, schedule, now, self.reach, GRACE):
+            for line in attend(self.store, schedule, now, self.reach, GRACE, position):
                 self._say_once(schedule.name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
             self._say_once(schedule.name, f"{error}; retrying")
@@ -82,7 +94,9 @@ def serve(store: Store, reach: Reach, say: Callable[[str], None]) -> None:
     with environment().pool(THREADS) as threads:
         try:
             while True:
-                environment().sleep(server.look(environment().utc(), threads))  # by the monotonic clock
+                seconds = server.look(environment().utc(), threads)
+                notify_watchdog()
+                environment().sleep(seconds)  # by the monotonic clock
         except KeyboardInterrupt:
             say("ending; started runs continue")
             threads.shutdown(cancel_futures=True)

@@ -72,6 +72,7 @@ from pipelines.store.records import InputRef as InputRef
 from pipelines.store.records import Layout as Layout
 from pipelines.store.records import Manifest as Manifest
 from pipelines.store.records import Over as Over
+from pipelines.store.records import Time as Time
 from pipelines.store.records import now as now
 from pipelines.store.records import who as who
 from pipelines.store.run_records import add_event as add_event

@@ -41,7 +41,9 @@ class Layout:
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     runs/<run id>/over.json                             its end, with the state of all stages, created once
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
-    schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
+    schedules/<name>/ticks/<n>.json                     the decision on a tick, written before it is carried out
+    schedules/<name>/ends/<n>.json                      how the run of that tick ended
+    schedules/<name>/notices/<n>-<event>.json           a notice to send, removed when it was sent
     """
 
     STORE = "store.json"
@@ -105,6 +107,18 @@ class Layout:
     @staticmethod
     def schedule(name: str) -> str:
         return f"schedules/{name}"
+
+    @classmethod
+    def ticks(cls, schedule: str) -> str:
+        return f"{cls.schedule(schedule)}/ticks"
+
+    @classmethod
+    def ends(cls, schedule: str) -> str:
+        return f"{cls.schedule(schedule)}/ends"
+
+    @classmethod
+    def notices(cls, schedule: str) -> str:
+        return f"{cls.schedule(schedule)}/notices"
 
     @staticmethod
     def alias(name: str) -> str:

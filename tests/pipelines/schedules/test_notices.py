@@ -1,0 +1,263 @@
+"""Who wants notices hears of failures, recoveries and skips, also if somebody is killed, or the receiver is away."""
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from pipelines.environment import using
+from pipelines.schedules import serve
+from pipelines.schedules.notices import COMMAND, KEPT, SECRET, URL, NotSent, receiver
+from pipelines.schedules.ticks import Position
+from pipelines.spec import RecipeError
+from tests.support.schedules import DyingStore, Killed, Scheduled
+
+
+class Receiver:
+    """It keeps what it was sent, unless it is away."""
+
+    def __init__(self) -> None:
+        self.received: list[dict[str, Any]] = []
+        self.tries, self.is_away = 0, False
+
+    def __call__(self, content: Mapping[str, Any]) -> None:
+        self.tries += 1
+        if self.is_away:
+            raise NotSent("HTTP status 503")
+        self.received.append(dict(content))
+
+    def events(self) -> list[tuple[int, str]]:
+        return [(content["number"], content["event"]) for content in self.received]
+
+
+@pytest.fixture
+def people() -> Receiver:
+    return Receiver()
+
+
+@pytest.fixture
+def often(tmp_path: Path, people: Receiver) -> Scheduled:
+    return Scheduled(tmp_path, send=people)
+
+
+def left(often: Scheduled) -> list[str]:
+    return often.store.names("schedules/often/notices")
+
+
+def test_failures_recoveries_and_the_third_skip_are_told_once(often: Scheduled, people: Receiver) -> None:
+    position = Position()
+    for minute, status in enumerate(["FAILED", "FAILED", "SUCCEEDED", "SUCCEEDED", "STOPPED", "FAILED"]):
+        often.look(minute, position=position)
+        often.end(minute, status, "no space left" if status == "FAILED" else "")
+        often.look(minute + 0.5, position=position)
+    assert people.events() == [(1, "failed"), (2, "failed"), (3, "recovered"), (6, "failed")]
+    assert [content["failures_in_a_row"] for content in people.received] == [1, 2, 0, 1]
+    assert people.received[0]["text"] == f"often failed: no space left ({often.run(0)})"
+    assert len({content["id"] for content in people.received}) == 4
+    for minute in range(6, 13):
+        often.look(minute, position=position)
+    assert people.events()[4:] == [(10, "skipped")]
+    often.end(6, "SUCCEEDED")
+    often.look(12.5, position=position)
+    assert people.events()[5:] == [(7, "recovered")]
+    assert left(often) == []
+
+
+def test_finding_every_result_after_a_failure_is_a_recovery(often: Scheduled, people: Receiver) -> None:
+    often.look(0)
+    often.end(0, "FAILED")
+    often.make_all()
+    often.look(1)
+    often.look(2)
+    assert people.events() == [(1, "failed"), (2, "recovered")]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("write", [1, 2])
+def test_a_notice_survives_its_writer(often: Scheduled, people: Receiver, write: int, after: bool) -> None:
+    """He is killed at the notice or at the end of the run; a minute later, whoever looks sends it."""
+    often.look(0)
+    often.end(0, "FAILED")
+    dying = DyingStore(often.store.root)
+    dying.writes_left, dying.after = write, after
+    with pytest.raises(Killed):
+        often.look(0.2, store=dying)
+    often.look(0.3)
+    if (write, after) != (1, False):  # there the next one is the writer
+        assert people.events() == []
+    for minute in (1.4, 2.5):
+        often.look(minute)
+    assert people.events() == [(1, "failed")]
+    assert left(often) == []
+
+
+def test_what_did_not_happen_is_not_told(often: Scheduled, people: Receiver) -> None:
+    """Whoever was to skip a tick for the third time was killed before, and another let it run."""
+    for minute in range(3):
+        often.look(minute)
+    dying = DyingStore(often.store.root)
+    dying.writes_left, dying.after = 1, True
+    with pytest.raises(Killed):
+        often.look(3, store=dying)
+    assert left(often) == ["00000004-skipped.json"]
+    often.end(0, "SUCCEEDED")
+    often.look(3.5)
+    often.look(5)
+    assert people.received == [] and left(often) == []
+
+
+def test_a_receiver_that_is_away_is_tried_less_and_less_often_for_a_day(often: Scheduled, people: Receiver) -> None:
+    often.clock.monotonic = lambda: often.clock.moment.timestamp()  # type: ignore[method-assign]
+    people.is_away, position = True, Position()
+    often.look(0, position=position)
+    often.end(0, "FAILED")
+    (_, line) = often.look(0.1, position=position)
+    assert line == "cannot send the notice that tick 1 failed: HTTP status 503; retrying"
+    often.write(cron="0 0 1 1 *")
+    for seconds in range(10, 3600, 10):
+        often.look(0.1 + seconds / 60, position=position)
+    assert 8 <= people.tries <= 10
+    people.is_away = False
+    often.look(200, position=position)
+    assert people.events()[:1] == [(1, "failed")]
+
+
+def test_what_nobody_received_within_a_day_is_dropped(often: Scheduled, people: Receiver) -> None:
+    people.is_away = True
+    often.look(0)
+    often.end(0, "FAILED")
+    often.look(0.1)
+    lines = often.look(KEPT / timedelta(minutes=1) + 1)
+    assert "the notice that tick 1 failed was not received within a day; dropped" in lines
+    assert left(often) == []
+
+
+# ------------------------------------------------------------------------------------------------- receivers
+
+
+@contextmanager
+def webhook(*statuses: int) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """A server that answers so, and its requests: (signature, body)."""
+    requests: list[tuple[str, bytes]] = []
+    answers = iter(statuses)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append((self.headers["X-Vitflow-Signature"], body))
+            self.send_response(next(answers))
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/secret-path", requests
+        server.shutdown()
+        thread.join()
+
+
+def test_a_webhook_gets_signed_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    with webhook(204, 503, 302) as (url, requests):
+        monkeypatch.setenv(URL, url)
+        monkeypatch.setenv(SECRET, "hush")
+        send = receiver()
+        assert send is not None and not {URL, SECRET} & os.environ.keys(), "jobs of the local Ray do not get them"
+        send({"event": "failed", "text": "für alle"})
+        for status in (503, 302):
+            with pytest.raises(NotSent, match=f"^VITFLOW_WEBHOOK_URL: HTTP status {status}$"):
+                send({})
+    (signature, body), *_ = requests
+    assert json.loads(body) == {"event": "failed", "text": "für alle"}
+    assert signature == f"sha256={hmac.new(b'hush', body, hashlib.sha256).hexdigest()}"
+    assert len(requests) == 3, "a redirect is not followed"
+    with pytest.raises(NotSent, match=r"^VITFLOW_WEBHOOK_URL: ConnectionError$") as refused:
+        send({})
+    assert "secret-path" not in str(refused.value)
+
+
+def test_a_command_gets_json_on_stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = f"import sys; open({str(tmp_path / 'got')!r}, 'w').write(sys.stdin.read()); sys.exit(3)"
+    monkeypatch.setenv(COMMAND, f'{sys.executable} -c "{code}"')
+    send = receiver()
+    assert send is not None
+    with pytest.raises(NotSent, match=r"^VITFLOW_NOTICE_COMMAND: exit code 3$"):
+        send({"event": "failed"})
+    assert json.loads((tmp_path / "got").read_text()) == {"event": "failed"}
+    monkeypatch.setenv(COMMAND, "/no/such/program")
+    with pytest.raises(NotSent, match="FileNotFoundError"):
+        receiver()({})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({URL: "http://example.org/x", SECRET: "s"}, "unusable scheme 'http'"),
+        ({URL: "https://example.org/x"}, f"{SECRET} is not set"),
+        ({URL: "https://example.org/x", SECRET: "s", COMMAND: "mail"}, "both set"),
+    ],
+)
+def test_what_is_wrong_in_the_environment_is_told_at_the_start(
+    variables: dict[str, str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert receiver() is None
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RecipeError, match=error) as told:
+        receiver()
+    assert "example.org" not in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------- signs of life
+
+
+def test_a_server_shows_metrics_and_signs_of_life(
+    often: Scheduled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often.look(0)
+    often.end(0, "FAILED")
+    for minute in (1, 2, 3):
+        often.look(minute)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("VITFLOW_METRICS_FILE", str(tmp_path / "vitflow.prom"))
+
+        def sleep(seconds: float) -> None:
+            assert systemd.recv(100) == b"WATCHDOG=1"
+            if looks.pop():
+                raise KeyboardInterrupt
+            for each in server:
+                each.result()
+
+        looks, server = [True, False], []
+        pool = often.clock.pool(1)
+        with pool as threads:
+            submit = threads.submit
+            monkeypatch.setattr(threads, "submit", lambda *of: server.append(submit(*of)) or server[-1])
+            monkeypatch.setattr(often.clock, "pool", lambda _: pool)
+            monkeypatch.setattr(often.clock, "sleep", sleep)
+            with using(often.clock):
+                serve.serve(often.store, often.reach, lambda _: None)
+    samples = [line for line in (tmp_path / "vitflow.prom").read_text().splitlines() if not line.startswith("#")]
+    assert samples == [
+        f"vitflow_serve_heartbeat_seconds {often.clock.moment.timestamp():.3f}",
+        'vitflow_schedule_failures_in_a_row{schedule="often"} 1',
+        'vitflow_schedule_skips_in_a_row{schedule="often"} 2',
+    ]
+    assert [path.name for path in tmp_path.glob(".*")] == []
