@@ -23,10 +23,11 @@ from pipelines.commands.common import (
 from pipelines.engine.gc import Collection, Policy, collect
 from pipelines.engine.history import recipe_of
 from pipelines.machine.caches import CACHES, remove, unread
-from pipelines.spec import quantity
+from pipelines.spec import RecipeError, quantity
 from pipelines.store import Garbage
 
 app = Commands()
+SHORTEST_GRACE = 2  # hours; a driver looks for a new record once an hour
 
 
 @app.command("gc")
@@ -46,6 +47,10 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Show what nothing needs and, with --delete, delete it at least --grace hours later."""
+    if 0 < grace < SHORTEST_GRACE:
+        raise RecipeError(
+            f"--grace {grace:g}: expected 0, or at least {SHORTEST_GRACE} hours, within which runs see it"
+        )
     if caches:
         _collect_caches(keep_days, delete, as_json)
         return

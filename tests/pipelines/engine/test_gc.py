@@ -64,9 +64,9 @@ def reference(store: MemoryStore, job: str, key: str) -> InputRef:
     return input_ref(store, manifest)
 
 
-def run_gc(store: MemoryStore, clock: Clock, grace: float | None = 24, number: int = 9) -> Collection:
-    with using(Collector(clock, number)):
-        return collect(store, POLICY, grace)
+def run_gc(store: MemoryStore, clock: Clock, grace: float | None = 24, policy: Policy = POLICY) -> Collection:
+    with using(Collector(clock, policy.keep_runs)):
+        return collect(store, policy, grace)
 
 
 def left(store: MemoryStore) -> set[Artifact]:
@@ -262,6 +262,13 @@ def drive(world: World) -> None:
     check_run(world, world.driver(run=run).walk()[0])
 
 
+OTHERS = {
+    "a run": drive,
+    "a gc": lambda world: run_gc(world.store, world.clock, policy=Policy(keep_runs=2)),
+    "a gc that keeps all": lambda world: run_gc(world.store, world.clock, policy=Policy(keep_runs=99)),
+}
+
+
 def test_a_run_that_plans_what_is_listed_keeps_it() -> None:
     world = old_world()
     drive(world)
@@ -283,7 +290,9 @@ def test_what_was_deleted_is_made_again_under_another_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", ["a run", "a gc", "a gc, then a run", "a run, then a gc"])
+@pytest.mark.parametrize(
+    "others", ["a run", "a gc", "a gc, then a run", "a run, then a gc", "a gc that keeps all, then a run"]
+)
 def test_whatever_comes_between_two_requests_of_a_gc_no_input_vanishes_under_a_stage(others: str) -> None:
     for request in range(1, 300):
         world = old_world()
