@@ -301,7 +301,7 @@ def test_whatever_comes_between_two_requests_of_a_gc_no_input_vanishes_under_a_s
         def others_do(world: World = world, came: list[str] = came) -> None:
             for other in others.split(", then "):
                 came.append(other)
-                run_gc(world.store, world.clock, number=8) if other == "a gc" else drive(world)
+                OTHERS[other](world)
 
         run_gc(MemoryStore(world.store.objects, Between(request, others_do)), world.clock)
         if not came:
