@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.engine.gc import ALIAS, Collection, Policy, collect
+from pipelines.engine.gc import ALIAS, RUN, Collection, Policy, collect
 from pipelines.engine.history import end_run
 from pipelines.environment import using
 from pipelines.identity import sha256
@@ -186,6 +186,7 @@ def test_what_is_deleted_is_exactly_what_nothing_needs(seed: int) -> None:
     assert kept.items() <= past.store.objects.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_gc_that_is_killed_at_any_request_is_finished_by_the_next(seed: int) -> None:
     past = random_past(seed)
@@ -374,6 +375,15 @@ def test_an_attempt_that_shows_life_is_kept_however_old_it_is() -> None:
     assert found.deleted == ()
     world.clock.sleep(25 * 3600)
     assert key in {each.key for each in run_gc(world.store, world.clock).deleted}
+
+
+def test_an_unfinished_run_keeps_the_model_that_its_plan_starts_from() -> None:
+    world = old_world()
+    run = "another-20260101-000000-0000"
+    with using(Process(world.clock)):
+        latest = unneeded_model(world)
+        create_run(world.store, run, make_plan(run, "model") | {"latest": {"model": latest.model_dump()}})
+    assert [each.stage for each in run_gc(world.store, world.clock).kept[RUN] if each.key == latest.key] == ["pixels"]
 
 
 def test_imported_weights_keep_the_training_that_made_them() -> None:
