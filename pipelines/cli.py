@@ -46,6 +46,7 @@ COMMANDS = {
     "push": "models",
     "verify": "inspect",
     "doctor": "inspect",
+    "gc": "gc",
     "schema": "inspect",
     "drive": "running",
     "report": "queries",
@@ -63,6 +64,7 @@ MEANT = {
     **dict.fromkeys(("cancel", "kill"), "stop"),
     "ls": "list",
     "ps": "status",
+    **dict.fromkeys(("clean", "prune"), "gc"),
 }
 """Other programs' name of a command -> the command here."""
 

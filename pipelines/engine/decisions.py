@@ -29,7 +29,7 @@ PENDING_SECONDS = 900.0
 PENDING_SHOWN_SECONDS = 10.0  # after which the display shows why a job has not started
 GLANCE_SECONDS = 5.0  # the most that a pause between two observations counts; the driver may be suspended
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
-SOURCE_CHANGED = 3  # the exit code of a stage whose source files no longer match its key
+SOURCE_CHANGED = 3  # the exit code of a stage whose source files no longer match its key, or whose input was removed
 
 
 class Phase(Enum):
@@ -82,7 +82,7 @@ class Do(Enum):
     SUBMIT = "submit the job; the cluster accepts its id once"
     ANNOUNCE = "show that the job is running, and follow its log"
     STOP = "ask the cluster to stop the job"
-    PLAN = "plan the stage anew: its source, and with it its key, has changed"
+    PLAN = "plan the stage anew: its source, and with it its key, has changed, or an input was removed"
     COMMIT = "save the log, and end the stage as SUCCEEDED"
 
 

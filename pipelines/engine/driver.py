@@ -41,6 +41,7 @@ from pipelines.store import (
     LARGEST_RECORD,
     Attempt,
     InputRef,
+    Keeper,
     Layout,
     Manifest,
     Store,
@@ -55,6 +56,7 @@ from pipelines.store import (
     read_manifest,
     remove_progress,
     request_stop,
+    retire,
     stop_requested,
     wait_for_store,
 )
@@ -102,9 +104,11 @@ class Driver:
     status: dict[str, Status] = field(default_factory=dict)  # stages that have ended
     references: dict[str, InputRef] = field(default_factory=dict)  # committed stages
     logs: dict[str, tuple[Thread, Flag]] = field(default_factory=dict)
+    made_again: set[str] = field(default_factory=set)  # stages whose results were removed during this walk
     look_for_stop_at: float = 0.0
 
     def __post_init__(self) -> None:
+        self.keeper = Keeper(self.store, self.run.id)
         self.names = self.run.pipeline.needed_for(self.run.targets)
         paths = self.run.pipeline.longest_paths()
         # begin the ready stage with the longest path first, because a run takes as long as its longest path
@@ -202,13 +206,37 @@ class Driver:
         else:
             self.flights[name] = InFlight()
 
+    def _plan_anew(self, name: str) -> None:
+        """Plan a stage anew because its source or an input is gone; make inputs again first, once in a walk."""
+        config = self.planned[name].config
+        inputs = {source for sources in config.inputs().values() for source in sources}
+        refs = {source: self.references[source] for source in inputs}
+        gone = {source for source, ref in refs.items() if read_manifest(self.store, ref.job, ref.key) is None}
+        if again := gone & self.made_again:
+            self._end(name, Status.FAILED, f"the result of {min(again)} was removed again")
+        elif gone:
+            self.made_again |= gone
+            for source in gone:
+                del self.status[source], self.references[source]
+            del self.flights[name]
+        else:
+            self._plan_and_begin(name, config)
+
     def _plan(self, name: str, config: AnyStage) -> PlannedStage:
+        self.keeper.look()
         planned = plan.plan_stage(
             self.store, name, config, self.references, self.run.strict_code, newest=self.run.latest.get(name)
         )
-        if name not in self.run.force:
+        key = planned.key
+        assert key is not None and planned.inputs is not None
+        if name in self.run.force:
+            key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
+        for reference in (each for references in planned.inputs.values() for each in references):
+            self.keeper.keep(reference.job, reference.key)
+        if not self.keeper.keep(config.job, key):
+            key = retire(self.store, config.job, key, self.run.id)
+        if key == planned.key:
             return planned
-        key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
         return replace(planned, key=key, manifest=read_manifest(self.store, config.job, key), damaged=None)
 
     def _commit(self, name: str, manifest: Manifest, status: Status) -> None:
@@ -297,7 +325,7 @@ class Driver:
                 with suppress(ClusterUnreachable):  # its process looks for a successor anyway
                     self.connection.cluster().stop(self.attempts[name].submission_id)
             case Do.PLAN:
-                self._plan_and_begin(name, self.planned[name].config)
+                self._plan_anew(name)
             case Do.COMMIT:
                 assert observed.manifest is not None
                 self._commit(name, observed.manifest, Status.SUCCEEDED)

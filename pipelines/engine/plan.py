@@ -33,8 +33,8 @@ from pipelines.store import (
     Store,
     StoreDamaged,
     contract_of,
+    current,
     is_committed,
-    read_current,
     read_manifest,
     replace_artifact,
     successors,
@@ -220,13 +220,14 @@ def plan_stage(
         inputs |= start_of(store, name, config, inputs, newest, source, code)
     key = identity.stage_key(config, _digests(inputs), source, code)
     try:
-        if (current := read_current(store, config.job, key)) is None:
+        key, found = current(store, config.job, key)
+        if found is None:
             _check_checkpoints(store, name, config, inputs)
             _check_start(store, name, config, inputs)
             _check_teacher(store, name, config, inputs)
             _check_import(name, config)
             return PlannedStage(name, config, key, None, None, inputs, source, files, code)
-        manifest, reference = current
+        manifest, reference = found
         store.check_sizes(manifest.folder, manifest.files)
     except StoreDamaged as error:
         damaged = f"{error.problem}; {error.remedy or f'`--force {name}` rebuilds it'}"
@@ -238,9 +239,8 @@ def _check_checkpoints(store: Store, name: str, config: AnyStage, inputs: Mappin
     """Raise RecipeError if an input does not have the checkpoint that a stage names."""
     for field, checkpoint in config.checkpoints().items():
         (reference,) = inputs[field]
-        manifest = read_manifest(store, reference.job, reference.key)
-        assert manifest is not None
-        weights_file(store, manifest, checkpoint, f"stages.{name}.{field}: ")
+        if (manifest := read_manifest(store, reference.job, reference.key)) is not None:  # the stage reports it
+            weights_file(store, manifest, checkpoint, f"stages.{name}.{field}: ")
 
 
 def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:

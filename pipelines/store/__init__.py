@@ -19,6 +19,7 @@ from pipelines.store.artifacts import all_manifests as all_manifests
 from pipelines.store.artifacts import check_newest as check_newest
 from pipelines.store.artifacts import commit as commit
 from pipelines.store.artifacts import create_attempt as create_attempt
+from pipelines.store.artifacts import current as current
 from pipelines.store.artifacts import input_ref as input_ref
 from pipelines.store.artifacts import is_committed as is_committed
 from pipelines.store.artifacts import last_attempt as last_attempt
@@ -45,6 +46,13 @@ from pipelines.store.checkpoints import remove_checkpoints as remove_checkpoints
 from pipelines.store.checkpoints import remove_progress as remove_progress
 from pipelines.store.checkpoints import request_checkpoint as request_checkpoint
 from pipelines.store.fits import FitName as FitName
+from pipelines.store.keeping import Deletes as Deletes
+from pipelines.store.keeping import Garbage as Garbage
+from pipelines.store.keeping import GcRecord as GcRecord
+from pipelines.store.keeping import Keeper as Keeper
+from pipelines.store.keeping import open_record as open_record
+from pipelines.store.keeping import read_deletes as read_deletes
+from pipelines.store.keeping import retire as retire
 from pipelines.store.named_checkpoints import MODEL_FILES as MODEL_FILES
 from pipelines.store.named_checkpoints import contract_of as contract_of
 from pipelines.store.named_checkpoints import kept_checkpoints as kept_checkpoints

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pipelines.environment import environment
 from pipelines.errors import StoreError
+from pipelines.store.keeping import Keeper
 from pipelines.store.objects import numbers, read_record
 from pipelines.store.protocol import Store, encode
 from pipelines.store.records import InputRef, Layout, Name, Time, now, who
@@ -81,8 +82,12 @@ def move_alias(
         expected: the number of the record that the decision was made on; 0 if there was none.
 
     Raises:
-        StoreError: somebody else has moved it since; decide again.
+        StoreError: somebody else has moved it since: decide again; or `gc` is deleting the target.
     """
+    keeper = Keeper(store, f"@{name}")
+    keeper.look()
+    if target is not None and not keeper.keep(target.job, target.key):
+        raise StoreError(f"@{name}: {target.job} {target.key[:12]} is being deleted by `vitflow gc`; name another one")
     record = Alias(
         target=target,
         expected=expected,

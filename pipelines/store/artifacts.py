@@ -134,11 +134,11 @@ def _reference(manifest: Manifest, data: bytes) -> InputRef:
     )
 
 
-# ------------------------------------------------------------------------------------------------- replaced by --force
+# ------------------------------------------------------------------------------------------------- replaced
 
 
 def successor(store: Store, job: str, key: str) -> str | None:
-    """Return the key that directly replaced `key` by `--force`; None if there is none. Raises StoreDamaged."""
+    """Return the key that directly replaced `key`; None if there is none. Raises StoreDamaged."""
     name = Layout.replaced(job, key)
     try:
         record = read_record(store, name, Replaced)
@@ -151,7 +151,7 @@ _REMOVE_REPLACED = "remove this file to make the artifact beside it current agai
 
 
 def successors(store: Store, job: str, key: str) -> Iterator[str]:
-    """Yield the keys that replaced `key` by `--force`, the direct successor first.
+    """Yield the keys that replaced `key`, the direct successor first.
 
     Raises:
         StoreDamaged: a replaced.json cannot be read, or forms a cycle.
@@ -169,21 +169,28 @@ def successors(store: Store, job: str, key: str) -> Iterator[str]:
 
 
 def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
-    """Return the current artifact of `key`, which is its last committed successor, and the reference to it.
+    """Return the artifact that `current` finds, without its key. Raises StoreDamaged."""
+    return current(store, job, key)[1]
 
-    After a forced run that fails or is stopped, the artifact before it stays current. Only committed artifacts are
-    replaced, so one read is enough to see that there is none.
+
+def current(store: Store, job: str, key: str) -> tuple[str, tuple[Manifest, InputRef] | None]:
+    """Return the key of the current artifact of `key`, and its manifest with the reference to it.
+
+    The current artifact is the last committed one among `key` and its successors: after a forced run that fails or is
+    stopped, the artifact before it stays current. If none is committed, return the key under which it is to be made,
+    the last one: the names of an artifact that `gc` deleted are not used again.
 
     Raises:
         StoreDamaged: its manifest, or a replaced.json on the way to it, cannot be read.
     """
-    if (current := _committed(store, job, key)) is None:
-        return None
+    found = _committed(store, job, key)
     for following in successors(store, job, key):
-        current = _committed(store, job, following) or current
-    if isinstance(current, StoreDamaged):
-        raise current
-    return current
+        made = _committed(store, job, following)
+        if made is not None or found is None:
+            found, key = made, following
+    if isinstance(found, StoreDamaged):
+        raise found
+    return key, found
 
 
 def _committed(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | StoreDamaged | None:

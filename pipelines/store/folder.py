@@ -159,6 +159,14 @@ class FolderStore:
         root = f"{self.root}/{folder}"
         return {child: _versions([f"{root}/{child}/{name}" for name in names]) for child in self._children(folder)}
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = {}
+        for parent, _, files in os.walk(self.root / folder):
+            for path in (Path(parent, name) for name in files):
+                with suppress(FileNotFoundError):  # another process has just removed it
+                    found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
+        return found
+
     def digest(self, name: str) -> tuple[int, str] | None:
         try:
             if (self.root / name).exists() and not (self.root / name).is_file():

@@ -95,6 +95,9 @@ class Store(Protocol):
                 objects.
         """
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return {name: bytes} of all objects below a folder, including killed writers' temporary files."""
+
     def digest(self, name: str) -> tuple[int, str] | None:
         """Read an object and return its (size, sha256); None if there is no such object."""
 

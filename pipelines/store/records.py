@@ -26,7 +26,7 @@ class Layout:
 
     store.json                                          {id, layout version}, created once
     artifacts/<job>/<key>/manifest.json                 the commit of an artifact
-    artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
+    artifacts/<job>/<key>/replaced.json                 --force, or deleted by gc: {successor key, who, why}
     artifacts/<job>/<key>/listing.json                  the names of the source's files; the key has their contents
     artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
     artifacts/<job>/<key>/attempts/<n>/alive.json       its sign of life, the only object that is ever replaced
@@ -44,6 +44,9 @@ class Layout:
     schedules/<name>/ticks/<n>.json                     the decision on a tick, written before it is carried out
     schedules/<name>/ends/<n>.json                      how the run of that tick ended
     schedules/<name>/notices/<n>-<event>.json           a notice to send, removed when it was sent
+    gc/<n>.json                                         artifacts that nothing needs; deleted after a grace period
+    gc/<n>/keeps/<job>-<key>.json                       a run or an alias needs a listed artifact after all
+    gc/<n>/closed.json  deletes.json  over.json         keeps come too late; what is deleted; all of it is
     """
 
     STORE = "store.json"
@@ -123,6 +126,10 @@ class Layout:
     @staticmethod
     def alias(name: str) -> str:
         return f"aliases/{name}"
+
+    @staticmethod
+    def gc(number: int) -> str:
+        return f"gc/{number}"
 
 
 def _iso_time(text: str) -> str:
@@ -253,7 +260,7 @@ class Start(Frozen):
 
 
 class Replaced(Frozen):
-    """The record that `--force` writes beside an artifact, with the key that replaces it."""
+    """The record that `--force` or `gc` writes beside an artifact, with the key that replaces it."""
 
     successor: Name
     run: str

@@ -131,6 +131,13 @@ class S3Store:
                 etags[entry["Prefix"][len(root) :].partition("/")[0]].setdefault(beside, "")
         return etags
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        with self._translate_errors(f"list {folder}"):
+            lister = s3_client.client().get_paginator("list_objects_v2")
+            pages = lister.paginate(Bucket=self.bucket, Prefix=f"{self.prefix}{folder}/")
+            entries = [entry for page in pages for entry in page.get("Contents", ())]
+        return {entry["Key"].removeprefix(self.prefix): entry["Size"] for entry in entries}
+
     def digest(self, name: str) -> tuple[int, str] | None:
         size, digest = 0, hashlib.sha256()
         with self._translate_errors(f"read {name}"):

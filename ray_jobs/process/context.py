@@ -34,7 +34,7 @@ Spec = TypeVar("Spec", bound=AnyStage, covariant=True)
 
 
 class SourceChangedError(UserError):
-    """Files of the source changed or vanished after the stage was planned, so the key does not describe them."""
+    """Files of the source, or an input, changed or vanished after the stage was planned."""
 
 
 AT_REST = "rerun when its files are no longer being written"
@@ -133,7 +133,8 @@ def read_context(spec: str) -> Context[AnyStage]:
         spec: the path or s3:// address of an attempt.json.
 
     Raises:
-        StoreError: a different store, no such attempt, or an input that is not committed.
+        StoreError: a different store, or no such attempt.
+        SourceChangedError: an input was removed.
         UserError: this machine's code differs from the driver's.
     """
     uri, artifacts, name = spec.rpartition("/artifacts/")
@@ -154,6 +155,6 @@ def read_context(spec: str) -> Context[AnyStage]:
         manifests = [read_manifest(store, reference.job, reference.key) for reference in references]
         missing = [reference.key for reference, manifest in zip(references, manifests, strict=True) if manifest is None]
         if missing:
-            raise StoreError(f"input {name}: {', '.join(missing)} not found in {store.uri}")
+            raise SourceChangedError(f"input {name}: {', '.join(missing)} not found in {store.uri}")
         inputs[name] = tuple(manifest for manifest in manifests if manifest is not None)
     return Context(attempt, config, inputs)

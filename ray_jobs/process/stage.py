@@ -4,9 +4,9 @@
 
 A job's module defines `main(context) -> Result`: open the inputs, compute in Ray tasks or actors, write into
 `context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
-Exit codes: 0 committed, 2 user error (never retried), 3 source files changed (planned anew), 1 anything else. While it
-runs, the process writes heartbeats, and it ends without a commit if a later attempt has taken over
-(`ray_jobs.process.heartbeat`).
+Exit codes: 0 committed, 2 user error (never retried), 3 source files changed or an input was removed (planned anew), 1
+anything else. While it runs, the process writes heartbeats, and it ends without a commit if a later attempt has taken
+over (`ray_jobs.process.heartbeat`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable, JobState
 from pipelines.spec import STAGE_TYPES, AnyStage
-from pipelines.store import Attempt, Layout, Store, StoreError, Superseded, commit, now, read_attempt
+from pipelines.store import Attempt, Layout, Store, StoreError, Superseded, commit, now, read_attempt, read_manifest
 from ray_jobs.process import stage
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.heartbeat import earlier_seconds, show_heartbeat
@@ -261,6 +261,9 @@ class SimulatedCluster:
                     self._suspend(job)
                 process.sleep(script.running / 2 + script.lives_on)
                 if script.commits:
+                    inputs = [each for references in attempt.inputs.values() for each in references]
+                    made = [read_manifest(self.store, each.job, each.key) for each in inputs]
+                    assert None not in made, "an input vanished under a stage"
                     result = Result(f"content of {attempt.key}", ())
                     stage.commit_result(context, result, started, earlier, {})
                 process.sleep(script.closing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from typing import Any
 
 from pipelines.store import FileEntry, StoreUnreachable
@@ -44,6 +45,23 @@ class MemoryStore:
     def _names(self, start: str, prefix: str, after: str) -> list[str]:
         found = {name[len(start) :].split("/")[0] for name in self.objects if name.startswith(start + prefix)}
         return sorted(name for name in found if name > after)
+
+    def versions(self, folder: str, names: Sequence[str], beside: str) -> dict[str, str | None]:
+        def version(child: str) -> str | None:
+            found = [self.objects.get(f"{folder}/{child}/{name}") for name in names]
+            return None if None in found else sha256(b" ".join(filter(None, found))).hexdigest()
+
+        return self._ask("list", folder, lambda: {child: version(child) for child in self._names(f"{folder}/", "", "")})
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        def below() -> dict[str, int]:
+            return {name: len(data) for name, data in self.objects.items() if name.startswith(f"{folder}/")}
+
+        return self._ask("list", folder, below)
+
+    def digest(self, name: str) -> tuple[int, str] | None:
+        data = self.read(name)
+        return None if data is None else (len(data), sha256(data).hexdigest())
 
     def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
         """Artifacts of these tests have no files."""

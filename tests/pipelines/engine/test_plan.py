@@ -253,7 +253,7 @@ class CountingStore:
         return self.store.read(name, limit)
 
 
-def test_a_plan_reads_each_object_once_and_of_what_is_not_made_one(store: Store, pipeline: Pipeline) -> None:
+def test_a_plan_reads_two_objects_of_each_stage_whose_key_is_known(store: Store, pipeline: Pipeline) -> None:
     made = make_all(store, pipeline)
     counting: Any = CountingStore(store)
     planned = plan.plan_pipeline(counting, pipeline, pipeline.order())
@@ -264,7 +264,9 @@ def test_a_plan_reads_each_object_once_and_of_what_is_not_made_one(store: Store,
     changed = load_pipeline(str(TINY), ("digits.max_bad_fraction=0.5",))
     counting = CountingStore(store)
     assert set(states(counting, changed).values()) == {"run", "pending"}
-    assert counting.reads.total() == 1
+    (digits,) = {key for stage in plan.plan_pipeline(store, changed, changed.order()) if (key := stage.key)}
+    # what is not made may have been deleted by gc, and then has another key
+    assert counting.reads == {st.Layout.manifest("ingest", digits): 1, st.Layout.replaced("ingest", digits): 1}
     for stage in planned:
         assert stage.manifest is not None
         assert stage.reference == st.input_ref(store, stage.manifest)
