@@ -1,0 +1,74 @@
+"""Run many episodes of the simulator, or see how soon it finds each planted bug.
+
+    python -m benchmarks.simulation episodes 20000
+    python -m benchmarks.simulation bugs 2000
+
+Episodes go on after the last one in results/simulation.json, while the code of the engine is the same. A finding is
+printed with its seed; `tests.simulation.drivers.episode(SEED)` repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pipelines.identity import sha256
+from pipelines.identity.code import PROJECT
+from tests.simulation.bugs import BUGS, planted
+from tests.simulation.drivers import Transitions, episode
+
+RECORD = Path(__file__).with_name("results") / "simulation.json"
+CODE = ("pipelines/engine", "pipelines/store", "pipelines/environment.py", "ray_jobs/process", "tests/simulation")
+SAVE_SECONDS = 60.0
+
+
+def code() -> str:
+    """Return a digest of the code that runs in the simulator, and of the simulator."""
+    files = [path for name in CODE for path in sorted([PROJECT / name, *(PROJECT / name).rglob("*.py")])]
+    return sha256("".join(path.read_text() for path in files if path.is_file()))
+
+
+def run_episodes(count: int) -> None:
+    """Run so many more, and record them."""
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if record.get("code") != code():
+        record = {"code": code(), "next": 0, "cpu_seconds": 0.0, "findings": {}, "transitions": {}}
+    transitions: Transitions = Counter({tuple(key.split(" | ")): n for key, n in record["transitions"].items()})
+    began, last, saved = time.process_time(), record["next"] + count, time.monotonic()
+    before = record["cpu_seconds"]
+    for seed in range(record["next"], last):
+        try:
+            episode(seed, transitions)
+        except Exception as error:
+            traceback.print_exc(limit=-2)
+            record["findings"][str(seed)] = f"{type(error).__name__}: {error}"
+        record["next"], record["cpu_seconds"] = seed + 1, before + time.process_time() - began
+        if seed + 1 == last or time.monotonic() - saved > SAVE_SECONDS:
+            record["transitions"] = {" | ".join(key): n for key, n in sorted(transitions.items())}
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+            saved = time.monotonic()
+    rate = record["next"] / record["cpu_seconds"]
+    print(f"{record['next']} episodes, {rate:.0f} per CPU second, {len(record['findings'])} findings")
+
+
+def find_bugs(within: int) -> None:
+    """Print the first episode that finds each planted bug."""
+    for bug in BUGS:
+        found = None
+        with planted(bug):
+            for seed in range(within):
+                try:
+                    episode(seed)
+                except Exception as error:
+                    found = f"episode {seed}: {type(error).__name__} {str(error)[:60]}"
+                    break
+        print(f"{bug.name:50} {found or f'not within {within}'}", flush=True)
+
+
+if __name__ == "__main__":
+    {"episodes": run_episodes, "bugs": find_bugs}[sys.argv[1]](int(sys.argv[2]))
