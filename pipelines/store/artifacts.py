@@ -6,10 +6,10 @@ import hashlib
 import heapq
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from pipelines.environment import environment
 from pipelines.errors import StoreDamaged, StoreError, Superseded
 from pipelines.store.catalog import Found, listed
 from pipelines.store.objects import check_name, numbers, parse_record, read_record, warn
@@ -68,7 +68,7 @@ def all_manifests(store: Store, *jobs: str) -> Iterator[Manifest]:
     Manifests that have not changed since they were last read come from the catalog; see `pipelines.store.catalog`.
     """
     folders = [f"artifacts/{job}" for job in jobs or store.names("artifacts")]
-    with ThreadPoolExecutor() as threads:
+    with environment().pool(len(folders) or 1) as threads:
         versions = threads.map(lambda folder: store.versions(folder, ["manifest.json"], "attempts"), folders)
     of_jobs = map(partial(_manifests_in, store), folders, versions)
     yield from heapq.merge(*of_jobs, key=lambda manifest: manifest.finished)

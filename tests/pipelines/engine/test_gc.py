@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -11,11 +10,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.support.cluster import Clock, Script
 
 from pipelines.engine.gc import ALIAS, RUN, Collection, Policy, collect
 from pipelines.engine.history import end_run
-from pipelines.environment import using
+from pipelines.environment import environment, using
 from pipelines.identity import sha256
 from pipelines.results.verify import verify
 from pipelines.store import (
@@ -34,28 +32,16 @@ from pipelines.store import (
     read_manifest,
     replace_artifact,
 )
+from tests.simulation.cluster import Script
+from tests.simulation.loop import Killed, Loop, Process
 from tests.support.memory_store import MemoryStore
-from tests.support.network import DiesAfter, Killed, Network
+from tests.support.network import DiesAfter, Network
 from tests.support.records import make_attempt, make_manifest, make_plan
-from tests.support.world import Process, World, pipeline
+from tests.support.world import World, pipeline
 
 DAY = 86_400.0
 POLICY = Policy(keep_runs=1, keep_days=30)
 Artifact = tuple[str, str]
-
-
-class InOrder:
-    """A pool of one thread, this one."""
-
-    map = staticmethod(map)
-
-
-class Collector(Process):
-    """A process that runs a gc, one request after the other."""
-
-    @contextmanager
-    def pool(self, threads: int) -> Iterator[Any]:  # type: ignore[override]
-        yield InOrder
 
 
 def reference(store: MemoryStore, job: str, key: str) -> InputRef:
@@ -64,8 +50,8 @@ def reference(store: MemoryStore, job: str, key: str) -> InputRef:
     return input_ref(store, manifest)
 
 
-def run_gc(store: MemoryStore, clock: Clock, grace: float | None = 24, policy: Policy = POLICY) -> Collection:
-    with using(Collector(clock, policy.keep_runs)):
+def run_gc(store: MemoryStore, clock: Loop, grace: float | None = 24, policy: Policy = POLICY) -> Collection:
+    with using(Process(clock, f"gc {policy.keep_runs}")):
         return collect(store, policy, grace)
 
 
@@ -92,7 +78,7 @@ class Past:
     """What a random store had before the gc: every fact that the rules are about."""
 
     store: MemoryStore = field(default_factory=MemoryStore)
-    clock: Clock = field(default_factory=lambda: Clock(1e12))
+    clock: Loop = field(default_factory=lambda: Loop(1e12))
     made: dict[Artifact, float] = field(default_factory=dict)  # the time, of unfinished ones, too
     finished: set[Artifact] = field(default_factory=set)
     leads_to: dict[Artifact, set[Artifact]] = field(default_factory=dict)
@@ -136,7 +122,7 @@ def random_past(seed: int) -> Past:
         for number in range(random.randint(3, 12)):
             past.clock.sleep(random.choice([0.1, 5, 40]) * DAY)
             recipe = random.choice("ab")
-            run = f"{recipe}-{past.clock.utc():%Y%m%d-%H%M%S}-{number:04d}"
+            run = f"{recipe}-{environment().utc():%Y%m%d-%H%M%S}-{number:04d}"
             create_run(past.store, run, make_plan(run, *STAGES, jobs={name: job for name, (job, _) in STAGES.items()}))
             keys: dict[str, Artifact] = {}
             for name, (job, inputs) in STAGES.items():
@@ -235,7 +221,7 @@ def listed_long_ago() -> tuple[dict[str, bytes], float]:
     world.pipeline = pipeline("other")
     world.driver(run="some-20261122-120000-0002").walk()
     world.clock.sleep(40 * DAY)
-    world.driver(run=f"some-{world.clock.utc():%Y%m%d-%H%M%S}-0003").walk()
+    world.driver(run=f"some-{Process(world.clock).utc():%Y%m%d-%H%M%S}-0003").walk()
     assert len(run_gc(world.store, world.clock).unneeded) == 3
     return world.store.objects, world.clock.now + 25 * 3600
 
@@ -259,7 +245,7 @@ def check_run(world: World, status: dict[str, Any]) -> None:
 
 
 def drive(world: World) -> None:
-    run = f"some-{world.clock.utc():%Y%m%d-%H%M%S}-0004"
+    run = f"some-{Process(world.clock).utc():%Y%m%d-%H%M%S}-0004"
     check_run(world, world.driver(run=run).walk()[0])
 
 
@@ -363,7 +349,7 @@ def test_an_attempt_that_shows_life_is_kept_however_old_it_is() -> None:
     key = "f" * 64
     with using(Process(world.clock)):
         data = unneeded_model(world)
-        old = {"created": (world.clock.utc() - timedelta(days=90)).isoformat(), "inputs": {"data": [data]}}
+        old = {"created": (Process(world.clock).utc() - timedelta(days=90)).isoformat(), "inputs": {"data": [data]}}
         create_attempt(world.store, make_attempt("pretrain", key=key, **old))
     beat = Layout.heartbeat("pretrain", key, 1)
     world.store.replace(beat, b"1")
@@ -388,7 +374,7 @@ def test_an_unfinished_run_keeps_the_model_that_its_plan_starts_from() -> None:
 
 def test_imported_weights_keep_the_training_that_made_them() -> None:
     """The guard against leakage looks there for the images that they have seen."""
-    store, clock = MemoryStore(), Clock(1e12)
+    store, clock = MemoryStore(), Loop(1e12)
     weights = ({"path": "model.safetensors", "size": 1, "sha256": "a" * 64},)
     with using(Process(clock)):
         data = commit(store, make_manifest("ingest", key="data"))
