@@ -1,7 +1,7 @@
 """Run many episodes of the simulator, or see how soon it finds each planted bug.
 
-    python -m benchmarks.simulation episodes 20000
-    python -m benchmarks.simulation bugs 2000
+    python benchmarks/simulation.py episodes 20000
+    python benchmarks/simulation.py bugs 2000
 
 Episodes go on after the last one in results/simulation.json, while the code of the engine is the same. A finding is
 printed with its seed; `tests.simulation.drivers.episode(SEED)` repeats it.
@@ -14,15 +14,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 from typing import Any
+
+from common import RESULTS
 
 from pipelines.identity import sha256
 from pipelines.identity.code import PROJECT
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.drivers import Transitions, episode
 
-RECORD = Path(__file__).with_name("results") / "simulation.json"
+RECORD = RESULTS / "simulation.json"
 CODE = ("pipelines/engine", "pipelines/store", "pipelines/environment.py", "ray_jobs/process", "tests/simulation")
 SAVE_SECONDS = 60.0
 
