@@ -49,6 +49,7 @@ COMMANDS = {
     "schema": "inspect",
     "drive": "running",
     "report": "queries",
+    "alias": "aliases",
     "explain": "protocols",
     "verify-protocol": "protocols",
     "schedule": "schedules",

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.commands.common import (
+    ARTIFACT,
     DEFAULT_STORE,
     Commands,
     JsonOption,
@@ -189,7 +190,7 @@ def _print_answer(answer: Answer) -> None:
 
 @app.command("compare")
 def report_compare(
-    a: Annotated[str, typer.Argument(help="a key or unique key prefix, RUN/STAGE or RUN")],
+    a: Annotated[str, typer.Argument(help=ARTIFACT)],
     b: Annotated[str, typer.Argument(help="the same, for the other result")],
     store: StoreOption = DEFAULT_STORE,
     metric: Annotated[

@@ -40,6 +40,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        a request for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     runs/<run id>/over.json                             its end, with the state of all stages, created once
+    aliases/<name>/<n>.json                             a move of an alias, numbered: the highest is current
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
     schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
     """
