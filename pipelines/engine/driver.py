@@ -204,7 +204,7 @@ class Driver:
 
     def _plan(self, name: str, config: AnyStage) -> PlannedStage:
         planned = plan.plan_stage(
-            self.store, name, config, self.references, self.run.strict_code, newest=self.run.latest.get(name)
+            self.store, name, config, self.references, self.run.strict_code, newest=self.run.latest
         )
         if name not in self.run.force:
             return planned

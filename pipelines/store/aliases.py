@@ -12,13 +12,12 @@ from typing import Literal
 
 from pipelines.environment import environment
 from pipelines.errors import StoreError
+from pipelines.spec import ALIAS
 from pipelines.store.objects import numbers, read_record
 from pipelines.store.protocol import Store, encode
 from pipelines.store.records import InputRef, Layout, Name, Time, now, who
 from vit_model.errors import UserError
 from vit_model.fields import Frozen
-
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
 class Alias(Frozen):
@@ -42,7 +41,7 @@ class Alias(Frozen):
 
 def check_alias(name: str) -> str:
     """Return an alias's name if it is valid. Raises UserError."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(ALIAS, name):
         raise UserError(
             f"{name!r} is not a valid alias; expected a lowercase letter, then at most 40 lowercase letters, digits, "
             "'-' or '_'"

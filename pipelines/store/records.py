@@ -272,7 +272,9 @@ class RunPlan(Frozen):
     created: Time
     strict_code: bool = False
     latest: dict[str, InputRef | None] = Field(default_factory=dict)
-    """Stage with `init_from: latest` -> its newest model at that time; None if there was none."""
+    """Stage with `init_from: latest`, or @alias -> the model that it named at that time; None if there was none."""
+    aliases: dict[str, int] = Field(default_factory=dict)
+    """@alias -> the number of its last move at that time."""
 
     @model_validator(mode="after")
     def _has_its_stages(self) -> Self:
