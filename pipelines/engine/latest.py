@@ -62,11 +62,12 @@ def named_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> Name
     records = {alias: read_alias(store, alias[1:]) for alias in sorted(aliases)}
     models |= {alias: None if record is None else record.target for alias, record in records.items()}
     for name, fields in stored.items():
-        for field, alias in fields.items():
-            if alias != LATEST and models[alias] is None and field not in pipeline.stages[name].MAY_NAME_NOTHING:
-                raise RecipeError(
-                    f"stages.{name}.{field}: {alias} names no model; `vitflow alias set {alias[1:]} MODEL` names one"
-                )
+        empty = {field for field, alias in fields.items() if alias != LATEST and models[alias] is None}
+        for field in sorted(pipeline.stages[name].lacking(empty)):
+            alias = fields[field]
+            raise RecipeError(
+                f"stages.{name}.{field}: {alias} names no model; `vitflow alias set {alias[1:]} MODEL` names one"
+            )
     return Named(models, {alias: record.number if record else 0 for alias, record in records.items()})
 
 

@@ -22,6 +22,7 @@ from pipelines.cluster.jobs_client import Cluster, connect
 from pipelines.cluster.local import connect_running
 from pipelines.engine import plan, submission
 from pipelines.engine.history import days_back, end_run, is_over
+from pipelines.engine.promotion import is_unsettled
 from pipelines.engine.runs import Clusters, Run, run_status, start_run
 from pipelines.engine.status import Status
 from pipelines.environment import environment
@@ -325,7 +326,7 @@ def _finish_cached(store: Store, schedule: Schedule, run: Run) -> bool:
         planned = plan.plan_pipeline(store, run.pipeline, names, latest=run.latest)
     except RecipeError:  # a source cannot be read: the driver reports that in the run
         return False
-    if any(stage.manifest is None for stage in planned):
+    if any(stage.manifest is None or is_unsettled(store, stage) for stage in planned):
         return False
     for stage in planned:
         add_event(store, run.id, "stage", stage=stage.name, status=Status.CACHED, key=stage.key)

@@ -66,6 +66,7 @@ from pipelines.spec.stages.pretrain import FewShot as FewShot
 from pipelines.spec.stages.pretrain import Objective as Objective
 from pipelines.spec.stages.pretrain import Pretrain as Pretrain
 from pipelines.spec.stages.pretrain import objective_properties as objective_properties
+from pipelines.spec.stages.promote import Promote as Promote
 from pipelines.spec.stages.report import Report as Report
 from pipelines.spec.stages.segment import Segment as Segment
 from pipelines.spec.vtab import VtabSource as VtabSource

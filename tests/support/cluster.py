@@ -93,6 +93,7 @@ class Script:
     shows_life: bool = True
     message: str = ""
     log: str = "fine\n"
+    metrics: dict[str, str] = field(default_factory=dict)  # of the stage's result
 
     @classmethod
     def failed(cls, exit_code: int | None = 1, log: str = "error: no luck\n", **more: Any) -> Script:
@@ -236,8 +237,12 @@ class FakeCluster:
 
     def commit(self, job: Job) -> None:
         """The manifest shows."""
-        made = {name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce")}
-        ours = make_manifest(**made, attempt=job.attempt.number, content_digest=f"content of {made['key']}")
+        made = {
+            name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce", "inputs", "config")
+        }
+        ours = make_manifest(
+            **made, metrics=job.script.metrics, attempt=job.attempt.number, content_digest=f"content of {made['key']}"
+        )
         before = read_manifest(self.store, ours.job, ours.key) is not None
         if commit(self.store, ours).nonce == ours.nonce and not before:
             self.commits.append(job.attempt.submission_id)

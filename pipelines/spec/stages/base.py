@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -59,8 +59,6 @@ class BaseStage(Frozen):
     VERSION: ClassVar[int] = 1
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {}
     KIND: ClassVar[Kind]
-    MAY_NAME_NOTHING: ClassVar[tuple[str, ...]] = ("init_from",)
-    """The fields whose alias need not name a model yet."""
     job: str
 
     @property
@@ -98,6 +96,10 @@ class BaseStage(Frozen):
             and isinstance(value := getattr(self, field), str)
             and (value.startswith("@") or (field, value) == ("init_from", LATEST))
         }
+
+    def lacking(self, empty: Set[str]) -> Set[str]:
+        """Return which of the fields whose alias names nothing need a model."""
+        return empty - {"init_from"}
 
     def checkpoints(self) -> dict[str, str]:
         """Return {field: best or step:N} for every field that names a checkpoint of its input other than the last."""
