@@ -149,7 +149,10 @@ def test_a_report_says_what_was_decided_and_does_not_repeat_the_scores(store: St
     context = make_context(store, config(max_loss=0.001), data=frozen, candidate=one, against=two)
     result = promote(context)
     made = {"files": result.files, "metrics": result.metrics, "config": context.attempt.config}
-    made |= {"environment": {"cluster": {}, "packages": {}, "python": "", "machine": "", "processor": ""}}
+    made |= {
+        "code": {"version": 1, "digest": "0" * 64},
+        "environment": {"cluster": {}, "packages": {}, "python": "", "machine": "", "processor": ""},
+    }
     decided = make_manifest("promote", stage="promote", inputs={"data": [st.input_ref(store, frozen)]}, **made)
     files = make_report(store, [st.commit(store, decided)])
     numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
