@@ -26,6 +26,10 @@ class StoreDamaged(StoreError):  # noqa: N818 (named after the state of the stor
         self.problem, self.remedy = problem, remedy
 
 
+class AliasMoved(StoreError):  # noqa: N818 (named after the state of the alias)
+    """Another process has moved an alias since it was read."""
+
+
 class Superseded(Exception):  # noqa: N818 (named after the state of the attempt)
     """A later attempt has taken over from this one, which must end and commit nothing more.
 

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
-from pipelines.spec import LATEST, Pretrain
+from pipelines.spec import Pretrain
 from pipelines.store import Checkpoint, FileEntry, Layout, checkpoints, choose_start, furthest, read_attempt
 from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
@@ -47,8 +47,8 @@ def main(context: Context[Pretrain]) -> Result:
 
 def _train(context: Context[Pretrain]) -> dict[str, Any]:
     start = choose_start(context.open_store(), context.attempt, context.config.keep_steps)
-    if context.config.init_from == LATEST and "init_from" not in context.inputs:
-        print("init_from latest: this stage has no model yet; starting with new weights", flush=True)
+    if (named := context.config.from_store().get("init_from")) and "init_from" not in context.inputs:
+        print(f"init_from {named}: there is no such model yet; starting with new weights", flush=True)
     if start is not None:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))

@@ -323,7 +323,7 @@ def _with_inputs(stages: dict[str, Any]) -> dict[str, Any]:
             value = stage.get(field, ())
             value = value["stage"] if isinstance(value, dict) else value
             for name in [value] if isinstance(value, str) else value:
-                if (field, name) == ("init_from", LATEST):
+                if (field, name) == ("init_from", LATEST) or name.startswith("@"):
                     continue  # no stage
                 found.setdefault(name.partition("@")[0], copy.deepcopy(STUBS[kinds[0]]))
     return found

@@ -108,6 +108,7 @@ CheckpointOption = Annotated[
         "--checkpoint", metavar="last|best|step:N", help="of a pretraining; `vitflow list --kind checkpoints`"
     ),
 ]
+ARTIFACT = "a key or unique key prefix, RUN/STAGE, RUN or @ALIAS"
 _RUN = "a run id, the name of a recipe (its newest run), or a prefix"
 RunArgument = Annotated[str | None, typer.Argument(help=f"{_RUN}; default: the last run")]
 NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN)]
@@ -230,7 +231,7 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
 
 
 # Columns that are never folded: ids to copy, numbers, states.
-WHOLE = ("key", "run", "last run", "stage", "job", "mean", "draws", "status", "state", "took")
+WHOLE = ("key", "recipe/stage", "alias", "run", "last run", "stage", "job", "mean", "draws", "status", "state", "took")
 FOLDED = 12  # minimum width of the other columns, in characters
 
 

@@ -10,7 +10,7 @@ from pipelines.engine.durations import in_hours, longest
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Finetune, quantity
-from pipelines.store import Manifest, Store
+from pipelines.store import Manifest, Store, promotion_of, promotion_sentence
 
 OF_IMAGES = {
     "ingest": ("key, reason", "quarantine"),
@@ -26,6 +26,13 @@ def time_line(seconds: float, taken: Mapping[str, float]) -> str:
     return f"took {in_hours(seconds)}" + (f"; longest: {longest(taken)}" if len(taken) > 1 else "")
 
 
+def promotion_lines(stages: Sequence[PlannedStage]) -> Iterator[str]:
+    """Say what the promotions of a run decided."""
+    for stage in stages:
+        if stage.manifest is not None and (decided := promotion_of(stage.manifest)) is not None:
+            yield promotion_sentence(decided)
+
+
 def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield the highest test accuracy of each task, with its interval and protocol."""
     # with numpy and scipy
@@ -33,7 +40,9 @@ def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
     from ray_jobs.evaluation.rows import is_apart, is_reference
     from ray_jobs.reporting.verdicts import labels_text
 
-    made = measurements(store, [stage.manifest for stage in stages if stage.manifest is not None])
+    manifests = [stage.manifest for stage in stages if stage.manifest is not None]
+    # a promotion scores models that other stages have measured
+    made = measurements(store, [manifest for manifest in manifests if manifest.job != "promote"])
     entries = [each for each in made.entries if not (is_apart(each.method) or is_reference(each.method))]
     for task in dict.fromkeys(entry.task for entry in entries):
         measured = [entry for entry in entries if entry.task == task]

@@ -94,7 +94,7 @@ def predict(
     model: Annotated[
         str,
         typer.Argument(
-            help="a model: its key, a unique key prefix, or RUN/STAGE; or exported or published weights:"
+            help="a model: its key, a unique key prefix, RUN/STAGE or @ALIAS; or exported or published weights:"
             " a file or folder"
         ),
     ],

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.commands.common import (
+    ARTIFACT,
     DEFAULT_STORE,
     AddressOption,
     Commands,
@@ -132,7 +133,7 @@ def list_(
 
 @app.command("lineage")
 def lineage(
-    selector: Annotated[str, typer.Argument(metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN")],
+    selector: Annotated[str, typer.Argument(metavar="KEY|RUN", help=ARTIFACT)],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -189,7 +190,7 @@ def doctor(
 def verify(
     selector: Annotated[
         str | None,
-        typer.Argument(metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN; default: everything"),
+        typer.Argument(metavar="KEY|RUN", help=f"{ARTIFACT}; default: everything"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,

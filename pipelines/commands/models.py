@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipelines.machine.export import Model
 
 Format = Literal["hf", "timm", "npz", "onnx"]
-ModelArgument = Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")]
+ModelArgument = Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, RUN/STAGE or @ALIAS")]
 
 
 app = Commands()

@@ -72,7 +72,9 @@ def verify_protocol(
 
 @app.command("explain")
 def explain(
-    a: Annotated[str, typer.Argument(help="an evaluation or a fine-tuned model: a unique key prefix or RUN/STAGE")],
+    a: Annotated[
+        str, typer.Argument(help="an evaluation or a fine-tuned model: a unique key prefix, RUN/STAGE or @ALIAS")
+    ],
     b: Annotated[str, typer.Argument(help="the other one, of the same task")],
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.commands.common import (
+    ARTIFACT,
     DEFAULT_STORE,
     Commands,
     JsonOption,
@@ -189,7 +190,7 @@ def _print_answer(answer: Answer) -> None:
 
 @app.command("compare")
 def report_compare(
-    a: Annotated[str, typer.Argument(help="a key or unique key prefix, RUN/STAGE or RUN")],
+    a: Annotated[str, typer.Argument(help=ARTIFACT)],
     b: Annotated[str, typer.Argument(help="the same, for the other result")],
     store: StoreOption = DEFAULT_STORE,
     metric: Annotated[
@@ -199,22 +200,48 @@ def report_compare(
             " means mAP"
         ),
     ] = "accuracy",
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            "--gate",
+            metavar="MAX_LOSS",
+            min=0,
+            max=1,
+            help="exit code 0 only if B may replace A: the lower end of the paired 95% interval of each B - A is above"
+            " -MAX_LOSS, such as 0.005; else 1",
+        ),
+    ] = None,
+    as_markdown: Annotated[
+        bool,
+        typer.Option("--markdown", help="for a pull request: a table, the images that flipped, the classes that lost"),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the test accuracies of two reports, evaluations, fine-tuned models or runs.
 
     Accuracies with the same task, protocol, method and number of labels are shown side by side, with 95% intervals
     over draws and test images. If one side has a single method, it is also compared with the other side's methods on
-    the same images. The difference is B - A. It is paired if both were scored on the same images with the same draws of
-    labels; otherwise it is computed as for two independent measurements.
+    the same images. The difference is B - A. It is paired, on the images that both have, if they were scored with the
+    same draws of labels; otherwise it is computed as for two independent measurements.
     """
-    from pipelines.results.compare import compare, comparison_table  # with numpy and scipy
+    from pipelines.results import compare, gate  # with numpy and scipy
 
-    comparison = compare(open_(store, create=False), a, b, metric)
+    if as_json and as_markdown:
+        raise RecipeError("--json and --markdown cannot be combined; use one of them")
+    opened = open_(store, create=False)
+    compared = compare.match(opened, a, b, metric)
+    opinion = None if max_loss is None else gate.gate(compared, max_loss)
+    lines = opinion.lines if opinion else []
     if as_json:
-        print_json(comparison)
+        print_json(compare.as_json(compared))
+    elif as_markdown:
+        write("\n".join([*gate.markdown(opened, compared), *(f"\n{line}" for line in lines)]))
     else:
-        console.print(comparison_table(comparison))
+        console.print(compare.comparison_table(compare.as_json(compared)))
+        for line in lines:
+            say(line)
+    if opinion is not None and not opinion.is_open:
+        raise typer.Exit(1)
 
 
 @app.command("show")

@@ -39,13 +39,14 @@ from pipelines.commands.common import (
     width,
     with_options,
 )
-from pipelines.commands.ending import best_lines, next_commands, time_line
+from pipelines.commands.ending import best_lines, next_commands, promotion_lines, time_line
 from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
 from pipelines.engine.durations import in_hours, last_seconds, longest
 from pipelines.engine.history import is_over
 from pipelines.engine.plan import PlannedStage
+from pipelines.engine.promotion import is_unsettled
 from pipelines.engine.runs import Run, stop_run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
@@ -134,6 +135,8 @@ def run(options: WatchedRunOptions) -> None:
     planned = _carry_out(loaded, targets, options, forced)
     _print_notes(planned)
     store = open_(options.store)
+    for line in promotion_lines(planned):
+        say(line)
     if not any(stage.config.job == "report" for stage in planned):
         for line in wait_for_store(lambda: list(best_lines(store, planned)), say):
             say(line)
@@ -319,7 +322,7 @@ def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, .
     damaged = [stage.damaged for stage in planned if stage.damaged is not None and stage.name not in forced]
     if damaged:
         raise StoreDamaged("\n".join(damaged))
-    if forced or any(stage.state in {"run", "pending"} for stage in planned):
+    if forced or any(stage.state in {"run", "pending"} or is_unsettled(store, stage) for stage in planned):
         return False
     name_width = width(tuple(stage.name for stage in planned))
     labels = {

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import ClusterUnreachable, JobServer, python_entrypoint
-from pipelines.engine import plan
+from pipelines.engine import plan, promotion
 from pipelines.engine.decisions import (
     READ_SECONDS,
     Do,
@@ -36,9 +36,11 @@ from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.environment import Flag, Thread, environment
-from pipelines.spec import AnyStage, RecipeError, module
+from pipelines.spec import AnyStage, Promote, RecipeError, module
 from pipelines.store import (
     LARGEST_RECORD,
+    PROMOTED,
+    AliasMoved,
     Attempt,
     InputRef,
     Keeper,
@@ -53,6 +55,8 @@ from pipelines.store import (
     is_at,
     last_attempt,
     now,
+    promotion_of,
+    promotion_sentence,
     read_manifest,
     remove_progress,
     request_stop,
@@ -103,6 +107,8 @@ class Driver:
     attempts: dict[str, Attempt] = field(default_factory=dict)  # their newest attempts, as the store has them
     status: dict[str, Status] = field(default_factory=dict)  # stages that have ended
     references: dict[str, InputRef] = field(default_factory=dict)  # committed stages
+    rivals: dict[str, promotion.Rival] = field(default_factory=dict)  # what promotions are planned with
+    anew: set[str] = field(default_factory=set)  # promotions that were planned anew, because their alias had moved
     logs: dict[str, tuple[Thread, Flag]] = field(default_factory=dict)
     made_again: set[str] = field(default_factory=set)  # stages whose results were removed during this walk
     look_for_stop_at: float = 0.0
@@ -224,9 +230,12 @@ class Driver:
 
     def _plan(self, name: str, config: AnyStage) -> PlannedStage:
         self.keeper.look()
-        planned = plan.plan_stage(
-            self.store, name, config, self.references, self.run.strict_code, newest=self.run.latest.get(name)
-        )
+        newest = self.run.latest
+        if isinstance(config, Promote):
+            if name not in self.rivals:
+                self.rivals[name] = promotion.rival_of(self.store, self.run, name, config)
+            newest = self.rivals[name].newest
+        planned = plan.plan_stage(self.store, name, config, self.references, self.run.strict_code, newest=newest)
         key = planned.key
         assert key is not None and planned.inputs is not None
         if name in self.run.force:
@@ -243,9 +252,37 @@ class Driver:
         if manifest.kind == "model" and manifest.run == self.run.id:
             # Its process may have died before it did this.
             remove_progress(self.store, manifest.job, manifest.key)
+        config = self.planned[name].config
+        if isinstance(config, Promote):
+            self._settle(name, config, manifest, status)
+        else:
+            self._end_with(name, manifest, status, manifest.key[:12])
+
+    def _end_with(self, name: str, manifest: Manifest, status: Status, detail: str, **fields: Any) -> None:
         self.references[name] = input_ref(self.store, manifest)
         self.planned[name] = replace(self.planned[name], manifest=manifest)
-        self._end(name, status, manifest.key[:12], key=manifest.key)
+        self._end(name, status, detail, key=manifest.key, **fields)
+
+    def _settle(self, name: str, config: Promote, manifest: Manifest, status: Status) -> None:
+        """Move the alias of a promotion, if its comparison says so; compare once more if somebody else moved it."""
+        decided = promotion_of(manifest)
+        assert decided is not None
+        try:
+            moved = promotion.settle(self.store, self.run, config, manifest, self.rivals[name].number)
+        except AliasMoved as error:
+            if name in self.anew:
+                self._end(name, Status.FAILED, str(error))
+                return
+            self.anew.add(name)
+            self.rivals[name] = promotion.rival_now(self.store, config, self.run.latest)
+            self._end_log(name)
+            self.display.stage(name, Status.PENDING, f"{config.against} has moved; comparing with its new model")
+            self._plan_and_begin(name, config)
+            return
+        detail = promotion_sentence(decided)
+        if moved is None and decided["verdict"] == PROMOTED:
+            detail += f" (decided by {manifest.run}; {config.against} does not move again)"
+        self._end_with(name, manifest, status, detail, promotion=decided | {"moved": moved})
 
     def _commit_if_made(self, name: str) -> None:
         """End a stage whose job has committed since the store was last read."""

@@ -6,11 +6,12 @@ import graphlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from pipelines import identity
 from pipelines.engine.history import RECENT, newest_results, runs_of
-from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
+from pipelines.engine.latest import Newest, named_models, stored_inputs
 from pipelines.environment import environment
 from pipelines.files.weights import lacks_preprocessing
 from pipelines.recipe.pipeline import Pipeline, base
@@ -87,7 +88,7 @@ def plan_pipeline(
         names: as `Pipeline.needed_for` returns them, with all their inputs.
         strict_code: include the digest of a stage's code in its key.
         forced: stages that will be rerun even if they are cached.
-        latest: the newest models when a run was planned; None looks them up.
+        latest: the models that `latest` and aliases named when a run was planned; None looks them up.
 
     Raises:
         RecipeError: a committed model does not have the checkpoint that a stage names, or does not fit the stage that
@@ -95,7 +96,7 @@ def plan_pipeline(
             no member's source can be read; otherwise the members with unreadable sources are `missing`.
     """
     sources, lost = _sources(pipeline, names)
-    newest = newest_models(store, pipeline, names) if latest is None else latest
+    newest = named_models(store, pipeline, names).models if latest is None else latest
     graph = pipeline.graph()
     generations = graphlib.TopologicalSorter({name: graph[name] for name in names})
     generations.prepare()
@@ -113,7 +114,7 @@ def plan_pipeline(
         if any(config.inputs()[field][0] in forced for field in config.checkpoints()):
             return PlannedStage(name, config)  # a rerun may keep other checkpoints
         source = sources[_source_fields(config)]
-        return plan_stage(store, name, remaining, committed, strict_code, source, newest.get(name))
+        return plan_stage(store, name, remaining, committed, strict_code, source, newest)
 
     with environment().pool(READERS) as readers:
         while generations:
@@ -197,12 +198,12 @@ def plan_stage(
     committed: Mapping[str, InputRef],
     strict_code: bool = False,
     source: str | None = None,
-    newest: InputRef | None = None,
+    newest: Newest = MappingProxyType({}),
 ) -> PlannedStage:
     """Plan one stage, given its committed inputs; the fingerprint of its source is computed if `source` is None.
 
     Args:
-        newest: the stage's newest model, for `init_from: latest`.
+        newest: the models that `latest` and aliases named when the run was planned.
 
     Raises:
         RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names, or does
@@ -216,8 +217,7 @@ def plan_stage(
     if source is None:
         source, files = identity.listed_source(config)
     code = identity.code_digest(config.job) if strict_code else None
-    if wants_latest(config):
-        inputs |= start_of(store, name, config, inputs, newest, source, code)
+    inputs |= stored_inputs(store, name, config, inputs, newest, source, code)
     key = identity.stage_key(config, _digests(inputs), source, code)
     try:
         key, found = current(store, config.job, key)
@@ -253,7 +253,7 @@ def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str,
     try:
         config.check_start(f"stages.{name}.init_from: {stage}", contract.architecture)
     except RecipeError as error:
-        if not wants_latest(config):
+        if "init_from" not in config.from_store():
             raise
         remedy = f"Change model back, or train new weights with --set {name}.init_from=null"
         raise RecipeError(f"{error}. {remedy}") from None
@@ -325,12 +325,13 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
 
 
 def notes(stage: PlannedStage) -> Iterator[str]:
-    """Yield notes: on a cached stage, that its code has changed; on another, from which latest model it starts."""
+    """Yield notes: on a cached stage, that its code has changed; on another, which models of the store it takes."""
     if stage.manifest is None:
-        if wants_latest(stage.config) and stage.inputs is not None:
-            start = stage.inputs.get("init_from")
-            model = f"{start[0].job} {start[0].key[:12]}" if start else "no model yet, so new weights"
-            yield f"{stage.name}: init_from latest: {model}"
+        for field, named in stage.config.from_store().items():
+            if stage.inputs is not None:
+                model = stage.inputs.get(field)
+                nothing = "no model yet" + ", so new weights" * (field == "init_from")
+                yield f"{stage.name}: {field} {named}: {f'{model[0].job} {model[0].key[:12]}' if model else nothing}"
         return
     code = stage.manifest.code
     if code.get("digest") != identity.code_digest(stage.config.job):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
 from pipelines.engine.history import RECENT, is_over, is_run, plan_of, position_of, runs_of, stages_of
-from pipelines.engine.latest import Newest, newest_models, wants_latest
+from pipelines.engine.latest import Named, Newest, named_models
 from pipelines.engine.status import COMMITTED, Status
 from pipelines.environment import environment
 from pipelines.recipe.load import parse_pipeline
@@ -61,6 +61,7 @@ class Run:
     continued: bool
     strict_code: bool = False  # the digest of a stage's code is in its key
     latest: Newest = field(default_factory=dict)  # when it was planned
+    moves: Mapping[str, int] = field(default_factory=dict)  # @alias -> the number of its last move at that time
 
 
 class ListedRun(Frozen):
@@ -86,9 +87,9 @@ def start_run(
     plan, digest = _plan(pipeline, targets, force, strict_code)
     if run_id is None and (unfinished := _unfinished_run(store, pipeline.name, digest)) is not None:
         return unfinished
-    latest = newest_models(store, pipeline, plan["stages"])
+    named = named_models(store, pipeline, plan["stages"])
     nonces = {stage: environment().token_hex(16) for stage in force}
-    record = plan | {"digest": digest, "force": nonces} | _latest_record(latest)
+    record = plan | {"digest": digest, "force": nonces} | _record(named)
     if run_id is not None:
         create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": environment().token_hex(8)})
         return load_run(store, run_id)
@@ -96,7 +97,7 @@ def start_run(
         moment = environment().utc()  # ids are sorted by time: the last part is a fraction of the second
         run = f"{pipeline.name}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond * 2**16 // 10**6:04x}"
         if create_run(store, run, record | {"run": run, "created": now()}):
-            return Run(run, pipeline, targets, nonces, False, strict_code, latest)
+            return Run(run, pipeline, targets, nonces, False, strict_code, named.models, named.moves)
 
 
 def latest_models(
@@ -106,12 +107,12 @@ def latest_models(
     force: tuple[str, ...] = (),
     strict_code: bool = False,
 ) -> Newest:
-    """Return the newest models that `start_run` would find in the run that it continues, or record in a new one."""
+    """Return the models of `latest` and aliases that `start_run` would find in the run that it continues, or record."""
     plan, digest = _plan(pipeline, targets, force, strict_code)
-    if not any(wants_latest(pipeline.stages[name]) for name in plan["stages"]):
+    if not any(pipeline.stages[name].from_store() for name in plan["stages"]):
         return {}  # most runs: do not look for an unfinished one
     run = _unfinished_run(store, pipeline.name, digest)
-    return newest_models(store, pipeline, plan["stages"]) if run is None else run.latest
+    return named_models(store, pipeline, plan["stages"]).models if run is None else run.latest
 
 
 def _plan(
@@ -144,10 +145,10 @@ def _unfinished_run(store: Store, pipeline: str, digest: str) -> Run | None:
     return None
 
 
-def _latest_record(latest: Newest) -> dict[str, Any]:
-    """Return the field of a plan with the newest models; none if no stage wants one."""
-    models = {name: reference and reference.model_dump() for name, reference in latest.items()}
-    return {"latest": models} if models else {}
+def _record(named: Named) -> dict[str, Any]:
+    """Return the fields of a plan with the models that its names meant; none if it has no such names."""
+    models = {name: reference and reference.model_dump() for name, reference in named.models.items()}
+    return ({"latest": models} if models else {}) | ({"aliases": named.moves} if named.moves else {})
 
 
 def load_run(store: Store, run: str) -> Run:
@@ -162,7 +163,8 @@ def load_run(store: Store, run: str) -> Run:
     pipeline = parse_pipeline(record["pipeline"], f"the plan of {run}")
     strict_code = record.get("strict_code", False)
     latest = {name: found and InputRef.model_validate(found) for name, found in record["latest"].items()}
-    return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code, latest)
+    targets = tuple(record["targets"])
+    return Run(run, pipeline, targets, record["force"], True, strict_code, latest, record["aliases"])
 
 
 def driver_process() -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Backbone(NamedTuple):
 
 
 def read_all(weights: Sequence[str], store: str) -> list[Backbone]:
-    """Read weights as an import does: files, folders, hf:ORG/NAME, or models of the store by key or RUN/STAGE.
+    """Read weights as an import does: files, folders, hf:ORG/NAME, or models of the store by key, RUN/STAGE or @ALIAS.
 
     Raises:
         RecipeError: some do not exist, are the same, or would be refused by an import.
@@ -124,7 +124,9 @@ def _located(given: str, store: str) -> tuple[str, Import]:
         manifest = find_artifact(opened, given, "model")
     except (StoreAbsent, RecipeError):
         hint = f"; did you mean hf:{given}, on the Hugging Face hub?" if given.count("/") == 1 else ""
-        raise RecipeError(f"no such file or folder, and no model in {store} has this key or RUN/STAGE{hint}") from None
+        raise RecipeError(
+            f"no such file or folder, and no model in {store} has this key, RUN/STAGE or @ALIAS{hint}"
+        ) from None
     return manifest.stage, _import_of(opened, manifest)
 
 

@@ -74,8 +74,10 @@ class Pipeline(Frozen):
         """Raise ValueError if a pretraining's model cannot take over a stage's weights, as far as the recipe says."""
         start = self.stages[source]
         while isinstance(start, Pretrain | Finetune) and start.model is None:  # its start has the same shape
-            (source,) = start.inputs()["backbone" if isinstance(start, Finetune) else "init_from"]
-            start = self.stages[source]
+            sources = start.inputs().get("backbone" if isinstance(start, Finetune) else "init_from")
+            if sources is None:
+                return  # a model of the store
+            start = self.stages[sources[0]]
         if isinstance(start, Pretrain | Finetune) and start.model is not None and start.resolution is not None:
             # Classes may differ, and a model takes over its start's number of channels.
             stage.check_start(where, start.model.architecture(start.resolution, 3, 0))

@@ -38,13 +38,14 @@ def answering(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verdict_lines(report: dict[str, Any], is_brief: bool = False) -> list[str]:
-    """Return VTAB's means, the question, its answer and advice, and the missing stages.
+    """Return VTAB's means, what promotions decided, the question, its answer and advice, and the missing stages.
 
     If it is not brief, also the note, and a sentence per comparison if there are several: the answer is about one.
     """
     missing, verdicts = report.get("missing", []), [] if is_brief else report["verdicts"]
     return [
         *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
+        *(promotion["sentence"] for promotion in report.get("promotions", [])),
         f"{report['question']} {report['headline']}",
         *filter(None, [report.get("advice")]),
         *(verdict["sentence"] for verdict in verdicts if 1 < len(verdicts) <= MOST_SENTENCES),

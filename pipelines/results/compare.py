@@ -33,16 +33,59 @@ _TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE)
 _NAMES = ("protocol", "method", "labels_per_class")
 
 
-def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str, Any]:
-    """Compare two results; return {a, b, metric, both, only_a, only_b, reasons}.
+class Pair(NamedTuple):
+    """Two measurements to compare; on their common images if they were not scored on the same ones."""
+
+    a: AnyEntry
+    b: AnyEntry
+    of_images: int | None = None
+    """How many images the larger one has, if these are fewer."""
+
+
+class Compared(NamedTuple):
+    """Two results, matched: the pairs, what has no counterpart on A and on B, and why."""
+
+    a: str
+    b: str
+    metric: str
+    pairs: list[Pair]
+    rest: tuple[list[AnyEntry], ...]
+    reasons: list[str]
+
+
+def as_json(compared: Compared) -> dict[str, Any]:
+    """Return {a, b, metric, both, only_a, only_b, reasons}.
 
     `both` has {task, protocol, method, labels_per_class, a, b, difference}: first the settings that both measured, then
     other methods on the same test images (`_matched`), with null for the names in which the two differ. `only_a` and
     `only_b` have the rest, and `reasons` say why it has no counterpart. Accuracies are {protocol, method,
     labels_per_class, accuracy, low, high, draws, of_draws, num_images, stage, artifact}, differences {value, low, high,
     paired}: B - A with its 95% interval, as fractions. If the two are paired, all three numbers are over the draws that
-    they have in common, `draws` of the `of_draws` measured draws. The intervals are not adjusted for multiple
-    comparisons.
+    they have in common, `draws` of the `of_draws` measured draws, and over their common images, `num_images` of
+    `of_images`. The intervals are not adjusted for multiple comparisons.
+    """
+    only = [
+        [{"task": entry.task} | _value(entry, compared.metric, entry.table(compared.metric)) for entry in rest]
+        for rest in compared.rest
+    ]
+    return {
+        "a": compared.a,
+        "b": compared.b,
+        "metric": compared.metric,
+        "both": [_pair(pair, compared.metric) for pair in compared.pairs],
+        "only_a": only[0],
+        "only_b": only[1],
+        "reasons": compared.reasons,
+    }
+
+
+def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str, Any]:
+    """Compare two results, see `match` and `as_json`."""
+    return as_json(match(store, a, b, metric))
+
+
+def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
+    """Match the measurements of two results.
 
     Args:
         metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`. If
@@ -67,16 +110,17 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     matches, reasons = _matched(*alone)
     pairs = [(sides[0][setting], sides[1][setting]) for setting in both] + matches
     matched = {id(entry) for pair in matches for entry in pair}
-    rest = [[entry for entry in entries if id(entry) not in matched] for entries in alone]
-    return {
-        "a": a,
-        "b": b,
-        "metric": metric,
-        "both": [_pair(*pair, metric) for pair in pairs],
-        "only_a": [{"task": entry.task} | _value(entry, metric, entry.table(metric)) for entry in rest[0]],
-        "only_b": [{"task": entry.task} | _value(entry, metric, entry.table(metric)) for entry in rest[1]],
-        "reasons": reasons,
-    }
+    rest = tuple([entry for entry in entries if id(entry) not in matched] for entries in alone)
+    return Compared(a, b, metric, [_on_common_images(*pair) for pair in pairs], rest, reasons)
+
+
+def _on_common_images(a: AnyEntry, b: AnyEntry) -> Pair:
+    """Return both entries on the images that they have in common, if there are some."""
+    if isinstance(a, measures.Entry) and isinstance(b, measures.Entry) and a.sample_ids != b.sample_ids:
+        common = sorted({*a.sample_ids} & {*b.sample_ids})
+        if common:
+            return Pair(a.of_images(common), b.of_images(common), max(len(a.sample_ids), len(b.sample_ids)))
+    return Pair(a, b)
 
 
 def _matched(a: Sequence[AnyEntry], b: Sequence[AnyEntry]) -> tuple[list[tuple[AnyEntry, AnyEntry]], list[str]]:
@@ -160,11 +204,15 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
             cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
         table.add_row(*map(Text, (f"  {method}", *cells)))
     notes = [text for mark, text in _NOTES.items() if any(mark in _marks(line) for line in lines)]
+    for line in compared:
+        if "§" in _marks(line):
+            common, of_images = line["b"]["num_images"], line["of_images"]
+            notes.append(f"§ over the {common:,} test images that A and B have in common, of {of_images:,}")
     if (count := len(compared)) > 1:
         notes.insert(0, f"the {count} intervals of B - A are not adjusted for multiple comparisons")
     if shared:
         notes.append(f"not shown: {quantity(shared, 'measurement')} that A and B share")
-    table.caption = "\n".join([*notes, *comparison["reasons"]]) or None
+    table.caption = "\n".join(dict.fromkeys([*notes, *comparison["reasons"]])) or None
     return table
 
 
@@ -184,7 +232,8 @@ def _marks(line: dict[str, Any]) -> list[str]:
     if "difference" not in line:
         return []
     is_part = any(line[side]["draws"] < line[side]["of_draws"] for side in ("a", "b"))
-    return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part
+    is_common = line["difference"]["paired"] and line["b"]["num_images"] < line["of_images"]
+    return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part + ["§"] * is_common
 
 
 def _of_sides(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
@@ -265,7 +314,8 @@ def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEn
     }
 
 
-def _pair(a: AnyEntry, b: AnyEntry, metric: str) -> dict[str, Any]:
+def _pair(pair: Pair, metric: str) -> dict[str, Any]:
+    a, b, of_images = pair
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
     tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
     sides = [_value(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
@@ -286,6 +336,7 @@ def _pair(a: AnyEntry, b: AnyEntry, metric: str) -> dict[str, Any]:
         "a": sides[0],
         "b": sides[1],
         "difference": {"value": value, "low": low, "high": high, "paired": is_paired},
+        "of_images": of_images or max(side["num_images"] for side in sides),
     }
 
 

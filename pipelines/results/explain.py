@@ -60,6 +60,10 @@ class Side(NamedTuple):
         """The stage that made the result."""
         return self.pipeline.stages[self.manifest.stage]
 
+    def input_name(self, field: str) -> str:
+        """Return the name of an input: a stage's, latest or an alias."""
+        return self.stage.from_store().get(field) or self.input(field)[0]
+
     def input(self, field: str) -> tuple[str, AnyStage]:
         """Return the name and the stage of an input."""
         (name,) = self.stage.inputs()[field]
@@ -119,10 +123,11 @@ def differences(store: Store, a: Side, b: Side) -> list[Difference]:
         ours, theirs = (side.manifest.inputs.get(role) for side in (a, b))
         if ours and theirs and ours[0].content_digest == theirs[0].content_digest:
             continue
-        if not (ours and theirs):
+        if not (ours and theirs) or any(role in side.stage.from_store() for side in (a, b)):
             found = [each for each in found if (role, each.name) != ("backbone", "model")]
             starts = [
-                side.input(role)[0] if used else _plain(side.stage, "model") for side, used in ((a, ours), (b, theirs))
+                side.input_name(role) if used else _plain(side.stage, "model")
+                for side, used in ((a, ours), (b, theirs))
             ]
             found.append(Difference(role, "", *starts))
             continue

@@ -1,7 +1,7 @@
 """A store in a notebook: `pipelines.open_store(uri)`.
 
 In: a store. Out: models that classify, datasets with their images, and all measurements as a table. Nothing here
-changes the store. KEY is a key, a unique key prefix, RUN/STAGE or RUN, as on the command line.
+changes the store. KEY is a key, a unique key prefix, RUN/STAGE, RUN or @ALIAS, as on the command line.
 """
 
 from __future__ import annotations

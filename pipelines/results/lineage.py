@@ -57,7 +57,7 @@ class Lineage(Frozen):
 
 
 def trace(store: Store, selector: str) -> Lineage:
-    """Return the lineage of the artifacts that a key, a unique key prefix, RUN/STAGE or RUN matches.
+    """Return the lineage of the artifacts that a key, a unique key prefix, RUN/STAGE, RUN or @ALIAS matches.
 
     Raises:
         RecipeError: nothing matches, or the prefix is ambiguous.

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pipelines.engine.runs import all_runs
 from pipelines.engine.submission import reached
-from pipelines.results.lookup import jobs_of, score
+from pipelines.results.lookup import jobs_of, recipe_and_stage, score
 from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
 from pipelines.store import (
     Attempt,
@@ -15,10 +15,12 @@ from pipelines.store import (
     Manifest,
     Store,
     StoreDamaged,
+    alias_names,
     all_manifests,
     checkpoints,
     kept_checkpoints,
     local_file,
+    read_alias,
     read_attempt,
     warn,
 )
@@ -26,13 +28,13 @@ from pipelines.store import (
 KINDS = {f"{kind}s": kind for kind in get_args(Kind)}
 COLUMNS = {
     "runs": ("run", "status", "stages", "created"),
-    "datasets": ("key", "stage", "name", "images", "classes", "finished", "run"),
-    "models": ("key", "stage", "job", "parameters", "accuracy", "finished", "run"),
-    "evaluations": ("key", "stage", "job", "task", "best", "finished", "run"),
-    "audits": ("key", "stage", "task", "audited", "label_issues", "finished", "run"),
-    "embeddings": ("key", "stage", "task", "images", "finished", "run"),
-    "predictions": ("key", "stage", "task", "images", "finished", "run"),
-    "reports": ("key", "stage", "title", "finished", "run"),
+    "datasets": ("recipe/stage", "name", "key", "images", "classes", "finished", "run"),
+    "models": ("recipe/stage", "alias", "key", "job", "parameters", "accuracy", "finished", "run"),
+    "evaluations": ("recipe/stage", "key", "job", "task", "best", "finished", "run"),
+    "audits": ("recipe/stage", "key", "task", "audited", "label_issues", "finished", "run"),
+    "embeddings": ("recipe/stage", "key", "task", "images", "finished", "run"),
+    "predictions": ("recipe/stage", "key", "task", "images", "finished", "run"),
+    "reports": ("recipe/stage", "key", "title", "finished", "run"),
     "checkpoints": ("key", "stage", "checkpoint", "accuracy", "created", "run"),
 }
 
@@ -52,10 +54,13 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
     names = {}
     if "task" in COLUMNS[kind]:
         names = {data.key: dataset_name(data) for data in all_manifests(store, *jobs_of("dataset"))}
+    aliases = _aliases(store) if kind == "models" else {}
     return [
         {
             "key": manifest.key,
             "stage": manifest.stage,
+            "recipe/stage": recipe_and_stage(manifest),
+            **({"alias": ", ".join(aliases.get(manifest.key, ())) or None} if kind == "models" else {}),
             "job": manifest.job,
             **_described(manifest, names),
             "run": manifest.run,
@@ -67,6 +72,15 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
         }
         for manifest in all_manifests(store, *jobs_of(KINDS[kind]))
     ]
+
+
+def _aliases(store: Store) -> dict[str, list[str]]:
+    """Return the aliases that name each model, by key."""
+    aliases: dict[str, list[str]] = {}
+    for name in alias_names(store):
+        if (record := read_alias(store, name)) is not None and record.target is not None:
+            aliases.setdefault(record.target.key, []).append(f"@{name}")
+    return aliases
 
 
 def _checkpoints(store: Store) -> list[dict[str, Any]]:
@@ -166,6 +180,8 @@ def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
         return {"name": dataset_name(manifest), **counts("images", "classes")}
     if manifest.kind == "model":
         return {**counts("parameters"), "accuracy": score(manifest)}
+    if manifest.job == "promote":
+        return {"task": task, "best": f"{manifest.config['against']}: {metrics.get('verdict')}"}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result
         scores = {name: value for name, value in metrics.items() if isinstance(value, float)}
         best = max(scores, key=lambda name: scores[name], default=None)

@@ -1,4 +1,4 @@
-"""The runs and artifacts that a user names: by an id, a recipe's name, a key or a unique prefix, RUN/STAGE or RUN.
+"""The runs and artifacts that a user names: by id, recipe, a key or a unique prefix, RUN/STAGE, RUN or @ALIAS.
 
 Of several runs of one recipe, RUN is the newest, and RUN/STAGE the result in the newest that has one. Only a recipe's
 own runs and the keys with the given prefix are listed, so that the number of requests does not grow with the store.
@@ -14,7 +14,17 @@ from itertools import chain
 from pipelines.engine.history import plan_of, recipe_of, runs, runs_of, stage_keys
 from pipelines.recipe.pipeline import members
 from pipelines.spec import STAGE_TYPES, RecipeError, nearest
-from pipelines.store import Manifest, Store, all_manifests, is_committed, read_or_warn
+from pipelines.store import (
+    Alias,
+    Manifest,
+    Store,
+    alias_names,
+    all_manifests,
+    check_alias,
+    is_committed,
+    read_alias,
+    read_or_warn,
+)
 
 _NAMED = 8  # artifacts in a message
 _UNIQUE = 12  # characters of a key in tables; of 100,000 keys, two share these with a probability of 2e-5
@@ -112,7 +122,7 @@ def find_manifests(store: Store, selector: str, kind: str | None = None) -> list
 
 
 def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Artifact]:
-    """Return the artifacts that a key, a unique key prefix, RUN/STAGE or RUN matches, even damaged ones.
+    """Return the artifacts that a key, a unique key prefix, RUN/STAGE, RUN or @ALIAS matches, even damaged ones.
 
     A key or its prefix may be of an artifact that is not committed; a RUN may have none that is.
 
@@ -120,9 +130,13 @@ def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Arti
         kind: only artifacts of this kind.
 
     Raises:
-        RecipeError: there is no such key, run or stage, or it is ambiguous.
+        RecipeError: there is no such key, run, stage or alias, it is ambiguous, or the alias names nothing.
     """
     jobs = jobs_of(kind)
+    if selector.startswith("@"):
+        if (target := alias_record(store, selector.removeprefix("@")).target) is None:
+            raise RecipeError(f"{selector} names no model now; `vitflow alias set {selector[1:]} MODEL` names one")
+        return [(target.job, target.key)] if target.job in jobs else []
     prefix, _, stage = selector.partition("/")
     matches = [] if stage or not selector else _with_prefix(store, jobs, selector)
     if len(matches) > 1:
@@ -139,6 +153,19 @@ def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Arti
         named = kind or "artifact"
         raise RecipeError(f"no {named} has a key that begins with {selector!r}, and {error}") from None
     return [artifact for artifact in found if artifact[0] in jobs]
+
+
+def alias_record(store: Store, name: str) -> Alias:
+    """Return the current record of an alias. Raises RecipeError if it was never set."""
+    if (record := read_alias(store, check_alias(name))) is None:
+        known = nearest(name, alias_names(store))
+        raise RecipeError(f"no alias is called {name!r}{known}; `vitflow alias set {name} MODEL` creates it")
+    return record
+
+
+def recipe_and_stage(manifest: Manifest) -> str:
+    """Return RECIPE/STAGE, the name for people of an artifact."""
+    return f"{recipe_of(manifest.run)}/{manifest.stage}"
 
 
 def _with_prefix(store: Store, jobs: Sequence[str], prefix: str) -> list[Artifact]:

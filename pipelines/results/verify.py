@@ -86,7 +86,7 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     """Read all artifacts and the records of all runs, or only the artifacts that a selector matches.
 
     Args:
-        selector: a key, a unique key prefix, RUN/STAGE or RUN; None: everything.
+        selector: a key, a unique key prefix, RUN/STAGE, RUN or @ALIAS; None: everything.
 
     Raises:
         RecipeError: `selector` matches nothing, or is ambiguous.

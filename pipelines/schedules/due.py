@@ -12,10 +12,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
+from typing import Literal
 
 from pipelines.engine import plan, submission
 from pipelines.engine.history import end_run
-from pipelines.engine.latest import newest_models
+from pipelines.engine.latest import named_models
+from pipelines.engine.promotion import is_unsettled
 from pipelines.engine.runs import Run, run_status, start_run, stop_run
 from pipelines.engine.status import Status
 from pipelines.schedules.notices import SKIPS, Event, announce, send_announced
@@ -33,7 +35,7 @@ from pipelines.schedules.ticks import (
     refresh,
 )
 from pipelines.spec import RecipeError
-from pipelines.store import Store, now, read_events, read_over, read_plan, who
+from pipelines.store import PROMOTED, Over, Store, now, read_events, read_manifest, read_over, read_plan, who
 
 DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 STARTING = timedelta(minutes=5)  # that another process may need to start a cluster and submit a run's first driver
@@ -203,11 +205,11 @@ class _Look:
         pipeline = self.schedule.pipeline
         names = pipeline.order()
         try:
-            latest = newest_models(self.store, pipeline, names)
+            latest = named_models(self.store, pipeline, names).models
             planned = plan.plan_pipeline(self.store, pipeline, names, latest=latest)
         except RecipeError:  # a source cannot be read: the driver reports that in the run
             return False
-        return all(stage.manifest is not None for stage in planned)
+        return all(stage.manifest is not None and not is_unsettled(self.store, stage) for stage in planned)
 
     def submit(self) -> Iterator[str]:
         """Start the last run unless it has started, and submit its driver unless one is running."""
@@ -250,7 +252,7 @@ class _Look:
             status=status["status"],
             stage=failed.get("stage"),
             error=failed.get("detail") or detail,
-            alias=promotion(self.store, run),
+            alias=None if over is None else promotion(self.store, over, run),
             time=now(),
             who=who(),
         )
@@ -273,8 +275,15 @@ class _Look:
             yield from send_announced(self.store, self.schedule.name, self.position, self.moment, self.reach.send)
 
 
-def promotion(store: Store, run: str) -> Promotion | None:
-    """Return what a run that is over did to an alias; no stage moves one yet."""
+def promotion(store: Store, over: Over, run: str) -> Promotion | None:
+    """Return what a run that is over decided about an alias; None if it made no comparison."""
+    for stage in over.stages:
+        if stage.job != "promote" or stage.key is None:
+            continue
+        made = read_manifest(store, stage.job, stage.key)
+        if made is not None and made.run == run:
+            outcome: Literal["promoted", "refused"] = "promoted" if made.metrics["verdict"] == PROMOTED else "refused"
+            return Promotion(alias=made.config["against"], outcome=outcome, why=str(made.metrics["reason"]))
     return None
 
 

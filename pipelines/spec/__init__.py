@@ -20,6 +20,7 @@ from pipelines.spec.checkpoints import NamedCheckpoint as NamedCheckpoint
 from pipelines.spec.checkpoints import check_checkpoint as check_checkpoint
 from pipelines.spec.checkpoints import recorded_checkpoint as recorded_checkpoint
 from pipelines.spec.checkpoints import step_of as step_of
+from pipelines.spec.fields import ALIAS as ALIAS
 from pipelines.spec.fields import COMMIT as COMMIT
 from pipelines.spec.fields import HUB_PATH as HUB_PATH
 from pipelines.spec.fields import RecipeError as RecipeError
@@ -65,6 +66,7 @@ from pipelines.spec.stages.pretrain import FewShot as FewShot
 from pipelines.spec.stages.pretrain import Objective as Objective
 from pipelines.spec.stages.pretrain import Pretrain as Pretrain
 from pipelines.spec.stages.pretrain import objective_properties as objective_properties
+from pipelines.spec.stages.promote import Promote as Promote
 from pipelines.spec.stages.report import Report as Report
 from pipelines.spec.stages.segment import Segment as Segment
 from pipelines.spec.vtab import VtabSource as VtabSource

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from pipelines.spec.fields import ALIAS
 from vit_model.fields import Frozen
 
 LAST, BEST = "last", "best"
@@ -68,8 +69,19 @@ FORMS = ("stage name", "stage and checkpoint")
 """pydantic's names of the two forms of a `Backbone`, in the path of an error."""
 
 
+def check_alias(name: str) -> str:
+    """Return the name of a stage, or of an alias if it begins with @. Raises ValueError for what cannot be an alias."""
+    if name.startswith("@") and not re.fullmatch(ALIAS, name[1:]):
+        raise ValueError(f"{name!r} is not a valid alias; expected @NAME, such as @production")
+    return name
+
+
 def _name_if_last(value: str | NamedCheckpoint) -> str | NamedCheckpoint:
-    return value.stage if isinstance(value, NamedCheckpoint) and value.checkpoint == LAST else value
+    if isinstance(value, NamedCheckpoint) and value.stage.startswith("@"):
+        raise ValueError(f"{value}: an alias names a model with its last weights; write {value.stage!r}")
+    if isinstance(value, str):
+        return check_alias(value)
+    return value.stage if value.checkpoint == LAST else value
 
 
 Backbone = Annotated[
@@ -77,6 +89,7 @@ Backbone = Annotated[
     Discriminator(lambda value: FORMS[isinstance(value, dict | NamedCheckpoint)]),
     AfterValidator(_name_if_last),
 ]
-"""A stage's name, which means its last weights, or {stage, checkpoint}. The last checkpoint becomes the name alone."""
+"""A stage's name, which means its last weights, {stage, checkpoint}, or "@alias", the model that an alias of the store
+names. The last checkpoint becomes the name alone."""
 BACKBONE_FIELDS = ("backbone", "init_from", "teacher")
 """The names of the fields of this type."""

@@ -43,6 +43,7 @@ def located(path: str) -> str:
 # Text, not compiled patterns: few commands use them, and start-up stays fast.
 HUB_PATH = r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?"
 COMMIT = r"[0-9a-f]{40}"
+ALIAS = r"[a-z][a-z0-9_-]{0,40}"  # without the @
 MOST_NAMES = 20  # in a list of all possible names
 
 

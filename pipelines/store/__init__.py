@@ -3,16 +3,20 @@
 To read the code, start with `records`, then `protocol`, then one of the two stores. Other packages import from here.
 """
 
+from pipelines.errors import AliasMoved as AliasMoved
 from pipelines.errors import StoreAbsent as StoreAbsent
 from pipelines.errors import StoreDamaged as StoreDamaged
 from pipelines.errors import StoreError as StoreError
 from pipelines.errors import StoreUnreachable as StoreUnreachable
 from pipelines.errors import Superseded as Superseded
+from pipelines.store.aliases import PROMOTED as PROMOTED
 from pipelines.store.aliases import Alias as Alias
 from pipelines.store.aliases import alias_history as alias_history
 from pipelines.store.aliases import alias_names as alias_names
 from pipelines.store.aliases import check_alias as check_alias
 from pipelines.store.aliases import move_alias as move_alias
+from pipelines.store.aliases import promotion_of as promotion_of
+from pipelines.store.aliases import promotion_sentence as promotion_sentence
 from pipelines.store.aliases import read_alias as read_alias
 from pipelines.store.artifacts import all_keys as all_keys
 from pipelines.store.artifacts import all_manifests as all_manifests

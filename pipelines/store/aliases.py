@@ -8,18 +8,21 @@ decide on the same one the second is refused.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pipelines.environment import environment
-from pipelines.errors import StoreError
+from pipelines.errors import AliasMoved, StoreError
+from pipelines.spec import ALIAS
 from pipelines.store.keeping import Keeper
 from pipelines.store.objects import numbers, read_record
 from pipelines.store.protocol import Store, encode
-from pipelines.store.records import InputRef, Layout, Name, Time, now, who
+from pipelines.store.records import InputRef, Layout, Manifest, Name, Time, now, who
 from vit_model.errors import UserError
 from vit_model.fields import Frozen
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
+PROMOTED = "promoted"
+"""The verdict of a stage `promote` after which its run moves the alias."""
 
 
 class Alias(Frozen):
@@ -43,7 +46,7 @@ class Alias(Frozen):
 
 def check_alias(name: str) -> str:
     """Return an alias's name if it is valid. Raises UserError."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(ALIAS, name):
         raise UserError(
             f"{name!r} is not a valid alias; expected a lowercase letter, then at most 40 lowercase letters, digits, "
             "'-' or '_'"
@@ -62,9 +65,10 @@ def read_alias(store: Store, name: str) -> Alias | None:
     return _read(store, name, last) if last else None
 
 
-def alias_history(store: Store, name: str) -> list[Alias]:
-    """Return all records of an alias, oldest first. Raises StoreDamaged."""
-    return [record for number in numbers(store, Layout.alias(name)) if (record := _read(store, name, number))]
+def alias_history(store: Store, name: str, since: int = 0) -> list[Alias]:
+    """Return the records of an alias with a number above `since`, oldest first. Raises StoreDamaged."""
+    later = [number for number in numbers(store, Layout.alias(name)) if number > since]
+    return [record for number in later if (record := _read(store, name, number))]
 
 
 def move_alias(
@@ -82,7 +86,8 @@ def move_alias(
         expected: the number of the record that the decision was made on; 0 if there was none.
 
     Raises:
-        StoreError: somebody else has moved it since: decide again; or `gc` is deleting the target.
+        AliasMoved: somebody else has moved it since; decide again.
+        StoreError: `gc` is deleting the target.
     """
     keeper = Keeper(store, f"@{name}")
     keeper.look()
@@ -99,8 +104,23 @@ def move_alias(
         nonce=environment().token_hex(8),
     )
     if not store.create(f"{Layout.alias(check_alias(name))}/{record.number}.json", encode(record)):
-        raise StoreError(f"@{name} was moved by another process at the same time; check it and retry")
+        raise AliasMoved(f"@{name} was moved by another process at the same time; check it and retry")
     return record
+
+
+def promotion_of(manifest: Manifest) -> dict[str, Any] | None:
+    """Return {alias, verdict, reason} of a stage `promote`; None for other stages."""
+    if manifest.job != "promote":
+        return None
+    named = {"alias": str(manifest.config["against"]).removeprefix("@")}
+    return named | {name: manifest.metrics[name] for name in ("verdict", "reason")}
+
+
+def promotion_sentence(promotion: Mapping[str, Any]) -> str:
+    """Say what a promotion decided."""
+    verdict = promotion["verdict"]
+    refused = "" if verdict in (PROMOTED, "same") else "refused, "
+    return f"@{promotion['alias']}: {refused}{verdict}: {promotion['reason']}"
 
 
 def _read(store: Store, name: str, number: int) -> Alias | None:

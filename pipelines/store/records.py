@@ -40,6 +40,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        a request for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     runs/<run id>/over.json                             its end, with the state of all stages, created once
+    aliases/<name>/<n>.json                             a move of an alias, numbered: the highest is current
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
     schedules/<name>/ticks/<n>.json                     the decision on a tick, written before it is carried out
     schedules/<name>/ends/<n>.json                      how the run of that tick ended
@@ -292,7 +293,9 @@ class RunPlan(Frozen):
     created: Time
     strict_code: bool = False
     latest: dict[str, InputRef | None] = Field(default_factory=dict)
-    """Stage with `init_from: latest` -> its newest model at that time; None if there was none."""
+    """Stage with `init_from: latest`, or @alias -> the model that it named at that time; None if there was none."""
+    aliases: dict[str, int] = Field(default_factory=dict)
+    """@alias -> the number of its last move at that time."""
 
     @model_validator(mode="after")
     def _has_its_stages(self) -> Self:

@@ -137,6 +137,26 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     return overlap
 
 
+def seen_or_near(
+    context: Context[AnyStage], dataset: Dataset, models: Sequence[Manifest]
+) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+    """Return which test images [n] one of the models or an ancestor was trained on, also as a near-copy.
+
+    Returns:
+        Them, and the models whose training images are unknown.
+
+    Raises:
+        UserError: an index is damaged.
+        StoreError: the store cannot be read.
+    """
+    trainings, unknown, _ = read_trainings(context.open_store(), models)
+    test, images = dataset.index("test").select(COMPARED), [training.images for training in trainings]
+    hashes = test["phash"].to_numpy()
+    trained = np.concatenate([hashes[:0], *(table["phash"].to_numpy() for table in images)])
+    near = is_near(hashes, trained, _MAX_DISTANCE) & (hashes != 0)  # a flat image has no hash
+    return _is_in_any(test, images) | near | _copies_seen(context, dataset, images), tuple(dict.fromkeys(unknown))
+
+
 def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: pa.Table) -> tuple[str, ...]:
     """Check that an audit's backbone was not trained on the audited labels, because it would repeat the wrong ones.
 

@@ -17,7 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from pipelines.spec import Report
-from pipelines.store import Manifest, Store, finished_log, local_files
+from pipelines.store import Manifest, Store, finished_log, local_files, promotion_of, promotion_sentence
 from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
@@ -73,8 +73,10 @@ def gather(context: Context[Report]) -> ReportData:
         (stage, manifest, _small_files(store, manifest))
         for stage, manifest in zip(context.config.of, manifests, strict=True)
     ]
-    rows = measures.join_tables(parts, "rows.parquet", ROWS)
-    predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
+    # a promotion scores models that other stages have measured
+    measuring = [part for part in parts if part[1].job != "promote"]
+    rows = measures.join_tables(measuring, "rows.parquet", ROWS)
+    predictions = measures.join_tables(measuring, "predictions.parquet", PREDICTIONS)
     scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"}
@@ -99,6 +101,7 @@ def gather(context: Context[Report]) -> ReportData:
         **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
         **_clusters(parts, embedded),
+        **_promotions(parts),
     }
     about = {
         "format_version": FORMAT_VERSION,
@@ -228,6 +231,16 @@ def _clusters(parts: Sequence[provenance.Part], embedded: Mapping[str, Sequence[
         if manifest.key in embedded
     ]
     return {"embeddings": lines} if lines else {}
+
+
+def _promotions(parts: Sequence[provenance.Part]) -> dict[str, Any]:
+    """Return what promotions decided, if there are any."""
+    decisions = [
+        _origin(stage, manifest) | decided | {"sentence": promotion_sentence(decided)}
+        for stage, manifest, _ in parts
+        if (decided := promotion_of(manifest)) is not None
+    ]
+    return {"promotions": decisions} if decisions else {}
 
 
 def _small_files(store: Store, manifest: Manifest) -> Path:

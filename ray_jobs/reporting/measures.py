@@ -8,8 +8,8 @@ pyarrow only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,6 +90,13 @@ class Entry:
         if self.task.endswith(REAL):
             return {}
         return {metric.name: mean_interval(self.table(metric.name)) for metric in COMPUTED}
+
+    def of_images(self, sample_ids: Sequence[str]) -> Entry:
+        """Return the same for some of the images, given in their order."""
+        places = np.searchsorted(np.array(self.sample_ids), np.array(sample_ids))
+        arrays = {name: getattr(self, name) for name in (*_ALWAYS, *_PERHAPS)}
+        fewer: dict[str, Any] = {name: None if array is None else array[:, places] for name, array in arrays.items()}
+        return replace(self, sample_ids=tuple(sample_ids), labels=self.labels[places], **fewer)
 
     def table(self, metric: str) -> np.ndarray:
         """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""

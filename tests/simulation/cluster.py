@@ -55,6 +55,7 @@ class Script:
     suspended: float = 0.0  # when half done, its process and its supervisor stand still for so long
     message: str = ""
     log: str = "fine\n"
+    metrics: dict[str, str] = field(default_factory=dict)  # of the stage's result
 
     @classmethod
     def failed(cls, exit_code: int | None = 1, log: str = "error: no luck\n", **more: Any) -> Script:
@@ -264,7 +265,7 @@ class SimulatedCluster:
                     inputs = [each for references in attempt.inputs.values() for each in references]
                     made = [read_manifest(self.store, each.job, each.key) for each in inputs]
                     assert None not in made, "an input vanished under a stage"
-                    result = Result(f"content of {attempt.key}", ())
+                    result = Result(f"content of {attempt.key}", (), {**script.metrics})
                     stage.commit_result(context, result, started, earlier, {})
                 process.sleep(script.closing)
             self._end(job, 0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from pipelines.spec.augmentation import RandAugment, mixing
-from pipelines.spec.checkpoints import NamedCheckpoint
+from pipelines.spec.checkpoints import LATEST, NamedCheckpoint
 from pipelines.spec.fields import Seed
 from pipelines.spec.optimizer import Optimizer
 from vit_model.fields import Frozen, execution, later, marks
@@ -21,7 +21,10 @@ Rate = Annotated[float, Field(gt=0)]
 Kind = Literal["dataset", "model", "evaluation", "audit", "embedding", "prediction", "report"]
 """The kinds of artifact that stages make."""
 SeenInTraining = Literal["fail", "report"]
-BACKBONE = "a stage's name; or, for a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
+BACKBONE = (
+    'a stage\'s name; for a pretraining, {stage: NAME, checkpoint: last | best | step:N}; or "@NAME", the model that an'
+    " alias of the store names when the run is planned"
+)
 
 
 def seen_in_training() -> Any:
@@ -77,12 +80,26 @@ class BaseStage(Frozen):
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Return {field: the stages it names} for every field that takes artifacts and names at least one."""
-        inputs = {}
+        inputs, stored = {}, self.from_store()
         for field in input_fields(type(self)):
-            if value := getattr(self, field):
+            if field not in stored and (value := getattr(self, field)):
                 one = value.stage if isinstance(value, NamedCheckpoint) else value
                 inputs[field] = (one,) if isinstance(one, str) else tuple(one)
         return inputs
+
+    def from_store(self) -> dict[str, str]:
+        """Return {field: latest or @alias} for every field that names a model of the store, and not a stage."""
+        return {
+            field: value
+            for field, kinds in input_fields(type(self)).items()
+            if "model" in kinds
+            and isinstance(value := getattr(self, field), str)
+            and (value.startswith("@") or (field, value) == ("init_from", LATEST))
+        }
+
+    def lacking(self, empty: Set[str]) -> Set[str]:
+        """Return which of the fields whose alias names nothing need a model."""
+        return empty - {"init_from"}
 
     def checkpoints(self) -> dict[str, str]:
         """Return {field: best or step:N} for every field that names a checkpoint of its input other than the last."""

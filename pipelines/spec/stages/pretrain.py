@@ -132,8 +132,9 @@ class Pretrain(TrainingStage):
         default=None,
         later=True,
         description="the model whose weights training starts from, also an imported one: a stage's name; for a"
-        " pretraining, {stage: NAME, checkpoint: last | best | step:N}; or latest, the newest model of this stage in"
-        " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
+        " pretraining, {stage: NAME, checkpoint: last | best | step:N}; latest, the newest model of this stage in"
+        ' earlier runs of the recipe; or "@NAME", the model that an alias names when the run is planned. Steps, rates'
+        " and the optimizer start anew. null, or if there is no such model: new weights from the seed",
     )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
     batch_size: int = Field(ge=1, description="images per step, over all workers")
@@ -213,12 +214,6 @@ class Pretrain(TrainingStage):
     def uses_labels(self) -> bool:
         return self.objective not in WITHOUT_LABELS or self.fewshot is not None
 
-    def inputs(self) -> dict[str, tuple[str, ...]]:
-        inputs = super().inputs()
-        if self.init_from == LATEST:  # not a stage: the store may have it
-            del inputs["init_from"]
-        return inputs
-
     def with_model(self, start: Architecture) -> Self:
         """Return the stage with the shape of the model that it starts from, if it gives none.
 
@@ -251,8 +246,8 @@ class Pretrain(TrainingStage):
     def _start_is_known(self) -> Self:
         if self.model is None and self.init_from is None:
             raise ValueError("model is missing; only a stage with init_from: NAME can do without")
-        if self.model is None and self.init_from == LATEST:
-            raise ValueError("model is missing; with init_from: latest the first run needs it")
+        if self.model is None and "init_from" in self.from_store():
+            raise ValueError(f"model is missing; with init_from: {self.init_from} the first run needs it")
         if isinstance(self.init_from, NamedCheckpoint) and self.init_from.stage == LATEST:
             raise ValueError(
                 f"init_from {self.init_from}: latest is the newest model with its last weights; write init_from: latest"

@@ -10,7 +10,7 @@ import pytest
 from pipelines import store as st
 from pipelines.engine import plan, runs
 from pipelines.engine.history import end_run
-from pipelines.engine.latest import newest_models
+from pipelines.engine.latest import named_models
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.recipe.load import parse_pipeline
@@ -164,7 +164,7 @@ def test_other_recipes_and_other_stages_do_not_count(store: Store) -> None:
 
 
 def newest(store: Store) -> InputRef | None:
-    return newest_models(store, recipe(), TARGETS)["pretrain"]
+    return named_models(store, recipe(), TARGETS).models["pretrain"]
 
 
 def test_the_newest_is_that_of_the_newest_run_that_has_one_cached_or_not(store: Store) -> None:
@@ -222,6 +222,38 @@ def test_the_plan_says_what_it_would_start_from(store: Store) -> None:
     assert not said(recipe())
 
 
+def test_an_alias_is_resolved_when_the_run_is_planned_and_recorded(store: Store) -> None:
+    by_alias = {"init_from": "@production"}
+    scratch = train(store, recipe(seed=0, **by_alias))
+    assert (start_of(scratch), scratch.key) == ([], train(store, recipe(seed=0, init_from=None)).key), "no model yet"
+    st.move_alias(store, "production", st.input_ref(store, scratch), 0, "person")
+    assert train(store, recipe(seed=0, **by_alias)) == scratch, "unchanged data: production is the result"
+    better = train(store, recipe(seed=1, **by_alias))
+    assert start_of(better) == [scratch.key]
+    run = runs.start_run(store, recipe(seed=2, **by_alias), TARGETS)
+    commit_planned(store, planned_in(store, run, "digits"), run.id)
+    st.move_alias(store, "production", st.input_ref(store, better), 1, "rule")
+    again = runs.start_run(store, recipe(seed=2, **by_alias), TARGETS)
+    assert (again.id, again.latest, again.moves) == (run.id, run.latest, {"@production": 1})
+    assert start_of(finish(store, again)) == [scratch.key], "a moved alias does not change a run that was planned"
+    assert start_of(train(store, recipe(seed=3, **by_alias))) == [better.key]
+
+
+def test_an_alias_that_names_nothing_is_refused_where_a_model_is_needed(store: Store) -> None:
+    tune = {"job": "finetune", "data": "digits", "backbone": "@production", "learning_rates": [0.1]}
+    raw = recipe().model_dump(mode="json")
+    stages = {"digits": raw["stages"]["digits"], "tune": tune | {"steps": 2, "batch_size": 2}}
+    tuned = parse_pipeline({"name": "nightly", "stages": stages}, "test")
+    with pytest.raises(RecipeError, match=r"stages\.tune\.backbone: @production names no model; `vitflow alias set"):
+        runs.start_run(store, tuned, tuple(stages))
+    model = train(store, recipe())
+    st.move_alias(store, "production", st.input_ref(store, model), 0, "person")
+    run = runs.start_run(store, tuned, tuple(stages))
+    _, planned = plan.plan_pipeline(store, tuned, tuple(stages), latest=run.latest)
+    assert planned.inputs is not None and planned.inputs["backbone"] == [st.input_ref(store, model)]
+    assert [*plan.notes(planned)] == [f"tune: backbone @production: pretrain {model.key[:12]}"]
+
+
 def test_another_shape_is_refused_before_training_with_two_ways_out(store: Store) -> None:
     run = runs.start_run(store, recipe(), TARGETS)
     commit_planned(store, planned_in(store, run, "digits"), run.id)
@@ -249,7 +281,7 @@ def test_the_members_of_a_matrix_continue_themselves(store: Store) -> None:
     for name in ("digits", *seeds):
         planned = plan.plan_pipeline(store, pipeline, pipeline.order(), latest=run.latest)
         commit_planned(store, next(stage for stage in planned if stage.name == name), run.id)
-    found = newest_models(store, pipeline, pipeline.order())
+    found = named_models(store, pipeline, pipeline.order()).models
     made = {manifest.stage: manifest.key for manifest in st.all_manifests(store, "pretrain")}
     assert {name: reference and reference.key for name, reference in found.items()} == made
     assert len({*made.values()}) == 2

@@ -54,6 +54,10 @@ def stage(**fields: Any) -> Pretrain:
         ({"init_from": {"stage": "first", "chekpoint": "best"}}, "stages.more.init_from.chekpoint: there is no such"),
         ({"init_from": None, "model": ...}, "model is missing; only a stage with init_from: NAME can do without"),
         ({"init_from": LATEST, "model": ...}, "model is missing; with init_from: latest the first run needs it"),
+        ({"init_from": "@live", "model": ...}, "model is missing; with init_from: @live the first run needs it"),
+        ({"init_from": "@Live"}, "'@Live' is not a valid alias; expected @NAME, such as @production"),
+        ({"init_from": {"stage": "@live", "checkpoint": "best"}}, "an alias names a model with its last weights"),
+        ({"data": "@live"}, "no stage is called '@live'"),
         (
             {"model": SIZE | {"width": 32}},
             "stages.more.init_from: first does not match model: width is 16 in the backbone, 32 in the model",

@@ -1,0 +1,83 @@
+"""Promotion: what becomes of an alias after a stage `promote` has compared a candidate with the alias's model.
+
+The comparison is an artifact like all others. Its run, and no other, moves the alias after the commit: a comparison
+that is found in the cache, such as after a rollback, moves nothing. The move names the record of the alias that the
+comparison was planned with, so of two who decide on the same one the second is refused, and compares anew. A move
+names its comparison and its run, so a driver that continues a killed one sees what has been done.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipelines.engine.history import is_over
+from pipelines.engine.latest import Newest
+from pipelines.engine.plan import PlannedStage
+from pipelines.engine.runs import Run
+from pipelines.spec import Promote
+from pipelines.store import PROMOTED, Alias, AliasMoved, Manifest, Store, alias_history, move_alias, read_manifest
+
+
+class Rival(NamedTuple):
+    """The models that a stage is planned with, and the number of the alias's record among them; 0 if there is none."""
+
+    newest: Newest
+    number: int
+
+
+def rival_of(store: Store, run: Run, name: str, config: Promote) -> Rival:
+    """Return what a run compares a candidate with: the model that the alias named when the run was planned.
+
+    If a driver of this run has moved the alias for this stage, that is the model that it named before.
+    """
+    planned = Rival(run.latest, run.moves.get(config.against, 0))
+    for record in alias_history(store, config.against[1:], since=planned.number):
+        if record.run == run.id and record.report is not None:
+            made = read_manifest(store, "promote", record.report)
+            if made is not None and made.stage == name:
+                return _before(store, config, record, planned.newest)
+    return planned
+
+
+def rival_now(store: Store, config: Promote, newest: Newest) -> Rival:
+    """Return the same with the model that the alias names now."""
+    history = alias_history(store, config.against[1:])
+    return _with(config, newest, history[-1] if history else None)
+
+
+def _before(store: Store, config: Promote, move: Alias, newest: Newest) -> Rival:
+    earlier = [each for each in alias_history(store, config.against[1:]) if each.number == move.expected]
+    return _with(config, newest, earlier[0] if earlier else None)
+
+
+def _with(config: Promote, newest: Newest, record: Alias | None) -> Rival:
+    return Rival({**newest, config.against: record.target}, record.number) if record else Rival(newest, 0)
+
+
+def settle(store: Store, run: Run, config: Promote, manifest: Manifest, expected: int) -> int | None:
+    """Move the alias if a comparison of this run says so; return the number of the move that it led to, if any.
+
+    Args:
+        expected: the number of the alias's record that the comparison was planned with.
+
+    Raises:
+        AliasMoved: somebody else has moved the alias since.
+    """
+    alias, (candidate,) = config.against[1:], manifest.inputs["candidate"]
+    if manifest.metrics["verdict"] != PROMOTED or manifest.run != run.id:
+        return None
+    try:
+        return move_alias(store, alias, candidate, expected, "rule", manifest.key, run.id).number
+    except AliasMoved:
+        for record in alias_history(store, alias, since=expected):  # perhaps by another driver of this run
+            if (record.report, record.run) == (manifest.key, run.id):
+                return record.number
+        raise
+
+
+def is_unsettled(store: Store, stage: PlannedStage) -> bool:
+    """Whether the driver of a run died between the commit of a promotion and the move of the alias, or may have."""
+    manifest = stage.manifest
+    if manifest is None or manifest.job != "promote" or manifest.metrics["verdict"] != PROMOTED:
+        return False
+    return not is_over(store, manifest.run)
