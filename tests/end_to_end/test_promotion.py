@@ -11,7 +11,7 @@ from PIL import Image
 from pipelines.store import alias_history, all_manifests, open_store
 from tests.conftest import Vitflow
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 RNG = np.random.default_rng(0)
 
 
