@@ -67,7 +67,7 @@ from pipelines.terminal import ends_once
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    from pipelines.engine.driver import Connection
+    from pipelines.engine.submission import Connection
 
 ParallelOption = Annotated[
     int | None,

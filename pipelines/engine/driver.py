@@ -15,10 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pipelines import identity
-from pipelines.cluster.jobs_client import ClusterUnreachable, JobServer, python_entrypoint
+from pipelines.cluster.jobs_client import ClusterUnreachable, python_entrypoint
 from pipelines.engine import plan, promotion
 from pipelines.engine.decisions import (
     READ_SECONDS,
@@ -31,10 +31,12 @@ from pipelines.engine.decisions import (
     decide,
     no_answer,
 )
+from pipelines.engine.display import Display
 from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
+from pipelines.engine.submission import Connection
 from pipelines.environment import Flag, Thread, environment
 from pipelines.spec import AnyStage, Promote, RecipeError, module
 from pipelines.store import (
@@ -68,29 +70,6 @@ from pipelines.store import (
 POLL_SECONDS = 0.1  # between the driver's steps
 STOP_SECONDS = 2.0  # between looks for a request to stop
 LOG_SECONDS = 5.0  # that a job may take to end after its commit, before its log is saved
-
-
-class Display(Protocol):
-    """The driver's output."""
-
-    def stage(self, name: str, status: Status, detail: str = "") -> None:
-        """Show a stage's new status."""
-
-    def line(self, name: str, text: str) -> None:
-        """Show a line of a stage's log."""
-
-    def say(self, text: str) -> None:
-        """Show a message."""
-
-
-class Connection(Protocol):
-    """The driver's way to a cluster; it decides what to do when the cluster is gone."""
-
-    def cluster(self) -> JobServer:
-        """Return the cluster, after starting it or connecting again if needed."""
-
-    def keep(self) -> None:
-        """Keep the cluster alive; called at every poll."""
 
 
 @dataclass

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect, python_entrypoint
+from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, JobServer, connect, python_entrypoint
 from pipelines.engine.runs import Clusters, Run
 from pipelines.identity import sha256
 from pipelines.spec import RecipeError
@@ -26,6 +27,16 @@ SHARED = (
     *("nfs", "cifs", "smb", "ceph", "lustre", "gpfs"),
     *("beegfs", "gluster", "9p", "fuse", "afs", "orangefs"),
 )
+
+
+class Connection(Protocol):
+    """The driver's way to a cluster; it decides what to do when the cluster is gone."""
+
+    def cluster(self) -> JobServer:
+        """Return the cluster, after starting it or connecting again if needed."""
+
+    def keep(self) -> None:
+        """Keep the cluster alive; called at every poll."""
 
 
 @dataclass(frozen=True)
