@@ -35,7 +35,7 @@ from pipelines.schedules.ticks import (
     refresh,
 )
 from pipelines.spec import RecipeError
-from pipelines.store import PROMOTED, Over, Store, now, read_events, read_manifest, read_over, read_plan, who
+from pipelines.store import Over, Store, now, read_events, read_over, read_plan, who
 
 DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 STARTING = timedelta(minutes=5)  # that another process may need to start a cluster and submit a run's first driver
@@ -252,7 +252,7 @@ class _Look:
             status=status["status"],
             stage=failed.get("stage"),
             error=failed.get("detail") or detail,
-            alias=None if over is None else promotion(self.store, over, run),
+            alias=None if over is None else promotion(over),
             time=now(),
             who=who(),
         )
@@ -275,15 +275,13 @@ class _Look:
             yield from send_announced(self.store, self.schedule.name, self.position, self.moment, self.reach.send)
 
 
-def promotion(store: Store, over: Over, run: str) -> Promotion | None:
-    """Return what a run that is over decided about an alias; None if it made no comparison."""
+def promotion(over: Over) -> Promotion | None:
+    """Return what a run that is over decided about an alias; None if it compared nothing, or a model with itself."""
     for stage in over.stages:
-        if stage.job != "promote" or stage.key is None:
-            continue
-        made = read_manifest(store, stage.job, stage.key)
-        if made is not None and made.run == run:
-            outcome: Literal["promoted", "refused"] = "promoted" if made.metrics["verdict"] == PROMOTED else "refused"
-            return Promotion(alias=made.config["against"], outcome=outcome, why=str(made.metrics["reason"]))
+        decided = (stage.model_extra or {}).get("promotion")
+        if decided is not None and stage.status != Status.CACHED and decided["verdict"] != "same":
+            outcome: Literal["promoted", "refused"] = "refused" if decided["moved"] is None else "promoted"
+            return Promotion(alias=decided["alias"], outcome=outcome, why=decided["reason"])
     return None
 
 

@@ -18,9 +18,11 @@ import pytest
 
 from pipelines.environment import using
 from pipelines.schedules import serve
+from pipelines.schedules.due import promotion
 from pipelines.schedules.notices import COMMAND, KEPT, SECRET, URL, NotSent, receiver
 from pipelines.schedules.ticks import Position
 from pipelines.spec import RecipeError
+from pipelines.store import Over
 from tests.support.schedules import DyingStore, Killed, Scheduled
 
 
@@ -261,3 +263,22 @@ def test_a_server_shows_metrics_and_signs_of_life(
         'vitflow_schedule_skips_in_a_row{schedule="often"} 2',
     ]
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome"),
+    [
+        ({"status": "SUCCEEDED", "verdict": "promoted", "moved": 3}, "promoted"),
+        ({"status": "SUCCEEDED", "verdict": "worse", "moved": None}, "refused"),
+        ({"status": "CACHED", "verdict": "worse", "moved": None}, None),
+        ({"status": "SUCCEEDED", "verdict": "same", "moved": None}, None),
+    ],
+)
+def test_a_run_that_compared_says_what_it_decided(state: dict[str, Any], outcome: str | None) -> None:
+    status = state.pop("status")
+    decided = state | {"alias": "production", "reason": "so it is"}
+    stage = {"stage": "promote", "job": "promote", "status": status, "promotion": decided}
+    over = {"status": "SUCCEEDED", "time": "2026-11-27T00:00:00+00:00", "stages": [stage]}
+    found = promotion(Over.model_validate(over))
+    assert (found and found.outcome) == outcome
+    assert found is None or (found.alias, found.why) == ("production", "so it is")
