@@ -89,7 +89,7 @@ def serve(store: Store, reach: Reach, say: Callable[[str], None]) -> None:
         say: prints a line.
     """
     server = _Server(store, reach, say)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"serving {store.uri}")
     with environment().pool(THREADS) as threads:
         try:
@@ -100,3 +100,4 @@ def serve(store: Store, reach: Reach, say: Callable[[str], None]) -> None:
         except KeyboardInterrupt:
             say("ending; started runs continue")
             threads.shutdown(cancel_futures=True)
+    signal.signal(signal.SIGTERM, before)

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -31,9 +30,10 @@ from pipelines.schedules.ticks import Position, decide, read_end, refresh
 from pipelines.store import StoreError, add_event, encode, open_store, read_events, read_over, read_plan
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
+from tests.simulation.loop import Killed
 from tests.support.paths import TINY
 from tests.support.requests import counted
-from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, Clock, DyingStore, Killed, Scheduled
+from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, Clock, DyingStore, Scheduled
 
 
 @pytest.fixture
@@ -444,12 +444,10 @@ def test_a_clock_that_is_set_back_stops_no_schedule_and_repeats_no_tick(
         raise KeyboardInterrupt
 
     said: list[str] = []
-    before = signal.getsignal(signal.SIGTERM)
     stumbling = Environment()
     stumbling.utc = partial(next, clock())  # type: ignore[method-assign]
     with using(stumbling):
         serve.serve(made.store, made.reach, said.append)
-    signal.signal(signal.SIGTERM, before)
     assert made.decisions() == [(minute, "nothing_new") for minute in [120, 121, 60, 61, 62, 122]]
     assert "ending; started runs continue" in said
 
