@@ -35,7 +35,7 @@ def code() -> str:
 
 
 def run_episodes(count: int) -> None:
-    """Run so many more, and record them."""
+    """Run `count` more episodes, and record what they found."""
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if record.get("code") != code():
         record = {"code": code(), "next": 0, "cpu_seconds": 0.0, "findings": {}, "transitions": {}}

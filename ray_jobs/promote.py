@@ -32,7 +32,7 @@ from pipelines.store import PROMOTED, Manifest, contract_of
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.features import infer
-from ray_jobs.evaluation.intervals import Interval, bounds, moments_of, paired_difference
+from ray_jobs.evaluation.intervals import Interval, bounds, moments_of, paired_difference, rules_out
 from ray_jobs.evaluation.leakage import seen_or_near
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
@@ -155,9 +155,10 @@ def judge(
     value, low, high = (f"{100 * number:+.2f}" for number in difference)
     measured = f"{value} points (95% CI {low} to {high}) against {name} on {len(rival):,} images"
     allowed = f"{100 * max_loss:g} points"
-    if difference.low > -max_loss:
+    ruled_out = rules_out(difference.low, difference.high, max_loss)
+    if ruled_out:
         return difference, Decision(PROMOTED, f"{measured}: a loss of {allowed} is ruled out", {})
-    if difference.high < -max_loss:
+    if ruled_out is False:
         return difference, Decision(WORSE, f"{measured}: more than {allowed} are lost", {})
     needed = images_needed(candidate, rival, max_loss)
     how_many = "more images than a test set has" if needed is None else f"about {needed:,} images"
@@ -173,8 +174,7 @@ def images_needed(candidate: NDArray[np.bool_], rival: NDArray[np.bool_], max_lo
     moments = moments_of((candidate - rival.astype(float))[None])
 
     def tells(images: int) -> bool:
-        low, high = bounds(moments._replace(images=images), 0.05, paired=True)
-        return bool(low > -max_loss or high < -max_loss)
+        return rules_out(*bounds(moments._replace(images=images), 0.05, paired=True), max_loss) is not None
 
     if not tells(MOST_IMAGES):
         return None

@@ -267,7 +267,7 @@ def _roots(
 ) -> Iterator[tuple[Artifact, str]]:
     since = environment().utc() - timedelta(days=policy.keep_days)
     for name in alias_names(store):
-        yield from ((artifact, ALIAS) for artifact in _of_alias(store, graph, name))
+        yield from ((artifact, ALIAS) for artifact in _of_alias(store, name))
     yield from ((artifact, RUN) for artifact in _of_runs(store, graph, policy.keep_runs, since))
     for artifact, node in graph.nodes.items():
         if node.is_damaged:
@@ -295,13 +295,13 @@ def _by_key(record: GcRecord) -> dict[Artifact, Garbage]:
     return {(each.job, each.key): each for each in record.artifacts}
 
 
-def _of_alias(store: Store, graph: Graph, name: str) -> Iterator[Artifact]:
+def _of_alias(store: Store, name: str) -> Iterator[Artifact]:
     """Yield the last targets of an alias, and the comparisons that decided for them."""
     for record in alias_history(store, name)[-ALIAS_DEPTH:]:
         if record.target is not None:
             yield record.target.job, record.target.key
         if record.report is not None:
-            yield from (artifact for artifact in graph.nodes if artifact[1] == record.report)
+            yield "promote", record.report
 
 
 def _of_runs(store: Store, graph: Graph, keep_runs: int, since: datetime) -> Iterator[Artifact]:

@@ -31,7 +31,7 @@ from pipelines.store import (
 )
 
 RECENT = 20  # runs in which a plan looks for earlier results, and a start for one to continue
-_READ_AT_ONCE = 16
+READERS = 16  # records read at once: on S3 each takes a round trip
 
 Results = dict[str, tuple[Manifest, InputRef]]
 """Stage -> its newest result, and the reference to it."""
@@ -138,7 +138,7 @@ def stage_keys(store: Store, runs: Iterable[str]) -> Iterator[dict[str, tuple[st
         for run, over in zip(chunk, read_overs(store, chunk), strict=True):
             stages = _so_far(store, run) if over is None else over.model_dump(exclude_unset=True)["stages"]
             yield {stage["stage"]: (stage["job"], stage["key"]) if stage.get("key") else None for stage in stages}
-        size = min(4 * size, _READ_AT_ONCE)
+        size = min(4 * size, READERS)
 
 
 def _so_far(store: Store, run: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipelines import identity
-from pipelines.engine.history import RECENT, newest_results, runs_of
+from pipelines.engine.history import READERS, RECENT, newest_results, runs_of
 from pipelines.engine.latest import Newest, named_models, stored_inputs
 from pipelines.environment import environment
 from pipelines.files.weights import lacks_preprocessing
@@ -42,8 +42,6 @@ from pipelines.store import (
     weights_file,
 )
 from vit_model.contract import ModelContract
-
-READERS = 16  # manifests read at once: on S3 each takes a round trip
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
-from pipelines.engine.history import RECENT, is_over, is_run, plan_of, position_of, runs_of, stages_of
+from pipelines.engine.history import READERS, RECENT, is_over, is_run, plan_of, position_of, runs_of, stages_of
 from pipelines.engine.latest import Named, Newest, named_models
 from pipelines.engine.status import COMMITTED, Status
 from pipelines.environment import environment
@@ -239,7 +238,7 @@ def all_runs(store: Store, clusters: Clusters | None = None) -> Iterator[ListedR
     versions = store.versions("runs", ["plan.json", "over.json"], "events")
 
     def read(ids: Sequence[str]) -> Iterator[Found[ListedRun]]:
-        with ThreadPoolExecutor() as threads:
+        with environment().pool(READERS) as threads:
             records = threads.map(partial(plan_of, store), ids)
         for run, record, over in zip(ids, records, read_overs(store, ids), strict=True):
             if record is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError
 from pipelines.store import Store, read_manifest
 from ray_jobs.data.shards import open_artifact
+from ray_jobs.evaluation.intervals import rules_out
 from ray_jobs.evaluation.rows import ACCURACY
 from ray_jobs.reporting.measures import Entry
 
+_VERDICTS = {True: "passed", False: "worse", None: "not shown"}
 MOST_IMAGES, MOST_CLASSES = 20, 10  # in the table for a pull request
 
 
@@ -40,19 +42,17 @@ def gate(compared: Compared, max_loss: float) -> Gate:
     """
     judged: list[bool] = []
     lines = []
-    for line in as_json(compared)["both"]:
-        if line["a"]["artifact"] == line["b"]["artifact"]:
-            continue
+    for line in _different(compared):
         difference = line["difference"]
         if not difference["paired"]:
             raise RecipeError(
                 f"--gate: {line['task']}: A and B have no test images or no draws of labels in common, so that their"
                 " difference is not paired"
             )
-        passes, loses = difference["low"] > -max_loss, difference["high"] < -max_loss
-        judged.append(passes)
+        ruled_out = rules_out(difference["low"], difference["high"], max_loss)
+        judged.append(ruled_out is True)
         lines.append(
-            f"{line['task']}, {labels_of(line['b'])}: {'passed' if passes else 'worse' if loses else 'not shown'}:"
+            f"{line['task']}, {labels_of(line['b'])}: {_VERDICTS[ruled_out]}:"
             f" {_points(difference['value'])} points (95% CI {_points(difference['low'])} to"
             f" {_points(difference['high'])}) on {line['b']['num_images']:,} images, allowed: -{100 * max_loss:g}"
         )
@@ -62,14 +62,17 @@ def gate(compared: Compared, max_loss: float) -> Gate:
     return Gate(all(judged), lines)
 
 
+def _different(compared: Compared) -> list[dict[str, Any]]:
+    """Return the lines of a comparison without those of one artifact that both results share."""
+    return [line for line in as_json(compared)["both"] if line["a"]["artifact"] != line["b"]["artifact"]]
+
+
 def markdown(store: Store, compared: Compared) -> Iterator[str]:
     """Yield the lines of a table in Markdown, and for accuracies the images that flipped and the classes that lost."""
     yield f"| {compared.metric}, % (95% interval) | A | B | B − A | images |"
     yield "|---|---:|---:|---:|---:|"
     pairs = [pair for pair in compared.pairs if pair.a.artifact != pair.b.artifact]
-    for line in as_json(compared)["both"]:
-        if line["a"]["artifact"] == line["b"]["artifact"]:
-            continue
+    for line in _different(compared):
         sides = [
             f"{100 * line[side][compared.metric]:.1f} ({100 * line[side]['low']:.1f}–{100 * line[side]['high']:.1f})"
             for side in ("a", "b")

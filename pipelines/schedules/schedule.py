@@ -6,7 +6,6 @@ A change is a new record schedules/<name>/<n>.json; the highest number is curren
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pipelines.environment import environment
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.schedules.notices import Send
-from pipelines.spec import RecipeError, nearest
+from pipelines.spec import RecipeError, check_given_name, nearest
 from pipelines.store import (
     Layout,
     Store,
@@ -40,7 +39,6 @@ from pipelines.store import (
 from vit_model.fields import Frozen
 
 CLOCK_STEP = timedelta(seconds=60)  # the clocks of two machines differ by less, unless one was set
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
 class Schedule(Frozen):
@@ -105,12 +103,7 @@ class Reach:
 
 def check_name(name: str) -> str:
     """Return a schedule's name if it is valid. Raises RecipeError."""
-    if not _NAME.fullmatch(name):
-        raise RecipeError(
-            f"{name!r} is not a valid schedule name; expected a lowercase letter, then at most 40 lowercase letters, "
-            "digits, '-' or '_'"
-        )
-    return name
+    return check_given_name(name, "schedule name")
 
 
 def read_schedule(store: Store, name: str) -> Schedule | None:

@@ -20,10 +20,10 @@ from pipelines.spec.checkpoints import NamedCheckpoint as NamedCheckpoint
 from pipelines.spec.checkpoints import check_checkpoint as check_checkpoint
 from pipelines.spec.checkpoints import recorded_checkpoint as recorded_checkpoint
 from pipelines.spec.checkpoints import step_of as step_of
-from pipelines.spec.fields import ALIAS as ALIAS
 from pipelines.spec.fields import COMMIT as COMMIT
 from pipelines.spec.fields import HUB_PATH as HUB_PATH
 from pipelines.spec.fields import RecipeError as RecipeError
+from pipelines.spec.fields import check_given_name as check_given_name
 from pipelines.spec.fields import nearest as nearest
 from pipelines.spec.fields import quantity as quantity
 from pipelines.spec.optimizer import Optimizer as Optimizer

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from pipelines.spec.fields import ALIAS
+from pipelines.spec.fields import GIVEN_NAME
 from vit_model.fields import Frozen
 
 LAST, BEST = "last", "best"
@@ -71,7 +71,7 @@ FORMS = ("stage name", "stage and checkpoint")
 
 def check_alias(name: str) -> str:
     """Return the name of a stage, or of an alias if it begins with @. Raises ValueError for what cannot be an alias."""
-    if name.startswith("@") and not re.fullmatch(ALIAS, name[1:]):
+    if name.startswith("@") and not re.fullmatch(GIVEN_NAME, name[1:]):
         raise ValueError(f"{name!r} is not a valid alias; expected @NAME, such as @production")
     return name
 

@@ -43,7 +43,7 @@ def located(path: str) -> str:
 # Text, not compiled patterns: few commands use them, and start-up stays fast.
 HUB_PATH = r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?"
 COMMIT = r"[0-9a-f]{40}"
-ALIAS = r"[a-z][a-z0-9_-]{0,40}"  # without the @
+GIVEN_NAME = r"[a-z][a-z0-9_-]{0,40}"  # of an alias, without the @, or of a schedule
 MOST_NAMES = 20  # in a list of all possible names
 
 
@@ -56,6 +56,16 @@ def checkpoint(path: str) -> str:
             f"{path!r} is not a model on the Hugging Face hub; expected hf:ORG/NAME or hf:ORG/NAME@REVISION"
         )
     return path
+
+
+def check_given_name(name: str, of: str) -> str:
+    """Return the name that a person gave to `of`, such as "alias", if it is valid. Raises RecipeError."""
+    if not re.fullmatch(GIVEN_NAME, name):
+        raise RecipeError(
+            f"{name!r} is not a valid {of}; expected a lowercase letter, then at most 40 lowercase letters, digits, "
+            "'-' or '_'"
+        )
+    return name
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

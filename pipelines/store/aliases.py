@@ -7,18 +7,16 @@ decide on the same one the second is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pipelines.environment import environment
 from pipelines.errors import AliasMoved, StoreError
-from pipelines.spec import ALIAS
+from pipelines.spec import check_given_name
 from pipelines.store.keeping import Keeper
 from pipelines.store.objects import numbers, read_record
 from pipelines.store.protocol import Store, encode
 from pipelines.store.records import InputRef, Layout, Manifest, Name, Time, now, who
-from vit_model.errors import UserError
 from vit_model.fields import Frozen
 
 PROMOTED = "promoted"
@@ -45,13 +43,8 @@ class Alias(Frozen):
 
 
 def check_alias(name: str) -> str:
-    """Return an alias's name if it is valid. Raises UserError."""
-    if not re.fullmatch(ALIAS, name):
-        raise UserError(
-            f"{name!r} is not a valid alias; expected a lowercase letter, then at most 40 lowercase letters, digits, "
-            "'-' or '_'"
-        )
-    return name
+    """Return an alias's name if it is valid. Raises RecipeError."""
+    return check_given_name(name, "alias")
 
 
 def alias_names(store: Store) -> list[str]:

@@ -44,6 +44,14 @@ class Interval(NamedTuple):
     high: float
 
 
+def rules_out(low: float, high: float, max_loss: float) -> bool | None:
+    """Whether an interval of a difference, new - old, rules out a loss of more than `max_loss`; None: not shown.
+
+    False: the loss is shown. This is the rule of the stage `promote` and of `report compare --gate`.
+    """
+    return True if low > -max_loss else False if high < -max_loss else None
+
+
 class Moments(NamedTuple):
     """The moments of a table [draws, images] that an interval needs; for several such tables, they may be arrays."""
 

@@ -80,6 +80,7 @@ class Episode:
         self.made: Counter[tuple[str, str]] = Counter()  # (command, key) -> attempts that it wrote
         self.processes = 0
         self.is_suspended = False  # a driver was
+        self.stopped: dict[str, float] = {}  # run -> when it was requested to stop
         self.scripts: dict[str, Script] = {}  # nonce of an attempt -> what becomes of it
 
     def _script(self, attempt: Attempt) -> Script:
@@ -187,7 +188,7 @@ class Episode:
             return
         for attempt in self.attempts():
             name = f"artifacts/{attempt.job}/{attempt.key}/attempts/{attempt.number}/attempt.json"
-            when = getattr(self, "stopped", {}).get(attempt.run)
+            when = self.stopped.get(attempt.run)
             assert when is None or self.objects.since[name] < when + AFTER_STOP_SECONDS, "begun after the stop"
 
     def _check_end(self) -> None:

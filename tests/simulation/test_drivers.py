@@ -23,10 +23,9 @@ def test_an_episode_finds_nothing(block: int) -> None:
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.name in SOON], ids=lambda bug: str(bug.name))
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    with planted(bug), pytest.raises(BaseException, match=r".*") as found:
+    with planted(bug), pytest.raises(BaseException, match=r"drivers\.episode\("):  # whatever the bug breaks
         for seed in range(20):
             episode(seed)
-    assert any(note.startswith("drivers.episode(") for note in found.value.__notes__)
 
 
 def test_every_bug_can_be_planted() -> None:

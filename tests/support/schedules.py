@@ -19,6 +19,7 @@ from pipelines.schedules.schedule import Reach, Schedule, add_schedule, find_sch
 from pipelines.schedules.ticks import Position
 from pipelines.store import commit, open_store
 from pipelines.store.folder import FolderStore
+from tests.simulation.loop import Killed
 from tests.support.records import make_manifest
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -144,10 +145,6 @@ class Scheduled:
         found = {int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
         fields = ((number, end["status"], end["stage"], end["error"]) for number, end in found.items())
         return [" ".join(str(each) for each in of if each is not None and each != "") for of in fields]
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
 
 
 class DyingStore(FolderStore):

@@ -23,7 +23,8 @@ from pipelines.schedules.notices import COMMAND, KEPT, SECRET, URL, NotSent, rec
 from pipelines.schedules.ticks import Position
 from pipelines.spec import RecipeError
 from pipelines.store import Over
-from tests.support.schedules import DyingStore, Killed, Scheduled
+from tests.simulation.loop import Killed
+from tests.support.schedules import DyingStore, Scheduled
 
 
 class Receiver:
