@@ -32,8 +32,8 @@ test-fast: install
 test-faults: install  # the long form of the random kills
 	VITFLOW_FAULT_ROUNDS=$${VITFLOW_FAULT_ROUNDS:-20} $(BIN)/pytest tests/end_to_end/test_faults.py
 
-test-schedule: install  # a one-minute schedule, served for five minutes while its server is killed twice
-	VITFLOW_SCHEDULE_MINUTES=$${VITFLOW_SCHEDULE_MINUTES:-5} $(BIN)/pytest -s tests/end_to_end/test_schedule.py -k served
+test-schedule: install  # retraining every minute by two servers that are killed, over a folder that is never at rest, for ten minutes
+	VITFLOW_SCHEDULE_MINUTES=$${VITFLOW_SCHEDULE_MINUTES:-10} $(BIN)/pytest -s tests/end_to_end/test_promotion.py -k servers
 
 test-hosts: install  # several hosts in network namespaces, as root: no name resolves, one is cut off, one is killed
 	VITFLOW_HOSTS=1 $(BIN)/pytest tests/end_to_end/test_hosts.py

@@ -171,7 +171,7 @@ def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> N
     at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
     running = {"stage": "pretrain", "status": "RUNNING"}
     wait_for(lambda: any(running.items() <= event.items() for event in read_events(open_store(str(store)), run)))
-    wait_for(lambda: f'run="{run}"' in gauges(cluster, "ray_vitflow_step"), 120)
+    wait_for(lambda: f'run="{run}"' in gauges(cluster, "ray_vitflow_step"))
     process = driver(run)
     said = vitflow(there, "stop", run, *at).stdout
     assert f"stopped driver-{run}-" in said
@@ -225,9 +225,9 @@ def test_a_node_that_dies_during_pretraining(tmp_path: Path) -> None:
         at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
         run = submit(here, cluster, TINY, *arguments, "--only", "pretrain", "--store", store)
         opened = open_store(str(store))
-        wait_for(lambda: checkpoint_steps(opened), 120)
+        wait_for(lambda: checkpoint_steps(opened))
         end(cluster.nodes[1])
-        wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED", 240)
+        wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED")
     [manifest] = [each for each in all_manifests(opened) if each.job == "pretrain"]
     assert (manifest.attempt, manifest.metrics["workers"]) == (1, 1)
     assert int(manifest.metrics["continued_at_step"]) >= 50

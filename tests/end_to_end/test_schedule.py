@@ -1,15 +1,8 @@
-"""Recurring runs on a real Ray: new images are taken in, ticks survive their servers, drivers that die are followed.
+"""Recurring runs on a real Ray: new images are taken in, ticks survive their servers, drivers that die are followed."""
 
-VITFLOW_SCHEDULE_MINUTES=5 serves a one-minute schedule for so long, and kills its server: `make test-schedule`.
-"""
-
-import json
-import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +23,6 @@ from tests.support.paths import TINY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 MINUTE = timedelta(minutes=1)
-MINUTES = int(os.environ.get("VITFLOW_SCHEDULE_MINUTES", "0"))
 
 
 def add_image(images: Path, label: str, number: int) -> None:
@@ -197,52 +189,3 @@ def test_sigterm_ends_the_server_in_order_and_changes_elsewhere_reach_it(
     server.terminate()
     assert server.wait(timeout=30) == 0
     assert said().endswith("ending; started runs continue\n")
-
-
-@pytest.mark.timeout(60 * MINUTES + 300)
-@pytest.mark.skipif(MINUTES < 2, reason="VITFLOW_SCHEDULE_MINUTES is not set: make test-schedule")
-def test_a_served_schedule_whose_server_is_killed_twice_fires_each_tick_once(
-    store: Store, images: Path, tmp_path: Path
-) -> None:
-    """New images for every tick; the kills come within three seconds of a tick, and at first a second server runs."""
-    chance = random.Random(0)
-    with hold():
-        first = first_tick(store)
-        ticks = [first + number * MINUTE for number in range(MINUTES)]
-        victims = {ticks[1]: chance.uniform(-0.2, 1), ticks[-1]: chance.uniform(0, 3)}
-        server, second = start_server(store, tmp_path / "log"), start_server(store, tmp_path / "log2")
-        for number, tick in enumerate(ticks):
-            if all(is_over(store, run) for run in runs(store)):  # a source is not to change while it is read
-                add_image(images, "a", 1000 + number)
-            if tick in victims:
-                moment = tick + timedelta(seconds=victims[tick])
-                time.sleep(max(0, (moment - datetime.now(UTC)).total_seconds()))
-                server.kill()
-                server.wait()
-                print(f"killed at {datetime.now(UTC):%H:%M:%S.%f}")
-                server = start_server(store, tmp_path / "log")
-            if number == 0:
-                time.sleep(max(0, (tick + MINUTE / 2 - datetime.now(UTC)).total_seconds()))
-                second.kill()
-                second.wait()
-            time.sleep(max(0, (tick + 0.9 * MINUTE - datetime.now(UTC)).total_seconds()))
-        wait_for(lambda: is_over(store, runs(store)[-1]))
-        server.terminate()
-        assert server.wait(timeout=60) == 0
-    print((tmp_path / "log").read_text())
-    folder = Path(store.uri) / "schedules" / "often" / "ticks"
-    decided = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    # an earlier tick too, where Ray took its time to start
-    assert {tick.isoformat() for tick in ticks} <= {record["tick"] for record in decided}
-    fired = [record["run"] for record in decided if record["decision"] == "run"]
-    assert runs(store) == fired
-    for run in fired:
-        assert run_status(store, run)["status"] == "SUCCEEDED"
-        assert len(set(drivers(store, run))) <= 1, "no tick had a second driver"
-    for record in decided:
-        if record["decision"] == "skip":  # on a slow machine: rightly
-            assert [event["time"] for event in read_events(store, record["run"])][-1] > record["time"]
-    made = [json.loads(path.read_text()) for path in Path(store.uri).glob("artifacts/ingest/*/manifest.json")]
-    assert {manifest["attempt"] for manifest in made} == {1}
-    assert {manifest["run"] for manifest in made} <= set(fired)
-    print(f"{len(decided)} ticks, {len(fired)} runs, {len(decided) - len(fired)} skipped, {len(made)} data sets")

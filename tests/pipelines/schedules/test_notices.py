@@ -6,12 +6,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import Over
 from tests.simulation.loop import Killed
 from tests.support.schedules import DyingStore, Scheduled
+from tests.support.webhook import webhook
 
 
 class Receiver:
@@ -149,33 +147,8 @@ def test_what_nobody_received_within_a_day_is_dropped(often: Scheduled, people: 
 # ------------------------------------------------------------------------------------------------- receivers
 
 
-@contextmanager
-def webhook(*statuses: int) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A server that answers so, and its requests: (signature, body)."""
-    requests: list[tuple[str, bytes]] = []
-    answers = iter(statuses)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append((self.headers["X-Vitflow-Signature"], body))
-            self.send_response(next(answers))
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/secret-path", requests
-        server.shutdown()
-        thread.join()
-
-
 def test_a_webhook_gets_signed_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    with webhook(204, 503, 302) as (url, requests):
+    with webhook([204, 503, 302]) as (url, requests):
         monkeypatch.setenv(URL, url)
         monkeypatch.setenv(SECRET, "hush")
         send = receiver()
