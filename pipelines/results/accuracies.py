@@ -16,14 +16,16 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.engine.history import recipe_of
+from pipelines.results.lookup import recipe_and_stage
 from pipelines.results.query import query
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Store, all_manifests
 
-REPORT_COLUMNS: tuple[str, ...] = ("key", "run", "finished", "title", "page")
+REPORT_COLUMNS: tuple[str, ...] = ("recipe/stage", "key", "title", "finished", "run", "page")
 _SETTING = ("task", "protocol", "method", "labels_per_class")
-BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "mean", "judged", "optimism", "key")
-RESULT_COLUMNS: tuple[str, ...] = (*_SETTING, "metric", "mean", "draws", "stage", "key", "run")
+BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "mean", "judged", "optimism", "recipe/stage", "key")
+RESULT_COLUMNS: tuple[str, ...] = (*_SETTING, "metric", "mean", "draws", "recipe/stage", "key", "run")
 MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are only on the report's page
 ANSWERING = 10  # accuracies at the end of a run
 
@@ -65,7 +67,7 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     table.add_column("95% interval", justify="right", min_width=10)
     for name in ("draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("artifact", no_wrap=True)
+    table.add_column("stage", overflow="fold")
     for name, lines in groupby(report["accuracies"], _heading):
         add_headings(table, name)
         for line in sorted(lines, key=lambda line: -line["accuracy"]):
@@ -80,7 +82,7 @@ def metrics_table(metrics: list[dict[str, Any]]) -> Table:
     intervals = ["95% interval"] if any(line.get("low") is not None for line in metrics) else []
     for name in ("metric", "mean %", *intervals, "draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("artifact", no_wrap=True)
+    table.add_column("stage", overflow="fold")
     for name, lines in groupby(metrics, _heading):
         add_headings(table, name.removesuffix(", all labels"))
         for line in lines:
@@ -112,8 +114,8 @@ def _heading(line: dict[str, Any]) -> str:
 
 
 def _add_cells(table: Table, line: dict[str, Any], *cells: str) -> None:
-    """Add a line's method, these cells, its counts and its artifact."""
-    counts = (str(line["draws"]), str(line["num_images"]), line["artifact"][:8])
+    """Add a line's method, these cells, its counts and its stage."""
+    counts = (str(line["draws"]), str(line["num_images"]), line["stage"])
     table.add_row(*map(Text, (f"  {line['method']}", *cells, *counts)))
 
 
@@ -154,10 +156,11 @@ def list_reports(store: Store) -> list[dict[str, Any]]:
     """List the reports in a store, oldest first."""
     return [
         {
+            "recipe/stage": recipe_and_stage(manifest),
             "key": manifest.key[:12],
-            "run": manifest.run,
-            "finished": manifest.finished[:19],
             "title": manifest.config["title"],
+            "finished": manifest.finished[:19],
+            "run": manifest.run,
             "page": f"{store.uri}/{manifest.folder}/report.html",
         }
         for manifest in all_manifests(store, "report")
@@ -183,6 +186,8 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
         ORDER BY finished, key, task, protocol, labels_per_class, method"""  # noqa: S608 (a name of ours)
     with query(store, sql) as answer:
         everything = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    for row in everything:
+        row["recipe/stage"] = f"{recipe_of(row['run'])}/{row['stage']}"
     results = everything
     options = {"task": (task, "task"), "stage": (stage, "stage"), "best": (best, "metric")}
     for option, (value, column) in options.items():

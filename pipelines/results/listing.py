@@ -35,7 +35,7 @@ COLUMNS = {
     "embeddings": ("recipe/stage", "key", "task", "images", "finished", "run"),
     "predictions": ("recipe/stage", "key", "task", "images", "finished", "run"),
     "reports": ("recipe/stage", "key", "title", "finished", "run"),
-    "checkpoints": ("key", "stage", "checkpoint", "accuracy", "created", "run"),
+    "checkpoints": ("recipe/stage", "checkpoint", "accuracy", "key", "created", "run"),
 }
 
 
@@ -139,6 +139,7 @@ def _checkpoint(
     return {
         "key": key,
         "stage": made and made.stage,
+        "recipe/stage": made and recipe_and_stage(made),
         "step": step,
         "checkpoint": text,
         "names": names,

@@ -16,6 +16,7 @@ from pipelines.recipe.pipeline import members
 from pipelines.spec import STAGE_TYPES, RecipeError, nearest
 from pipelines.store import (
     Alias,
+    Attempt,
     Manifest,
     Store,
     alias_names,
@@ -163,9 +164,9 @@ def alias_record(store: Store, name: str) -> Alias:
     return record
 
 
-def recipe_and_stage(manifest: Manifest) -> str:
+def recipe_and_stage(made: Manifest | Attempt) -> str:
     """Return RECIPE/STAGE, the name for people of an artifact."""
-    return f"{recipe_of(manifest.run)}/{manifest.stage}"
+    return f"{recipe_of(made.run)}/{made.stage}"
 
 
 def _with_prefix(store: Store, jobs: Sequence[str], prefix: str) -> list[Artifact]:
