@@ -28,6 +28,7 @@ from pipelines.store import (
     check_alias,
     input_ref,
     move_alias,
+    not_undone,
     read_alias,
     read_manifest,
     read_or_warn,
@@ -78,7 +79,8 @@ def alias_history_(name: NameArgument, store: StoreOption = DEFAULT_STORE, as_js
 def alias_rollback(
     name: NameArgument,
     to: Annotated[
-        int | None, typer.Option("--to", min=1, help="the number of a move; default: the last that named another model")
+        int | None,
+        typer.Option("--to", min=1, help="the number of a move; default: the last before the current model's"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
@@ -87,7 +89,7 @@ def alias_rollback(
     current = alias_record(opened, name)
     history = alias_history(opened, name)
     if to is None:
-        others = [record for record in history if record.target not in (None, current.target)]
+        others = [record for record in not_undone(history) if record.target not in (None, current.target)]
     else:
         others = [record for record in history if record.number == to]
     if not others or others[-1].target is None:

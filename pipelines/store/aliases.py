@@ -64,6 +64,21 @@ def alias_history(store: Store, name: str, since: int = 0) -> list[Alias]:
     return [record for number in later if (record := _read(store, name, number))]
 
 
+def not_undone(history: list[Alias]) -> list[Alias]:
+    """Return the moves of a history, oldest first, that no rollback has undone; the last one names the current target.
+
+    So a second rollback in a row goes back further, and does not return to what the first one left.
+    """
+    left: list[Alias] = []
+    for record in history:
+        if record.why == "rollback":
+            named = [number for number, earlier in enumerate(left) if earlier.target == record.target]
+            left = left[: named[-1] + 1] if named else [*left, record]
+        else:
+            left.append(record)
+    return left
+
+
 def move_alias(
     store: Store,
     name: str,

@@ -2,7 +2,16 @@
 
 import pytest
 
-from pipelines.store import InputRef, StoreError, alias_history, alias_names, check_alias, move_alias, read_alias
+from pipelines.store import (
+    InputRef,
+    StoreError,
+    alias_history,
+    alias_names,
+    check_alias,
+    move_alias,
+    not_undone,
+    read_alias,
+)
 from tests.support.memory_store import MemoryStore
 from vit_model.errors import UserError
 
@@ -30,6 +39,19 @@ def test_who_has_not_seen_the_last_record_is_refused() -> None:
     with pytest.raises(StoreError, match="@production was moved by another process"):
         move_alias(store, "production", model("b"), 0, "rule")
     assert [record.target for record in alias_history(store, "production")] == [model("a")]
+
+
+@pytest.mark.parametrize(
+    ("moves", "left"),
+    [("ab", "ab"), ("aba", "aba"), ("abaB", "ab"), ("abaBA", "a"), ("abcA", "a"), ("abAcA", "a"), ("abAB", "aB")],
+)
+def test_what_a_rollback_has_undone_is_not_gone_back_to(moves: str, left: str) -> None:
+    """A capital is a rollback to that model; of the last, `--to` named a move that had been undone."""
+    store = MemoryStore()
+    for number, move in enumerate(moves):
+        move_alias(store, "production", model(move.lower()), number, "rollback" if move.isupper() else "person")
+    remaining = not_undone(alias_history(store, "production"))
+    assert [record.target for record in remaining] == [model(each.lower()) for each in left]
 
 
 @pytest.mark.parametrize("name", ["", "Production", "../x", "a" * 42, "a/b", "1st"])
