@@ -33,16 +33,15 @@ from pipelines.commands.common import (
 from pipelines.results.accuracies import (
     BEST_COLUMNS,
     MOST_LINES,
-    REPORT_COLUMNS,
     RESULT_COLUMNS,
     accuracy_table,
     answering,
-    list_reports,
     list_results,
     metrics_table,
     verdict_lines,
     vtab_table,
 )
+from pipelines.results.listing import COLUMNS, list_kind
 from pipelines.results.lookup import find_artifact
 from pipelines.results.query import query
 from pipelines.results.tables import described_tables
@@ -83,7 +82,7 @@ def report_list(
     """
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
-        rows, columns = list_reports(opened), REPORT_COLUMNS
+        rows, columns = list_kind(opened, "reports"), COLUMNS["reports"]
     else:
         rows = list_results(opened, task, stage, best)
         columns = RESULT_COLUMNS if best is None else BEST_COLUMNS

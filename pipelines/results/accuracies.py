@@ -17,12 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.engine.history import recipe_of
-from pipelines.results.lookup import recipe_and_stage
 from pipelines.results.query import query
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Store, all_manifests
+from pipelines.store import Store
 
-REPORT_COLUMNS: tuple[str, ...] = ("recipe/stage", "key", "title", "finished", "run", "page")
 _SETTING = ("task", "protocol", "method", "labels_per_class")
 BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "mean", "judged", "optimism", "recipe/stage", "key")
 RESULT_COLUMNS: tuple[str, ...] = (*_SETTING, "metric", "mean", "draws", "recipe/stage", "key", "run")
@@ -150,21 +148,6 @@ def labels_of(line: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- lists
-
-
-def list_reports(store: Store) -> list[dict[str, Any]]:
-    """List the reports in a store, oldest first."""
-    return [
-        {
-            "recipe/stage": recipe_and_stage(manifest),
-            "key": manifest.key[:12],
-            "title": manifest.config["title"],
-            "finished": manifest.finished[:19],
-            "run": manifest.run,
-            "page": f"{store.uri}/{manifest.folder}/report.html",
-        }
-        for manifest in all_manifests(store, "report")
-    ]
 
 
 def list_results(store: Store, task: str | None, stage: str | None, best: str | None) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ COLUMNS = {
     "audits": ("recipe/stage", "key", "task", "audited", "label_issues", "finished", "run"),
     "embeddings": ("recipe/stage", "key", "task", "images", "finished", "run"),
     "predictions": ("recipe/stage", "key", "task", "images", "finished", "run"),
-    "reports": ("recipe/stage", "key", "title", "finished", "run"),
+    "reports": ("recipe/stage", "key", "title", "finished", "run", "page"),
     "checkpoints": ("recipe/stage", "checkpoint", "accuracy", "key", "created", "run"),
 }
 
@@ -62,7 +62,7 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
             "recipe/stage": recipe_and_stage(manifest),
             **({"alias": ", ".join(aliases.get(manifest.key, ())) or None} if kind == "models" else {}),
             "job": manifest.job,
-            **_described(manifest, names),
+            **_described(store, manifest, names),
             "run": manifest.run,
             "finished": manifest.finished[:19],
             "user": manifest.user,
@@ -169,7 +169,7 @@ def _runs(store: Store) -> list[dict[str, Any]]:
     ]
 
 
-def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+def _described(store: Store, manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
     """Return an artifact's columns in the list of its kind; `names` has the datasets' names by key."""
     metrics = manifest.metrics
 
@@ -191,4 +191,4 @@ def _described(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
         return {"task": task, **counts("audited", "label_issues")}
     if manifest.kind in ("embedding", "prediction"):
         return {"task": task, **counts("images")}
-    return {"title": manifest.config.get("title")}
+    return {"title": manifest.config.get("title"), "page": f"{store.uri}/{manifest.folder}/report.html"}

@@ -199,10 +199,7 @@ COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
     "lineage of a run": lambda store: list(as_text(trace(store, GOOD))),
     "a model": lambda store: find_artifact(store, f"{GOOD}/model", "model").key,
     "query": lambda store: ask(store, "SELECT method, artifact FROM rows JOIN artifacts USING (artifact) ORDER BY 1"),
-    "report list": lambda store: (
-        accuracies.list_reports(store),
-        accuracies.list_results(store, "digits", None, None),
-    ),
+    "report list": lambda store: accuracies.list_results(store, "digits", None, None),
     "plan": planned,
     "ingest": known_parts,
 }
