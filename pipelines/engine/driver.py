@@ -261,7 +261,7 @@ class Driver:
         detail = promotion_sentence(decided)
         if moved is None and decided["verdict"] == PROMOTED:
             detail += f" (decided by {manifest.run}; {config.against} does not move again)"
-        self._end_with(name, manifest, status, detail, promotion=decided | {"moved": moved})
+        self._end_with(name, manifest, status, detail, promotion=decided | {"moved": moved, "by": manifest.run})
 
     def _commit_if_made(self, name: str) -> None:
         """End a stage whose job has committed since the store was last read."""

@@ -252,7 +252,7 @@ class _Look:
             status=status["status"],
             stage=failed.get("stage"),
             error=failed.get("detail") or detail,
-            alias=None if over is None else promotion(over),
+            alias=None if over is None else promotion(run, over),
             time=now(),
             who=who(),
         )
@@ -275,11 +275,14 @@ class _Look:
             yield from send_announced(self.store, self.schedule.name, self.position, self.moment, self.reach.send)
 
 
-def promotion(over: Over) -> Promotion | None:
-    """Return what a run that is over decided about an alias; None if it compared nothing, or a model with itself."""
+def promotion(run: str, over: Over) -> Promotion | None:
+    """Return what a run that is over decided about an alias; None if it compared nothing, or a model with itself.
+
+    Its own comparison may be CACHED: the driver that made it was killed, and the next one found it.
+    """
     for stage in over.stages:
         decided = (stage.model_extra or {}).get("promotion")
-        if decided is not None and stage.status != Status.CACHED and decided["verdict"] != "same":
+        if decided is not None and decided.get("by") == run and decided["verdict"] != "same":
             outcome: Literal["promoted", "refused"] = "refused" if decided["moved"] is None else "promoted"
             return Promotion(alias=decided["alias"], outcome=outcome, why=decided["reason"])
     return None

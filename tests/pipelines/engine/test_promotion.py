@@ -86,7 +86,8 @@ def test_a_comparison_from_the_cache_moves_nothing() -> None:
     assert [move.why for move in moves(made)] == ["rule", "rule", "rollback"]
     assert made.told.of("promote")[-1].endswith("@production does not move again)")
     (promotion,) = [stage["promotion"] for stage in run_status(made.store, run)["stages"] if "promotion" in stage]
-    assert promotion == {"alias": "production", "verdict": "promoted", "reason": "so it is", "moved": None}
+    decided = {"alias": "production", "verdict": "promoted", "reason": "so it is"}
+    assert promotion == decided | {"moved": None, "by": made.manifests()["promote"].run}
 
 
 def test_an_alias_that_a_person_moved_meanwhile_is_compared_with_once_more() -> None:

@@ -269,17 +269,17 @@ def test_a_server_shows_metrics_and_signs_of_life(
 @pytest.mark.parametrize(
     ("state", "outcome"),
     [
-        ({"status": "SUCCEEDED", "verdict": "promoted", "moved": 3}, "promoted"),
-        ({"status": "SUCCEEDED", "verdict": "worse", "moved": None}, "refused"),
-        ({"status": "CACHED", "verdict": "worse", "moved": None}, None),
-        ({"status": "SUCCEEDED", "verdict": "same", "moved": None}, None),
+        ({"verdict": "promoted", "moved": 3, "by": "this"}, "promoted"),
+        ({"verdict": "worse", "moved": None, "by": "this"}, "refused"),
+        ({"verdict": "worse", "moved": None, "by": "another"}, None),
+        ({"verdict": "same", "moved": None, "by": "this"}, None),
     ],
 )
-def test_a_run_that_compared_says_what_it_decided(state: dict[str, Any], outcome: str | None) -> None:
-    status = state.pop("status")
+@pytest.mark.parametrize("status", ["SUCCEEDED", "CACHED"])  # CACHED also if the run's first driver was killed
+def test_a_run_that_compared_says_what_it_decided(state: dict[str, Any], outcome: str | None, status: str) -> None:
     decided = state | {"alias": "production", "reason": "so it is"}
     stage = {"stage": "promote", "job": "promote", "status": status, "promotion": decided}
     over = {"status": "SUCCEEDED", "time": "2026-11-27T00:00:00+00:00", "stages": [stage]}
-    found = promotion(Over.model_validate(over))
+    found = promotion("this", Over.model_validate(over))
     assert (found and found.outcome) == outcome
     assert found is None or (found.alias, found.why) == ("production", "so it is")
