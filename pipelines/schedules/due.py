@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from typing import Literal
 
+from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, submission
 from pipelines.engine.history import end_run
 from pipelines.engine.latest import named_models
@@ -220,12 +221,13 @@ class _Look:
             session = cluster.session_name
             # drivers of other sessions do not count: they ended because their cluster did
             submitted = [event for event in read_events(self.store, run_id) if event["event"] == "driver submitted"]
-            is_given_up = sum(event["cluster_session"] == session for event in submitted) >= DRIVERS
-            if not is_given_up:
+            drivers = [event["submission_id"] for event in submitted if event["cluster_session"] == session]
+            # two servers may each record the same driver, and the other one may just have started the last
+            if len({*drivers}) < DRIVERS or _is_alive(cluster, drivers[-1]):
                 driver = submission.submit_driver(self.store, run, cluster, self.schedule.parallel, ray_folder)
                 yield f"{run_id}: {driver} is running on {cluster.address}"
                 return
-        last = submitted[-1]["submission_id"]
+        last = drivers[-1]
         end_run(self.store, run_id, Status.FAILED, f"{DRIVERS} drivers died; see the log of Ray's job {last}")
         yield from self.end(run_id)
 
@@ -293,6 +295,11 @@ def _status(store: Store, schedule: Schedule, run: str, reach: Reach) -> str:
     if read_plan(store, run) is None:
         return Status.UNFINISHED
     return str(run_status(store, run, reach.clusters(schedule))["status"])
+
+
+def _is_alive(cluster: Cluster, submission_id: str) -> bool:
+    job = cluster.job(submission_id)
+    return job is not None and not job.ended
 
 
 def _shown(tick: datetime) -> str:
