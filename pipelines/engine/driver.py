@@ -252,16 +252,17 @@ class Driver:
             if name in self.anew:
                 self._end(name, Status.FAILED, str(error))
                 return
-            self.anew.add(name)
             self.rivals[name] = promotion.rival_now(self.store, config, self.run.latest)
-            self._end_log(name)
+            self.anew.add(name)
             self.display.stage(name, Status.PENDING, f"{config.against} has moved; comparing with its new model")
-            self._plan_and_begin(name, config)
+            self._end_log(name)
+            # planned in the next step: a request that gets lost here must not leave the old comparison in flight
+            self.flights.pop(name, None)
             return
         detail = promotion_sentence(decided)
         if moved is None and decided["verdict"] == PROMOTED:
             detail += f" (decided by {manifest.run}; {config.against} does not move again)"
-        self._end_with(name, manifest, status, detail, promotion=decided | {"moved": moved})
+        self._end_with(name, manifest, status, detail, promotion=decided | {"moved": moved, "by": manifest.run})
 
     def _commit_if_made(self, name: str) -> None:
         """End a stage whose job has committed since the store was last read."""

@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
-from typing import Literal
 
+from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, submission
 from pipelines.engine.history import end_run
 from pipelines.engine.latest import named_models
@@ -35,7 +35,17 @@ from pipelines.schedules.ticks import (
     refresh,
 )
 from pipelines.spec import RecipeError
-from pipelines.store import Over, Store, now, read_events, read_over, read_plan, who
+from pipelines.store import (
+    Over,
+    Store,
+    alias_history,
+    now,
+    read_events,
+    read_manifest,
+    read_over,
+    read_plan,
+    who,
+)
 
 DRIVERS = 3  # drivers of one run that may die on the same cluster before the run is given up
 STARTING = timedelta(minutes=5)  # that another process may need to start a cluster and submit a run's first driver
@@ -220,12 +230,13 @@ class _Look:
             session = cluster.session_name
             # drivers of other sessions do not count: they ended because their cluster did
             submitted = [event for event in read_events(self.store, run_id) if event["event"] == "driver submitted"]
-            is_given_up = sum(event["cluster_session"] == session for event in submitted) >= DRIVERS
-            if not is_given_up:
+            drivers = [event["submission_id"] for event in submitted if event["cluster_session"] == session]
+            # two servers may each record the same driver, and the other one may just have started the last
+            if len({*drivers}) < DRIVERS or _is_alive(cluster, drivers[-1]):
                 driver = submission.submit_driver(self.store, run, cluster, self.schedule.parallel, ray_folder)
                 yield f"{run_id}: {driver} is running on {cluster.address}"
                 return
-        last = submitted[-1]["submission_id"]
+        last = drivers[-1]
         end_run(self.store, run_id, Status.FAILED, f"{DRIVERS} drivers died; see the log of Ray's job {last}")
         yield from self.end(run_id)
 
@@ -252,7 +263,7 @@ class _Look:
             status=status["status"],
             stage=failed.get("stage"),
             error=failed.get("detail") or detail,
-            alias=None if over is None else promotion(over),
+            alias=promotion(self.store, run, over),
             time=now(),
             who=who(),
         )
@@ -275,13 +286,25 @@ class _Look:
             yield from send_announced(self.store, self.schedule.name, self.position, self.moment, self.reach.send)
 
 
-def promotion(over: Over) -> Promotion | None:
-    """Return what a run that is over decided about an alias; None if it compared nothing, or a model with itself."""
-    for stage in over.stages:
+def promotion(store: Store, run: str, over: Over | None) -> Promotion | None:
+    """Return what a run did to an alias; None if it compared nothing, found another run's comparison, or died before.
+
+    A move is read from the alias, not from the run's end: the driver may have died after it.
+    """
+    plan = read_plan(store, run)
+    assert plan is not None
+    promotes = [stage for stage in plan["pipeline"]["stages"].values() if stage["job"] == "promote"]
+    for alias in dict.fromkeys(stage["against"] for stage in promotes):
+        for move in alias_history(store, alias[1:], since=plan["aliases"].get(alias, 0)):
+            if move.run == run and move.report is not None:
+                compared = read_manifest(store, "promote", move.report)
+                why = "" if compared is None else str(compared.metrics["reason"])
+                return Promotion(alias=alias[1:], outcome="promoted", why=why)
+    for stage in () if over is None else over.stages:
         decided = (stage.model_extra or {}).get("promotion")
-        if decided is not None and stage.status != Status.CACHED and decided["verdict"] != "same":
-            outcome: Literal["promoted", "refused"] = "refused" if decided["moved"] is None else "promoted"
-            return Promotion(alias=decided["alias"], outcome=outcome, why=decided["reason"])
+        # its own comparison may be CACHED: the driver that made it was killed, and the next one found it
+        if decided is not None and decided.get("by") == run and decided["verdict"] != "same":
+            return Promotion(alias=decided["alias"], outcome="refused", why=decided["reason"])
     return None
 
 
@@ -290,6 +313,11 @@ def _status(store: Store, schedule: Schedule, run: str, reach: Reach) -> str:
     if read_plan(store, run) is None:
         return Status.UNFINISHED
     return str(run_status(store, run, reach.clusters(schedule))["status"])
+
+
+def _is_alive(cluster: Cluster, submission_id: str) -> bool:
+    job = cluster.job(submission_id)
+    return job is not None and not job.ended
 
 
 def _shown(tick: datetime) -> str:

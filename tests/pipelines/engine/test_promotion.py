@@ -11,7 +11,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.store import Alias, Attempt, InputRef, alias_history, input_ref, move_alias, read_over
 from tests.simulation.cluster import Script
 from tests.simulation.loop import Killed
-from tests.support.network import DiesAfter
+from tests.support.network import DiesAfter, Loses
 from tests.support.records import make_manifest
 from tests.support.world import DIGITS, World
 
@@ -86,23 +86,27 @@ def test_a_comparison_from_the_cache_moves_nothing() -> None:
     assert [move.why for move in moves(made)] == ["rule", "rule", "rollback"]
     assert made.told.of("promote")[-1].endswith("@production does not move again)")
     (promotion,) = [stage["promotion"] for stage in run_status(made.store, run)["stages"] if "promotion" in stage]
-    assert promotion == {"alias": "production", "verdict": "promoted", "reason": "so it is", "moved": None}
+    decided = {"alias": "production", "verdict": "promoted", "reason": "so it is"}
+    assert promotion == decided | {"moved": None, "by": made.manifests()["promote"].run}
 
 
-def test_an_alias_that_a_person_moved_meanwhile_is_compared_with_once_more() -> None:
-    made, seen = world(), []
+@pytest.mark.parametrize("lost", ["aliases/production", "pretrain/other/manifest.json", "nothing"])
+def test_an_alias_that_a_person_moved_meanwhile_is_compared_with_once_more(lost: str) -> None:
+    """Also if a request about its new model gets lost: a comparison with another model must not move it."""
+    made, seen, network = world(), [], Loses(lost, times=0)
 
     def verdict(attempt: Attempt) -> str:
         seen.append([reference.key for reference in attempt.inputs.get("against", [])])
         if len(seen) == 1:
             put_other(made)
             move_alias(made.store, "production", OTHER, 0, "person")
+            network.times = 2
         return "promoted"
 
     made.cluster.script = lambda attempt: Script(
         metrics={"verdict": verdict(attempt), "reason": "so it is"} if attempt.job == "promote" else {}
     )
-    status, stages = made.driver().walk()
+    status, stages = made.driver(network).walk()
     assert status["promote"] == "SUCCEEDED"
     assert seen == [[], ["other"]]
     person, rule = moves(made)

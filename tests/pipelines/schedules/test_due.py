@@ -6,9 +6,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +23,7 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.schedules import serve, ticks
 from pipelines.schedules.due import attend
 from pipelines.schedules.schedule import (
+    Schedule,
     all_schedules,
     find_schedule,
     set_state,
@@ -284,6 +287,37 @@ def test_a_dead_driver_is_followed_by_another_until_the_run_is_given_up(often: S
     assert line.startswith(f"{often.run(0)}: FAILED, 3 drivers died; see the log of Ray's job driver-")
     assert often.ray.drivers(often.run(0)) == 3 * ["FAILED"]
     assert often.ends()[0].startswith("1 FAILED 3 drivers died")
+
+
+def test_a_driver_that_two_servers_record_counts_once(often: Scheduled) -> None:
+    run = often.run(0)
+    often.look(0)
+    (event,) = read_events(often.store, run)
+    with using(often.clock):
+        add_event(often.store, run, **{name: value for name, value in event.items() if name != "time"})
+    often.ray.drivers_die()
+    often.look(0.1)
+    often.ray.drivers_die()
+    assert "is running" in often.look(0.2)[0]
+
+
+def test_a_driver_that_another_server_has_just_submitted_is_not_given_up(
+    often: Scheduled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for second in range(2):
+        often.look(second / 60)
+        often.ray.drivers_die()
+    target = often.reach.target
+
+    def after_the_other(schedule: Schedule) -> AbstractContextManager[Any]:
+        monkeypatch.undo()
+        often.look(2 / 60)
+        return target(schedule)
+
+    monkeypatch.setattr(type(often.reach), "target", lambda _, schedule: after_the_other(schedule))
+    assert "is running" in often.look(2 / 60)[0]
+    assert often.ray.drivers(often.run(0)) == ["FAILED", "FAILED", "RUNNING"]
+    assert often.ends() == []
 
 
 def test_a_dead_driver_does_not_cost_the_next_tick(often: Scheduled) -> None:

@@ -17,12 +17,16 @@ from pipelines.environment import using
 from pipelines.schedules import serve
 from pipelines.schedules.due import promotion
 from pipelines.schedules.notices import COMMAND, KEPT, SECRET, URL, NotSent, receiver
-from pipelines.schedules.ticks import Position
+from pipelines.schedules.ticks import Position, Promotion
 from pipelines.spec import RecipeError
-from pipelines.store import Over
+from pipelines.store import Over, commit, create_run, move_alias
 from tests.simulation.loop import Killed
+from tests.support.memory_store import MemoryStore
+from tests.support.records import make_manifest, make_plan
 from tests.support.schedules import DyingStore, Scheduled
 from tests.support.webhook import webhook
+
+RUN = "some-20261122-120000-0000"
 
 
 class Receiver:
@@ -239,20 +243,38 @@ def test_a_server_shows_metrics_and_signs_of_life(
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
+def with_promotion(run: str) -> MemoryStore:
+    """A store with the plan of a run that compares its model with what @production names, and that comparison."""
+    store = MemoryStore()
+    plan = make_plan(run, "promote", jobs={"promote": "promote"})
+    plan["pipeline"]["stages"]["promote"]["against"] = "@production"
+    create_run(store, run, plan | {"aliases": {"@production": 0}})
+    commit(store, make_manifest("promote", metrics={"verdict": "promoted", "reason": "so it is"}))
+    return store
+
+
+@pytest.mark.parametrize("status", ["SUCCEEDED", "CACHED"])  # CACHED also if the run's first driver was killed
 @pytest.mark.parametrize(
     ("state", "outcome"),
     [
-        ({"status": "SUCCEEDED", "verdict": "promoted", "moved": 3}, "promoted"),
-        ({"status": "SUCCEEDED", "verdict": "worse", "moved": None}, "refused"),
-        ({"status": "CACHED", "verdict": "worse", "moved": None}, None),
-        ({"status": "SUCCEEDED", "verdict": "same", "moved": None}, None),
+        ({"verdict": "worse", "by": RUN}, "refused"),
+        ({"verdict": "worse", "by": "another"}, None),
+        ({"verdict": "same", "by": RUN}, None),
     ],
 )
-def test_a_run_that_compared_says_what_it_decided(state: dict[str, Any], outcome: str | None) -> None:
-    status = state.pop("status")
-    decided = state | {"alias": "production", "reason": "so it is"}
+def test_a_run_that_compared_says_what_it_decided(state: dict[str, Any], outcome: str | None, status: str) -> None:
+    decided = state | {"alias": "production", "reason": "so it is", "moved": None}
     stage = {"stage": "promote", "job": "promote", "status": status, "promotion": decided}
     over = {"status": "SUCCEEDED", "time": "2026-11-27T00:00:00+00:00", "stages": [stage]}
-    found = promotion(Over.model_validate(over))
+    found = promotion(with_promotion(RUN), RUN, Over.model_validate(over))
     assert (found and found.outcome) == outcome
     assert found is None or (found.alias, found.why) == ("production", "so it is")
+
+
+@pytest.mark.parametrize("by", [RUN, "another"])
+def test_a_promotion_is_told_whatever_became_of_the_run_after_it(by: str) -> None:
+    """Its driver died before it could say so, and the run was stopped."""
+    store = with_promotion(RUN)
+    move_alias(store, "production", None, 0, "rule", "k", by)
+    told = Promotion(alias="production", outcome="promoted", why="so it is") if by == RUN else None
+    assert promotion(store, RUN, None) == told
