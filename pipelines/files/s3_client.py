@@ -7,6 +7,7 @@ boto3 finds the server and the credentials: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -48,7 +49,8 @@ _EXPLAINED = {
     "InvalidAccessKeyId": "the server does not know this access key",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "ExpiredToken": "the credentials have expired",
-    "RequestTimeTooSkewed": "this machine's clock differs too much from the server's; correct it",
+    # With the host's name, because the message may be from a job on another machine.
+    "RequestTimeTooSkewed": f"the clock of {socket.gethostname()} differs too much from the server's; correct it",
 }
 
 

@@ -6,7 +6,8 @@ A job's module defines `main(context) -> Result`: open the inputs, compute in Ra
 `context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
 Exit codes: 0 committed, 2 user error (never retried), 3 source files changed or an input was removed (planned anew), 1
 anything else. While it runs, the process writes heartbeats, and it ends without a commit if a later attempt has taken
-over (`ray_jobs.process.heartbeat`).
+over (`ray_jobs.process.heartbeat`). If the store does not answer, it waits before it begins and before it commits; the
+driver decides for how long.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from pipelines.store import (
     is_committed,
     now,
     remove_progress,
+    wait_for_store,
+    warn,
     who,
 )
 from ray_jobs.process.cluster import cluster_resources, default_threads
@@ -54,10 +57,10 @@ def run_stage(module: str) -> None:
     # imported by name: objects that are sent to workers must not belong to __main__, which workers do not have
     main: Callable[[Context[AnyStage]], Result] = importlib.import_module(f"ray_jobs.{module}").main
     try:
-        context = read_context(spec)
-        if is_done(context):
+        context = wait_for_store(lambda: read_context(spec), warn)
+        if wait_for_store(lambda: is_done(context), warn):
             return
-        started, earlier = now(), earlier_seconds(context)
+        started, earlier = now(), wait_for_store(lambda: earlier_seconds(context), warn)
         with show_heartbeat(context, earlier):
             join_ray()
             result = main(_with_threads(context))
@@ -142,7 +145,7 @@ def commit_result(
     Raises:
         Superseded: a later attempt has taken over.
     """
-    attempt, store = context.attempt, context.open_store()
+    attempt, store = context.attempt, wait_for_store(context.open_store, warn)
     manifest = Manifest(
         job=attempt.job,
         kind=context.config.KIND,
@@ -170,8 +173,12 @@ def commit_result(
         user=who(),
         earlier_seconds=earlier,
     )
-    check_newest(store, attempt)
-    committed = commit(store, manifest)
+
+    def commit_unless_superseded() -> Manifest:
+        check_newest(store, attempt)
+        return commit(store, manifest)
+
+    committed = wait_for_store(commit_unless_superseded, warn)
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
     else:

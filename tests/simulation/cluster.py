@@ -26,7 +26,19 @@ from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable, JobState
 from pipelines.spec import STAGE_TYPES, AnyStage
-from pipelines.store import Attempt, Layout, Store, StoreError, Superseded, commit, now, read_attempt, read_manifest
+from pipelines.store import (
+    Attempt,
+    Layout,
+    Store,
+    StoreError,
+    Superseded,
+    commit,
+    now,
+    read_attempt,
+    read_manifest,
+    wait_for_store,
+    warn,
+)
 from ray_jobs.process import stage
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.heartbeat import earlier_seconds, show_heartbeat
@@ -252,10 +264,10 @@ class SimulatedCluster:
         if script.lives_on:
             self.loop.after(script.running + script.closing, lambda: self._lose(job))
         try:
-            if stage.is_done(context):
+            if wait_for_store(lambda: stage.is_done(context), warn):
                 self._end(job, 0)
                 return
-            started, earlier = now(), earlier_seconds(context)
+            started, earlier = now(), wait_for_store(lambda: earlier_seconds(context), warn)
             with show_heartbeat(context, earlier):
                 process.sleep(script.running / 2)
                 if script.suspended:

@@ -23,6 +23,7 @@ from pipelines.store import (
     encode,
     now,
     open_store,
+    protocol,
     read_manifest,
 )
 from ray_jobs.data.decode import DamagedError, Stored, raw_pixels
@@ -75,17 +76,21 @@ def numpys() -> Exception:
     raise AssertionError
 
 
-def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def end(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, read_context: Callable[[str], Any] | None = None
+) -> None:
     """Run a stage that ends with this error."""
 
     def main(_: stage.Context) -> stage.Result:
-        raise error
+        if error is not None:
+            raise error
+        return stage.Result(content_digest="d", files=())
 
     module: Any = ModuleType("failing")
     module.main = main
     monkeypatch.setitem(stage.sys.modules, "ray_jobs.failing", module)
     context = SimpleNamespace(attempt=make_attempt(), open_store=MemoryStore, config=SimpleNamespace())
-    monkeypatch.setattr(stage, "read_context", lambda _: context)
+    monkeypatch.setattr(stage, "read_context", read_context or (lambda _: context))
     monkeypatch.setattr(stage, "join_ray", lambda: None)
     monkeypatch.setattr(stage.sys, "argv", ["failing", "--spec", "/s/attempt.json"])
     stage.run_stage("failing")
@@ -125,6 +130,39 @@ def test_an_attempt_with_a_successor_is_one_line_and_no_mistake_of_the_users(
         end(monkeypatch, place(Superseded("attempt 2 has taken over")))
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error: attempt 2 has taken over\n"
+
+
+def test_a_stage_waits_for_its_store_before_it_begins_and_before_it_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An outage that only the cluster sees took all attempts of a run within a minute and a half."""
+    monkeypatch.setattr(protocol, "UNREACHABLE_SECONDS", 0.01)
+    monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
+    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
+    context = make_context(open_store(str(tmp_path / "s")), digits)
+    asked: list[str] = []
+
+    def lost(does: Callable[..., Any]) -> Callable[..., Any]:
+        """The first two calls of the function get no answer."""
+
+        def ask(*arguments: Any) -> Any:
+            asked.append(does.__name__)
+            if asked.count(does.__name__) <= 2:
+                raise StoreUnreachable(f"no answer to {does.__name__}")
+            return does(*arguments)
+
+        return ask
+
+    for function in (stage.is_done, stage.earlier_seconds, stage.commit):
+        monkeypatch.setattr(stage, function.__name__, lost(function))
+
+    def read_context(_: str) -> Any:
+        return context
+
+    end(monkeypatch, None, lost(read_context))
+    assert asked == [name for name in ("read_context", "is_done", "earlier_seconds", "commit") for _ in range(3)]
+    assert read_manifest(context.open_store(), "ingest", context.attempt.key) is not None
+    assert capsys.readouterr().err.count("waiting for the store") == 4
 
 
 def test_an_attempt_with_a_successor_commits_nothing(
