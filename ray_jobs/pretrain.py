@@ -11,6 +11,7 @@ log.jsonl (`pipelines.store.training_log`).
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
@@ -26,6 +27,10 @@ from vit_model.errors import UserError
 _START_TIMEOUT_SECONDS = 900
 # The same after a death: Ray may still count a lost machine's resources for some seconds, so they are counted again.
 _RESTART_TIMEOUT_SECONDS = 20
+_NODE_SECONDS, _LOOK_SECONDS = (
+    900.0,
+    10.0,
+)  # for a machine that takes the place of the last one with a GPU; between looks
 _DEATHS = 3  # the attempt fails when so many groups in a row died without a new checkpoint
 _DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartup", "ActorDied", "ActorUnavailable")  # Ray's errors
 _CONNECTION = re.compile("gloo|NCCL|DistBackendError|Connection (closed|reset)")
@@ -56,7 +61,8 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
             print("note: the code has changed since then; --strict-code makes it a part of the key", flush=True)
     wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
     cluster.room_for(workers, context.config.threads or 1)
-    units, group, deaths = cluster.units_in_cluster(), 0, 0
+    kind = "GPU" if cluster.gpus_in_cluster() else "CPU"
+    units, group, deaths = cluster.units_in_cluster(kind), 0, 0
     while True:
         group += 1
         try:
@@ -68,8 +74,8 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
             deaths = deaths + 1 if start == before else 1
             if deaths == _DEATHS:
                 raise
-            workers = _workers_left(context.config, wanted, units)
             step = 0 if start is None else start.step
+            workers = _workers_left(context.config, wanted, units, _units_left(kind))
             print(f"workers died; continuing from step {step} with {workers} workers", flush=True)
 
 
@@ -115,12 +121,29 @@ def _latest(context: Context[Pretrain], start: Checkpoint | None) -> Checkpoint 
     return furthest(store, usable, context.config.keep_steps, existing)
 
 
-def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
+def _units_left(kind: str) -> int:
+    """Return how many GPUs or CPUs are left; wait if there are none, because a node may be on its way.
+
+    Raises:
+        UserError: there are none after 15 minutes. A training that began on GPUs would take weeks on CPUs.
+    """
+    deadline = time.monotonic() + _NODE_SECONDS
+    while not (units := cluster.units_in_cluster(kind)):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"the cluster has no {kind} any more, for {_NODE_SECONDS / 60:.0f} minutes; rerun when it has one:"
+                " the training continues from its last checkpoint"
+            )
+        print(f"waiting for a machine with a {kind}", flush=True)
+        time.sleep(_LOOK_SECONDS)
+    return units
+
+
+def _workers_left(config: Pretrain, wanted: int, units_before: int, units: int) -> int:
     """Return the most workers, at least `min_workers`, that divide the batch and fit on the remaining machines.
 
-    `units_before` are the GPUs (or CPUs) that the cluster had when it had room for `wanted` workers.
+    `units_before`: the GPUs (or CPUs) that the cluster had when it had room for `wanted` workers; `units`: what is left.
     """
-    units = cluster.units_in_cluster()
     if units >= units_before:
         return wanted
     possible = [

@@ -33,9 +33,9 @@ def cpus_in_cluster() -> int:
     return int(cluster_resources().get("CPU", 1))
 
 
-def units_in_cluster() -> int:
-    """Return the number of GPUs that the cluster has now, or of CPUs if it has none."""
-    return gpus_in_cluster() or cpus_in_cluster()
+def units_in_cluster(kind: str) -> int:
+    """Return the number of GPUs or CPUs ("GPU", "CPU") that the cluster has now, including busy ones."""
+    return int(cluster_resources().get(kind, 0))
 
 
 def scaling(workers: int, threads: int) -> Any:

@@ -37,6 +37,7 @@ from tests.support.records import make_context, make_manifest
 from tests.support.s3 import free_port, used
 from tests.support.stores import repeated
 from tests.support.workers import run_workers
+from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model
@@ -315,10 +316,20 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
 @pytest.mark.parametrize(
     ("units", "min_workers", "workers"), [(8, 1, 8), (9, 1, 8), (4, 1, 4), (3, 1, 2), (1, 1, 1), (1, 3, 4)]
 )
-def test_workers_are_as_many_as_divide_the_batch_and_find_room(monkeypatch, units, min_workers, workers):
-    monkeypatch.setattr(pretrain.cluster, "units_in_cluster", lambda: units)
+def test_workers_are_as_many_as_divide_the_batch_and_find_room(units, min_workers, workers):
     config = configuration(batch_size=16, workers=8, min_workers=min_workers)
-    assert pretrain._workers_left(config, 8, 8) == workers
+    assert pretrain._workers_left(config, 8, 8, units) == workers
+
+
+def test_a_training_on_gpus_waits_for_another_one_and_does_not_continue_on_cpus(monkeypatch):
+    cluster = iter([{"CPU": 16.0}, {"CPU": 16.0}, {"CPU": 32.0, "GPU": 2.0}])
+    monkeypatch.setattr(pretrain.cluster, "cluster_resources", lambda: next(cluster))
+    monkeypatch.setattr(pretrain, "_LOOK_SECONDS", 0.0)
+    assert pretrain._units_left("GPU") == 2
+    monkeypatch.setattr(pretrain.cluster, "cluster_resources", lambda: {"CPU": 16.0})
+    monkeypatch.setattr(pretrain, "_NODE_SECONDS", 0.0)
+    with pytest.raises(UserError, match="the cluster has no GPU any more"):
+        pretrain._units_left("GPU")
 
 
 @pytest.mark.full
