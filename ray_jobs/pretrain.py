@@ -142,7 +142,7 @@ def _units_left(kind: str) -> int:
 def _workers_left(config: Pretrain, wanted: int, units_before: int, units: int) -> int:
     """Return the most workers, at least `min_workers`, that divide the batch and fit on the remaining machines.
 
-    `units_before`: the GPUs (or CPUs) that the cluster had when it had room for `wanted` workers; `units`: what is left.
+    `units_before`: GPUs (or CPUs) that the cluster had when it had room for `wanted` workers; `units`: those left.
     """
     if units >= units_before:
         return wanted
