@@ -117,10 +117,11 @@ class JobStore(MemoryStore):
         self.cluster, self.job = cluster, job
         self.late: list[str] = []
 
-    def _names(self, start: str, prefix: str, after: str) -> list[str]:
+    def _names(self, folder: str, prefix: str, after: str) -> list[str]:
         """The job itself sees its manifest at once."""
-        own = [name.removeprefix(start) for name in self.late if name.startswith(start) and not prefix and not after]
-        return sorted({*super()._names(start, prefix, after), *own})
+        of_folder = [name for name in self.late if name.startswith(f"{folder}/") and not prefix and not after]
+        own = [name.removeprefix(f"{folder}/") for name in of_folder]
+        return sorted({*super()._names(folder, prefix, after), *own})
 
     def replace(self, name: str, data: bytes) -> None:
         attempt = self.job.attempt
@@ -245,13 +246,16 @@ class SimulatedCluster:
 
     def _drive(self, job: Job, run: str) -> None:
         assert self.drive is not None
-        code = 0
+        job.process.at_exit = lambda: self._end(job, 1)
         try:
             self.drive(run)
+            self._end(job, 0)
         except StoreError:
-            code = 1
-        job.exit_code = code
-        self._set(job, "FAILED" if code else "SUCCEEDED")
+            self._end(job, 1)
+
+    def kill(self, job: Job) -> None:
+        """Kill a job's process, which Ray sees."""
+        self._end(job, -9)
 
     def _run_stage(self, job: Job) -> None:
         """Do what `ray_jobs.process.stage.run_stage` does around a `main` that computes nothing."""

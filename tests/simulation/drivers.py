@@ -25,7 +25,7 @@ from pipelines.store import Attempt, Manifest, Store, StoreError, request_stop
 from tests.simulation.cluster import Client, Script, SimulatedCluster, random_script
 from tests.simulation.faults import FaultyNetwork, Weather
 from tests.simulation.loop import Loop, Process
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, Objects
 from tests.support.world import Told, manifests_of, pipeline
 
 Transitions = Counter[tuple[str, str, str]]
@@ -38,7 +38,7 @@ FINISH_SECONDS = 5000.0  # within which the last command ends; the longest wait 
 RACE_SECONDS = LOG_SECONDS + 3.0
 
 
-class TimedObjects(dict[str, bytes]):
+class TimedObjects(Objects):
     """A store's objects, and when each was first written."""
 
     def __init__(self, loop: Loop) -> None:

@@ -1,9 +1,7 @@
 """A tick is decided once and becomes one run, whoever attends to it, and wherever he is killed."""
 
 import json
-import random
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -36,7 +34,7 @@ from tests.conftest import Vitflow
 from tests.simulation.loop import Killed
 from tests.support.paths import TINY
 from tests.support.requests import counted
-from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, Clock, DyingStore, Scheduled
+from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, DyingStore, Scheduled
 
 
 @pytest.fixture
@@ -149,33 +147,6 @@ def test_the_newest_decision_is_found(number: int, often: Scheduled) -> None:
     position = Position()
     refresh(often.store, "often", position)
     assert position.number == number
-
-
-def test_many_servers_at_once_decide_each_tick_once(made: Scheduled) -> None:
-    """Six of them, each with a clock of its own that stumbles forward over twelve ticks."""
-    failed: list[BaseException] = []
-
-    def serve(seed: int) -> None:
-        chance, position = random.Random(seed), Position()
-        store, clock = open_store(made.store.uri), Clock()
-        clock.moment = NOON
-        try:
-            with using(clock):
-                while clock.moment <= NOON + 12 * MINUTE:
-                    list(attend(store, find_schedule(store, "often"), clock.moment, made.reach, GRACE, position))
-                    clock.sleep(chance.uniform(5, 45))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    decided = [minute for minute, _ in made.decisions()]
-    assert decided[0] == 0, "the first of all is not late for anybody"
-    assert len(decided) == len(set(decided)) and {*decided} <= {*range(13)}
 
 
 # ------------------------------------------------------------------------------------------------- killed
