@@ -18,7 +18,7 @@ What Ray does, measured on Ray 2.60 and pinned by tests/pipelines/cluster/test_j
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -47,7 +47,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.network import Network
 from tests.support.records import make_manifest
 
-LOOK_SECONDS = 5.0  # between a process's look for a later attempt and its sign of life, over a slow network
+LOOK_SECONDS = 1.0  # between a process's look for a later attempt and what it writes then, over a slow network
 STOP_SECONDS = 1.0  # between SIGTERM and STOPPED
 WAITS = "Job has not started yet. It may be waiting for resources."  # what Ray says of a PENDING job
 
@@ -83,6 +83,7 @@ class Job:
     session: str
     script: Script
     attempt: Attempt | None = None
+    since: float = 0.0  # seconds of its session, when it was submitted
     status: str = "PENDING"
     exit_code: int | None = None
     is_supervised: bool = True  # Ray sees its end, and can stop it
@@ -123,17 +124,22 @@ class JobStore(MemoryStore):
         own = [name.removeprefix(f"{folder}/") for name in of_folder]
         return sorted({*super()._names(folder, prefix, after), *own})
 
-    def replace(self, name: str, data: bytes) -> None:
+    def _superseded_at(self) -> float:
+        """When the next attempt was written; now if it is not."""
         attempt = self.job.attempt
         assert attempt is not None
         following = f"{Layout.attempt(attempt.job, attempt.key, attempt.number + 1)}/attempt.json"
-        written = getattr(self.objects, "since", {}).get(following, self.cluster.loop.now)
-        assert self.cluster.loop.now - written < LOOK_SECONDS, "a superseded process lives on"
+        return float(getattr(self.objects, "since", {}).get(following, self.cluster.loop.now))
+
+    def replace(self, name: str, data: bytes) -> None:
+        looks = max(self._superseded_at(), self.job.process.asleep_until)  # suspended after its look, it sees it later
+        assert self.cluster.loop.now - looks < LOOK_SECONDS, "a superseded process lives on"
         super().replace(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         if not name.endswith("manifest.json"):
             return super().create(name, data)
+        assert self.cluster.loop.now - self._superseded_at() < LOOK_SECONDS, "a superseded process commits"
 
         def commit() -> None:
             if name not in self.objects:
@@ -165,6 +171,7 @@ class SimulatedCluster:
     network: Callable[[Process], Network] = loses_nothing
     drive: Callable[[str], None] | None = None
     session: int = 1
+    session_since: float = 0.0
     is_down: bool = False
     jobs: dict[str, Job] = field(default_factory=dict)  # of this session
     started: list[Job] = field(default_factory=list)  # in all sessions
@@ -191,7 +198,7 @@ class SimulatedCluster:
         for job in self.jobs.values():
             job.process.kill()
         self.jobs.clear()
-        self.session += 1
+        self.session, self.session_since = self.session + 1, self.loop.now
         self.go_down(seconds)
 
     def _come_back(self) -> None:
@@ -205,7 +212,7 @@ class SimulatedCluster:
             return
         words = shlex.split(entrypoint)
         process = Process(self.loop, f"j{next(self.numbers)}")
-        job = Job(submission_id, process, self.session_name, Script())
+        job = Job(submission_id, process, self.session_name, Script(), since=self.loop.now - self.session_since)
         if "drive" in words:
             run = words[words.index("drive") + 1]
             self._launch(job, lambda: self._drive(job, run))
@@ -375,8 +382,8 @@ class Client:
         """Nothing: lines are read in a thread of their own, which decides nothing."""
 
 
-def random_script(random: Random) -> Script:
-    """What may become of a job, the usual most often."""
+def random_script(random: Random, share: float = 0.4, kinds: Sequence[int] = range(12)) -> Script:
+    """What may become of a job: a share of them is unusual, each of one of these kinds."""
     usual = Script(
         pending=random.choice([1.1, 1.5, 2.1, 30.0]),
         running=random.choice([0.1, 3.0, 20.0, 20.0, 400.0]),
@@ -397,4 +404,4 @@ def random_script(random: Random) -> Script:
         Script(**timing, commits=False),
         Script(**timing, status="STOPPED", commits=False),
     ]
-    return usual if random.random() < 0.6 else random.choice(unusual)
+    return unusual[random.choice(kinds)] if random.random() < share else usual

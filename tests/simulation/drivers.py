@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +20,15 @@ from unittest.mock import patch
 from pipelines import identity
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine import decisions, driver
+from pipelines.engine.decisions import USER_MISTAKE
 from pipelines.engine.driver import LOG_SECONDS, Driver
 from pipelines.engine.history import is_over
 from pipelines.engine.runs import start_run
-from pipelines.store import Attempt, Manifest, Store, StoreError, request_stop
+from pipelines.engine.status import Status
+from pipelines.store import Attempt, Manifest, Store, StoreError, StoreUnreachable, request_stop
 from tests.simulation.cluster import Client, Script, SimulatedCluster, random_script
-from tests.simulation.faults import FaultyNetwork, Weather
+from tests.simulation.faults import Faults, FaultyNetwork, Weather
+from tests.simulation.knowing import DriversNetwork
 from tests.simulation.loop import Loop, Process
 from tests.support.memory_store import MemoryStore, Objects
 from tests.support.world import Told, manifests_of, pipeline
@@ -32,10 +37,18 @@ Transitions = Counter[tuple[str, str, str]]
 """(phase, what was observed, actions) -> how often."""
 STORM_SECONDS = 120.0
 CALM = 0.25  # the share of episodes in which only the order of requests is random
-AFTER_STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0  # within which a run ends after the request to stop, over a network that loses a tenth
 FINISH_SECONDS = 5000.0  # within which the last command ends; the longest wait is for a job that does not start
+SUBMIT_SECONDS = 3.0  # between a look for the cluster's session and the arrival of a submission
 # Between a look for a record and the write that depends on it; the log of a lost job is waited for in between.
 RACE_SECONDS = LOG_SECONDS + 3.0
+RUNNING_SECONDS = (0.1, 0.1, 3.0, 3.0, 20.0, 90.0, 400.0)  # of usual jobs
+PIPELINES = (
+    ("images",),
+    ("images", "pixels"),
+    ("images", "other", "pixels", "report"),
+    ("images", "other", "pixels", "more", "both"),
+)
 
 
 class TimedObjects(Objects):
@@ -51,78 +64,117 @@ class TimedObjects(Objects):
 
 
 @dataclass
+class Command:
+    """A command, in a process of its own."""
+
+    process: Process
+    network: DriversNetwork
+    walk: Driver | None = None
+    is_over: bool = False
+
+
+@dataclass
 class Episode:
-    """A world in which commands come and go."""
+    """A world in which commands come and go. `kept`: the only faults that happen, if it is not None."""
 
     seed: int
     transitions: Transitions = field(default_factory=Counter)
+    kept: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         random = self.random = Random(self.seed)
+        self.faults = Faults(self.seed, self.kept)
         self.loop = Loop(limit=2e5)
         self.objects = TimedObjects(self.loop)
         self.is_calm = random.random() < CALM
-        self.pipeline = pipeline(
-            *random.choice([("images",), ("images", "pixels"), ("images", "other", "pixels", "report")])
-        )
-        self.weather = Weather(until=STORM_SECONDS)
+        self.poll_seconds = random.choice([0.5, 2.0, 5.0])
+        self.pipeline = pipeline(*random.choice(PIPELINES))
+        self.weather = Weather(until=0.0 if self.is_calm else STORM_SECONDS)
+        self.unusual, self.kinds = 0.0, random.sample(range(12), random.choice([2, 12]))
         if not self.is_calm:
             self.weather.losses = random.choice([0.0, 0.01, 0.1])
             self.weather.late = random.choice([0.0, 0.02])
             self.weather.deaths = random.choice([0.0, 0.002, 0.01])
+            self.unusual = random.choice([0.0, 0.4, 0.9])
             if random.random() < 0.1:
                 self.weather.full_from = random.uniform(0, 20)
                 self.weather.full_until = self.weather.full_from + random.choice([2.0, 40.0])
         self.cluster = SimulatedCluster(
-            self.loop, MemoryStore(self.objects), script=self._script, network=self._network
+            self.loop, MemoryStore(self.objects), script=self._script, network=self._jobs_network
         )
         self.told = Told(self.loop)
-        self.made: Counter[tuple[str, str]] = Counter()  # (command, key) -> attempts that it wrote
-        self.processes = 0
+        self.commands: list[Command] = []
         self.is_suspended = False  # a driver was
         self.stopped: dict[str, float] = {}  # run -> when it was requested to stop
         self.scripts: dict[str, Script] = {}  # nonce of an attempt -> what becomes of it
 
     def _script(self, attempt: Attempt) -> Script:
-        script = self.scripts[attempt.nonce] = self._random_script()
+        script = self.scripts[attempt.nonce] = self._random_script(attempt.nonce)
         return script
 
-    def _random_script(self) -> Script:
+    def _random_script(self, nonce: str) -> Script:
+        random = self.faults.random(f"job {nonce}")
+        usual = Script(
+            pending=random.choice([1.1, 2.1]), running=random.choice([0.1, 0.1, 3.0, 3.0, 20.0, 90.0, 400.0])
+        )
         if self.is_calm or self.loop.now > STORM_SECONDS:
-            return Script(pending=self.random.choice([1.1, 2.1]), running=self.random.choice([0.1, 3.0, 90.0, 400.0]))
-        return random_script(self.random)
+            return usual
+        script = random_script(random, self.unusual, self.kinds)
+        return script if self.faults.happens(f"job {nonce}", f"{script}") else usual
 
-    def _network(self, process: Process) -> FaultyNetwork:
-        return FaultyNetwork(process, self.random, self.weather)
+    def _jobs_network(self, process: Process) -> FaultyNetwork:
+        return FaultyNetwork(process, self.faults.random(process.name), self.weather, self.faults)
 
-    def process(self) -> tuple[Process, Store, Client]:
+    def _new_command(self) -> tuple[Command, Store, Client]:
         """Return a new process, and its ways to the store and the cluster."""
-        self.processes += 1
-        wrong_by = 0.0 if self.is_calm else self.random.choice([0.0, 0.0, 3600.0, -3600.0])
-        process = Process(self.loop, str(self.processes), wrong_by)
-        network = self._network(process)
+        name = str(len(self.commands) + 1)
+        random = self.faults.random(f"{name} clock")
+        wrong_by = 0.0 if self.is_calm else random.choice([0.0, 0.0, 3600.0, -3600.0])
+        if wrong_by and not self.faults.happens(f"{name} clock", f"process {name}: its clock is wrong by {wrong_by} s"):
+            wrong_by = 0.0
+        process = Process(self.loop, name, wrong_by)
+        network = DriversNetwork(process, self.faults.random(name), self.weather, self.faults)
+        command = Command(process, network)
+        self.commands.append(command)
         store: Any = MemoryStore(self.objects, network)
-        return process, store, Client(self.cluster, network)
+        return command, store, Client(self.cluster, network)
 
     def command(self, done: Callable[[str, dict[str, str]], None]) -> Process:
         """Give the command `vitflow run`, in a process of its own; `done` gets the run and its stages' statuses."""
-        process, store, client = self.process()
+        command, store, client = self._new_command()
 
         def run() -> None:
-            with suppress(StoreError, ClusterUnreachable):
-                begun = start_run(store, self.pipeline, tuple(self.pipeline.stages))
-                walk = Driver(store, begun, client, self.told, parallel=4)  # type: ignore[arg-type]
-                status, _ = walk.walk()
-                done(begun.id, {name: each.value for name, each in status.items()})
+            try:
+                self._drive(command, store, client)
+            except KeyboardInterrupt:
+                command.process.kill()
+            except (StoreUnreachable, ClusterUnreachable):
+                assert command.walk is None, "a driver ended because something did not answer"
+            except StoreError:
+                assert self.weather.full_until < inf, "a driver ended because of the store"
+            finally:
+                command.is_over = True
+                walk = command.walk
+                if walk is not None and Status.STOPPED in walk.status.values() and not command.process.is_dead:
+                    assert f"runs/{walk.run.id}/stop.json" in self.objects, "stopped, and nobody knows"
+            if walk is not None and len(walk.status) == len(walk.names) and not command.process.is_dead:
+                done(walk.run.id, {name: each.value for name, each in walk.status.items()})
 
-        process.start(run, "main")
-        return process
+        command.process.start(run, "main")
+        return command.process
+
+    def _drive(self, command: Command, store: Store, client: Client) -> None:
+        begun = start_run(store, self.pipeline, tuple(self.pipeline.stages))
+        command.network.run = begun.id
+        command.walk = Driver(store, begun, client, self.told, parallel=4)  # type: ignore[arg-type]
+        command.walk.walk()
 
     # ------------------------------------------------------------------------------------------- an episode
 
     def run(self) -> None:
         """Let it happen, then check the end."""
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), counted(self.transitions):
+        polls = patch.object(driver, "POLL_SECONDS", self.poll_seconds)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), counted(self.transitions), polls:
             self._befall()
             for _ in range(1 if self.is_calm else self.random.choice([1, 2])):
                 self.loop.after(self.random.uniform(0, 5), self._keep_commanding)
@@ -134,20 +186,29 @@ class Episode:
     def _befall(self) -> None:
         if self.is_calm:
             return
-        for _ in range(self.random.randrange(4)):
-            befall = self.random.choice([self.cluster.restart, self.cluster.go_down])
-            seconds = self.random.choice([0.0, 3.0, 30.0])
-            self.loop.after(self.random.uniform(0, 40), lambda befall=befall, seconds=seconds: befall(seconds))
+        for number in range(self.random.randrange(4)):
+            name = self.random.choice(["restart", "go_down"])
+            when, seconds = self.random.uniform(0, 40), self.random.choice([0.0, 3.0, 30.0])
+            if self.faults.happens(f"cluster {number}", f"{when:.1f} s, the cluster: {name} for {seconds} s"):
+                self.loop.after(when, partial(getattr(self.cluster, name), seconds))
         if self.random.random() < 0.15:
-            self.loop.after(self.random.uniform(1, 40), self._stop)
+            when = self.random.uniform(1, 40)
+            if self.faults.happens("stop", f"{when:.1f} s, every run is requested to stop"):
+                self.loop.after(when, self._stop)
 
     def _keep_commanding(self) -> None:
         """Give the command, and give it again when its process has died, until the storm is over."""
         process = self.command(lambda run, status: None)
-        if not self.is_calm and self.random.random() < 0.2:
-            seconds = self.random.choice([10.0, 100.0])
-            self.is_suspended = True
-            self.loop.after(self.random.uniform(1, 30), lambda: process.suspend(seconds))
+        random = self.faults.random(f"{process.name} from outside")
+        when, kind = random.uniform(1, 30), random.random()
+        happens = partial(self.faults.happens, f"{process.name} from outside")
+        if not self.is_calm and kind < 0.2:
+            seconds = random.choice([10.0, 100.0])
+            if happens(f"process {process.name} is suspended after {when:.1f} s for {seconds} s"):
+                self.is_suspended = True
+                self.loop.after(when, lambda: process.suspend(seconds))
+        elif not self.is_calm and kind < 0.3 and happens(f"Ctrl-C in process {process.name} after {when:.1f} s"):
+            self.loop.after(when, process.interrupt)
 
         def look() -> None:
             if process.is_dead and self.loop.now < STORM_SECONDS - 20:
@@ -183,21 +244,22 @@ class Episode:
         ]
 
     def _check_stopped(self) -> None:
-        """Nothing is begun for a run after the request to stop; a suspended driver finishes what it was about to do."""
-        if self.is_suspended or self.weather.late:
+        """A driver ends soon after the request to stop, unless it was suspended."""
+        if self.is_suspended:
             return
-        for attempt in self.attempts():
-            name = f"artifacts/{attempt.job}/{attempt.key}/attempts/{attempt.number}/attempt.json"
-            when = self.stopped.get(attempt.run)
-            assert when is None or self.objects.since[name] < when + AFTER_STOP_SECONDS, "begun after the stop"
+        for command in self.commands:
+            when = inf if command.walk is None else self.stopped.get(command.walk.run.id, inf)
+            goes_on = not (command.is_over or command.process.is_dead)
+            assert not (goes_on and when + STOP_SECONDS < self.loop.now), "it goes on after the request to stop"
 
     def _check_end(self) -> None:
         made = manifests_of(self.objects)
         assert set(self.status.values()) <= {"CACHED", "SUCCEEDED", "FAILED", "SKIPPED"}
         whole = {name for name, status in self.status.items() if status in {"CACHED", "SUCCEEDED"}}
         assert {name for name in self.status if name in made} == whole, "a status and the store differ"
+        if all(script.exit_code != USER_MISTAKE for script in self.scripts.values()):
+            assert whole == {*self.pipeline.stages}, "a stage failed although nothing goes wrong any more"
         if self.is_calm:
-            assert whole == {*self.pipeline.stages}, "a stage failed although nothing went wrong"
             assert len(self.attempts()) == len(whole), "an attempt was lost although nothing went wrong"
         store: Any = MemoryStore(self.objects)
         assert is_over(store, self.run_id), "the run has not ended"
@@ -206,11 +268,21 @@ class Episode:
             folder = f"artifacts/{manifest.job}/{manifest.key}/attempts/{manifest.attempt}"
             attempt = Attempt.model_validate_json(self.objects[f"{folder}/attempt.json"])
             assert attempt.nonce == manifest.nonce, "committed by nobody's attempt"
+        self._check_sessions()
         self._check_order(made)
         per_command = Counter((attempt.nonce.split("-")[0], attempt.key) for attempt in self.attempts())
         # one more, if the answer to the first got lost: then it is found, like one of another command
         assert all(number <= decisions.ATTEMPTS + 1 for number in per_command.values()), "too many attempts"
         self._check_processes()
+
+    def _check_sessions(self) -> None:
+        """A job runs in its attempt's session, unless that ended while its submission was under way."""
+        if self.is_suspended or self.weather.late:
+            return
+        for job in self.cluster.started:
+            assert job.attempt is not None
+            is_own = job.attempt.cluster_session == job.session
+            assert is_own or job.since < SUBMIT_SECONDS, "an attempt of another session was submitted"
 
     def _check_order(self, made: dict[str, Manifest]) -> None:
         """Nothing was begun after it was committed, and no attempt committed after the next had been written."""
@@ -224,9 +296,9 @@ class Episode:
                 continue
             written, done = since[f"{folder}/attempts/{attempt.number}/attempt.json"], since[f"{folder}/manifest.json"]
             if not self.is_suspended:
-                assert written < done + RACE_SECONDS, "an attempt at what was committed"
+                assert written < done + RACE_SECONDS + self.poll_seconds, "an attempt at what was committed"
             if attempt.number == manifest.attempt + 1:
-                assert done < written + RACE_SECONDS, "committed by an attempt that had a successor"
+                assert done < written + RACE_SECONDS + self.poll_seconds, "committed by an attempt that had a successor"
 
     def _check_processes(self) -> None:
         """After a minute more, nothing runs that has a successor."""
@@ -242,7 +314,7 @@ class Episode:
 
 @contextmanager
 def counted(transitions: Transitions) -> Iterator[None]:
-    """Count the driver's decisions by their kinds; and let it look every half second only, which is faster."""
+    """Count the driver's decisions by their kinds."""
     decide = decisions.decide
 
     def counting(flight: decisions.InFlight, observed: decisions.Observation, now: float) -> decisions.Decision:
@@ -254,13 +326,13 @@ def counted(transitions: Transitions) -> Iterator[None]:
         return decided
 
     no_git = patch.object(identity, "git_state", dict)  # each commit would start git
-    with patch.object(driver, "decide", counting), patch.object(driver, "POLL_SECONDS", 0.5), no_git:
+    with patch.object(driver, "decide", counting), no_git:
         yield
 
 
-def episode(seed: int, transitions: Transitions | None = None) -> Episode:
+def episode(seed: int, transitions: Transitions | None = None, kept: frozenset[str] | None = None) -> Episode:
     """Run one; an AssertionError or another exception of it is a finding."""
-    world = Episode(seed, Counter() if transitions is None else transitions)
+    world = Episode(seed, Counter() if transitions is None else transitions, kept)
     try:
         world.run()
     except BaseException as error:

@@ -116,7 +116,7 @@ class SimulatedFlag:
 class SimulatedThread:
     """A greenlet of a process."""
 
-    def __init__(self, process: Process, function: Callable[[], None]) -> None:
+    def __init__(self, process: Process, function: Callable[[], None], name: str) -> None:
         self._over = SimulatedFlag(process)
 
         def run() -> None:
@@ -129,7 +129,10 @@ class SimulatedThread:
                 finally:
                     self._over.set()
 
-        process.loop.after(0.0, greenlet(run, process.loop.hub).switch)
+        thread = greenlet(run, process.loop.hub)
+        if name == "main":
+            process.main = thread
+        process.loop.after(0.0, thread.switch)
 
     def join(self, timeout: float | None = None) -> None:
         self._over.wait(timeout)
@@ -162,16 +165,24 @@ class Process(Environment):
 
     def __init__(self, loop: Loop, name: str = "1", wrong_by: float = 0.0) -> None:
         self.loop, self.name, self.wrong_by = loop, name, wrong_by
-        self.is_dead, self.asleep_until = False, 0.0
+        self.is_dead, self.asleep_until, self.is_interrupted = False, 0.0, False
+        self.main: greenlet | None = None  # the thread that Ctrl-C interrupts
         self.at_exit: Callable[[], object] = lambda: None
         self._tokens, self._events = count(), count()
 
     def check(self) -> None:
-        """Stand still while the process is suspended; raise Killed if it is dead."""
+        """Stand still while the process is suspended; raise Killed if it is dead, KeyboardInterrupt after Ctrl-C."""
         while self.asleep_until > self.loop.now and not self.is_dead:
             self.loop.sleep(self.asleep_until - self.loop.now)
         if self.is_dead:
             raise Killed
+        if self.is_interrupted and getcurrent() is self.main:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.is_interrupted = True
 
     def kill(self) -> None:
         self.is_dead = True
@@ -196,7 +207,7 @@ class Process(Environment):
             wait(*arguments)
         except GreenletExit:  # the loop is over, and nobody wakes this greenlet
             self.kill()
-        if self.is_dead or self.asleep_until > self.loop.now:
+        if self.is_dead or self.is_interrupted or self.asleep_until > self.loop.now:
             self.check()
 
     def token_hex(self, size: int) -> str:
@@ -209,7 +220,7 @@ class Process(Environment):
         return SimulatedFlag(self)
 
     def start(self, function: Callable[[], None], name: str) -> SimulatedThread:
-        return SimulatedThread(self, function)
+        return SimulatedThread(self, function, name)
 
     @contextmanager
     def pool(self, threads: int) -> Iterator[Executor]:

@@ -27,14 +27,16 @@ DIGITS = {"job": "ingest", "source": {"kind": "digits"}}
 
 @cache
 def pipeline(*stages: str) -> Pipeline:
-    """These of: images, other (another dataset), pixels and model (take images), report (takes pixels)."""
+    """These of: images, other (a dataset), pixels and model (of images), more (of other), report (of pixels), both."""
     known: dict[str, dict[str, Any]] = {
         "images": DIGITS,
         "other": DIGITS | {"max_bad_fraction": 0.5},
         "pixels": {"job": "baselines", "data": "images"},
         "model": {"job": "pretrain", "data": "images", "model": "Ti/16", "resolution": 224}
         | {"steps": 20, "batch_size": 12, "learning_rate": 1e-3},
+        "more": {"job": "baselines", "data": "other"},
         "report": {"job": "report", "title": "Some", "of": ["pixels"]},
+        "both": {"job": "report", "title": "Both", "of": ["pixels", "more"]},
     }
     return parse_pipeline({"name": "some", "stages": {name: known[name] for name in stages}}, "test")
 
