@@ -408,22 +408,19 @@ class Driver:
     def _save_log(self, attempt: Attempt | None) -> None:
         """Copy a job's log into its attempt, because the cluster's copy is lost with the cluster.
 
-        A job that has committed, or was requested to stop, may first write the end of its log.
+        A job that has committed, or was requested to stop, may first write the end of its log. If the cluster does not
+        answer, nothing is copied: `vitflow logs` asks the cluster while there is no copy.
         """
         if attempt is None or not is_at(self.store, attempt.store_uri):
             return
         submission_id, deadline = attempt.submission_id, environment().monotonic() + LOG_SECONDS
-        with suppress(ClusterUnreachable):  # then there is nothing to wait for
+        with suppress(ClusterUnreachable):
             while (job := self.connection.cluster().job(submission_id)) is not None and not job.ended:
                 if environment().monotonic() >= deadline:
                     break
                 environment().sleep(POLL_SECONDS)
-        try:
-            log = self.connection.cluster().logs(submission_id)
-        except ClusterUnreachable as error:
-            log = f"(the log was lost with its cluster: {error})\n"
-        if log:
-            self.store.create(f"{_folder(attempt)}/log.txt", log.encode())
+            if log := self.connection.cluster().logs(submission_id):
+                self.store.create(f"{_folder(attempt)}/log.txt", log.encode())
 
     def _end_log(self, name: str) -> None:
         if name in self.logs:

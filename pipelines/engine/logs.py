@@ -80,7 +80,7 @@ def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callab
             log = cluster.logs(attempt.submission_id)
             _write_lines(log or "(the cluster does not know this job)", write)
     except (ClusterUnreachable, ValueError) as error:
-        write(f"(no log: it was not copied yet, and the cluster does not answer: {error})")
+        write(f"(no log: it was not copied, and the cluster does not answer: {error})")
 
 
 def _write_lines(log: str, write: Callable[[str], None]) -> None:

@@ -6,13 +6,20 @@ namespace, too, so the hosts reach each other and nothing else, and this machine
 
 from __future__ import annotations
 
+import fcntl
+import heapq
 import os
+import random
 import secrets
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +36,9 @@ mount --bind hosts /etc/hosts; mount --bind nsswitch.conf /etc/nsswitch.conf
 echo ready; exec sleep infinity
 """
 
+TUNNEL = struct.pack("16xH22x", 0x0001 | 0x1000)  # an ifreq: a device for IP packets, without a header of its own
+SET_INTERFACE = 0x400454CA
+
 
 def missing() -> str | None:
     """What keeps hosts from being made; None if nothing does."""
@@ -39,6 +49,15 @@ def missing() -> str | None:
         return f"{', '.join(absent)} not found"
     done = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
     return done.stderr.strip() or None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a link does to packets: the shares that it loses in each direction, and by how much it delays the others."""
+
+    there: float
+    back: float
+    seconds: float = 0.0
 
 
 @dataclass
@@ -84,9 +103,38 @@ class Hosts:
     def kill(self, host: int) -> None:
         """End every process of a host, as if it lost its power: it says nothing to the others."""
         self.cut(host)
-        for pid in ip("netns", "pids", self._namespace(host)).split():
-            if int(pid) != self.keepers[host].pid:
-                os.kill(int(pid), signal.SIGKILL)
+        for pid in self.pids(host):
+            if pid != self.keepers[host].pid:
+                os.kill(pid, signal.SIGKILL)
+
+    def pids(self, host: int) -> list[int]:
+        """Return the processes of a host."""
+        return [int(pid) for pid in ip("netns", "pids", self._namespace(host)).split()]
+
+    @contextmanager
+    def broken(self, one: int, other: int, fault: Fault) -> Iterator[None]:
+        """Break the link between two hosts during the block; their other links, and open connections, stay."""
+        ends = (self._tunnel(one, other), self._tunnel(other, one))
+        over = threading.Event()
+        relay = threading.Thread(target=_relay, args=(ends, fault, over), name="relay")
+        relay.start()
+        try:
+            yield
+        finally:
+            over.set()
+            relay.join()
+            for end in ends:
+                os.close(end)  # the device vanishes, and with it the route
+
+    def _tunnel(self, host: int, other: int) -> int:
+        """Route a host's packets to another into a file that is returned."""
+        end = os.open("/dev/net/tun", os.O_RDWR)
+        name = fcntl.ioctl(end, SET_INTERFACE, TUNNEL)[:16].rstrip(b"\0").decode()
+        namespace = self._namespace(host)
+        ip("link", "set", name, "netns", namespace)
+        ip("-n", namespace, "link", "set", name, "up")
+        ip("-n", namespace, "route", "add", self.address(other), "dev", name, "src", self.address(host))
+        return end
 
     def _namespace(self, host: int) -> str:
         return f"{self.name}-{host}"
@@ -139,6 +187,21 @@ def _make(hosts: Hosts, host: int) -> None:
     environment = os.environ | {"HOME": str(home)}
     hosts.keepers[host] = subprocess.Popen(keep, env=environment, stdout=subprocess.PIPE, text=True)
     assert (said := hosts.keepers[host].stdout) is not None and said.readline() == "ready\n"
+
+
+def _relay(ends: tuple[int, int], fault: Fault, over: threading.Event) -> None:
+    """Carry packets from each end to the other; this kernel's own means (netem) are not everywhere."""
+    queue: list[tuple[float, int, int, bytes]] = []
+    number = 0
+    while not over.is_set():
+        wait = min(0.2, max(0.0, queue[0][0] - time.monotonic())) if queue else 0.2
+        for end in select.select(ends, [], [], wait)[0]:
+            packet, number = os.read(end, 65536), number + 1
+            to, lost = (ends[1], fault.there) if end == ends[0] else (ends[0], fault.back)
+            if random.random() >= lost:
+                heapq.heappush(queue, (time.monotonic() + fault.seconds, number, to, packet))
+        while queue and queue[0][0] <= time.monotonic():
+            os.write(queue[0][2], heapq.heappop(queue)[3])
 
 
 def ip(*arguments: str) -> str:
