@@ -2,9 +2,13 @@
 
     python benchmarks/simulation.py episodes 20000
     python benchmarks/simulation.py bugs 2000
+    python benchmarks/simulation.py orders 8
+    python benchmarks/simulation.py shrink SEED
+    python benchmarks/simulation.py write
 
 Episodes go on after the last one in results/simulation.json, while the code of the engine is the same. A finding is
-printed with its seed; `tests.simulation.drivers.episode(SEED)` repeats it.
+printed with its seed; `tests.simulation.drivers.episode(SEED)` repeats it, and `shrink` leaves out the faults that it
+does not need. `write` fills in results/simulation.md.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from pipelines.identity import sha256
 from pipelines.identity.code import PROJECT
 from tests.simulation.bugs import BUGS, planted
 from tests.simulation.drivers import Transitions, episode
+from tests.simulation.orders import in_order, orders
+from tests.simulation.shrinking import shrunk
 
 RECORD = RESULTS / "simulation.json"
 CODE = ("pipelines/engine", "pipelines/store", "pipelines/environment.py", "ray_jobs/process", "tests/simulation")
@@ -36,9 +42,9 @@ def code() -> str:
 
 def run_episodes(count: int) -> None:
     """Run `count` more episodes, and record what they found."""
-    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if record.get("code") != code():
-        record = {"code": code(), "next": 0, "cpu_seconds": 0.0, "findings": {}, "transitions": {}}
+    record = read()
+    if record["code"] != code():
+        record |= {"code": code(), "next": 0, "cpu_seconds": 0.0, "findings": {}, "transitions": {}}
     transitions: Transitions = Counter({tuple(key.split(" | ")): n for key, n in record["transitions"].items()})
     began, last, saved = time.process_time(), record["next"] + count, time.monotonic()
     before = record["cpu_seconds"]
@@ -51,14 +57,18 @@ def run_episodes(count: int) -> None:
         record["next"], record["cpu_seconds"] = seed + 1, before + time.process_time() - began
         if seed + 1 == last or time.monotonic() - saved > SAVE_SECONDS:
             record["transitions"] = {" | ".join(key): n for key, n in sorted(transitions.items())}
-            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+            save({**read(), **record})
             saved = time.monotonic()
     rate = record["next"] / record["cpu_seconds"]
     print(f"{record['next']} episodes, {rate:.0f} per CPU second, {len(record['findings'])} findings")
 
 
 def find_bugs(within: int) -> None:
-    """Print the first episode that finds each planted bug."""
+    """Record the first episode that finds each planted bug, and how many episodes of the code as it is find nothing."""
+    record = read()
+    clean = record["next"] - len(record["findings"]) if record["code"] == code() else 0
+    record["bugs"] = {}
+    print(f"{clean} episodes of the code as it is found nothing", flush=True)
     for bug in BUGS:
         found = None
         with planted(bug):
@@ -66,10 +76,68 @@ def find_bugs(within: int) -> None:
                 try:
                     episode(seed)
                 except Exception as error:
-                    found = f"episode {seed}: {type(error).__name__} {str(error)[:60]}"
+                    frame = traceback.extract_tb(error.__traceback__)[-1]
+                    said = str(error).split("\n")[0] or (frame.line or "")
+                    found = [seed, f"{type(error).__name__}: {said}"[:90]]
                     break
+        record["bugs"][bug.name] = found
         print(f"{bug.name:50} {found or f'not within {within}'}", flush=True)
+    save(read() | {"bugs": record["bugs"]})
+
+
+def run_orders(requests: int) -> None:
+    """Run every order of the first requests of two drivers."""
+    began, number = time.process_time(), 0
+    for order in orders(requests):
+        in_order(order)
+        number += 1
+    seconds = time.process_time() - began
+    save(read() | {"orders": {"requests": requests, "orders": number, "cpu_seconds": seconds}})
+    print(f"{number} orders of {requests} requests of each, {number / seconds:.0f} per CPU second, no findings")
+
+
+def write() -> None:
+    """Write results/simulation.md."""
+    record = read()
+    transitions = Counter(record["transitions"])
+    lines = [
+        "# The simulator of drivers",
+        "",
+        f"`python benchmarks/simulation.py episodes N`: {record['next']:,} episodes (seeds 0 to {record['next'] - 1}), "
+        f"{record['cpu_seconds']:,.0f} CPU seconds, {record['next'] / max(record['cpu_seconds'], 1e-9):.0f} per CPU "
+        f"second, {len(record['findings'])} findings. Digest of the code: `{record['code'][:16]}`.",
+        *[f"- episode {seed}: {found}" for seed, found in record["findings"].items()],
+    ]
+    if found := record.get("orders"):
+        lines += ["", f"`orders {found['requests']}`: two drivers of one stage, all {found['orders']:,} orders of the"]
+        lines[-1] += f" first {found['requests']} requests of each from the look for its attempts on, no findings,"
+        lines[-1] += f" {found['cpu_seconds']:.0f} CPU seconds."
+    if bugs := record.get("bugs"):
+        lines += ["", "Planted bugs (`bugs N`), and the first episode that finds each:", ""]
+        lines += ["| bug | episode | what it finds |", "|---|---|---|"]
+        lines += [
+            f"| {name} | {found[0]} | {found[1]} |" if found else f"| {name} | - | |" for name, found in bugs.items()
+        ]
+    lines += ["", f"Transitions of a stage that were seen: {len(transitions)} kinds.", ""]
+    lines += ["| phase | observed | actions | times |", "|---|---|---|---|"]
+    lines += [f"| {key.replace(' | ', ' | ')} | {n:,} |" for key, n in transitions.most_common()]
+    (RESULTS / "simulation.md").write_text("\n".join(lines) + "\n")
+
+
+def read() -> dict[str, Any]:
+    if RECORD.exists():
+        return dict(json.loads(RECORD.read_text()))
+    return {"code": code(), "next": 0, "cpu_seconds": 0.0, "findings": {}, "transitions": {}}
+
+
+def save(record: dict[str, Any]) -> None:
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    {"episodes": run_episodes, "bugs": find_bugs}[sys.argv[1]](int(sys.argv[2]))
+    if sys.argv[1] == "write":
+        write()
+    elif sys.argv[1] == "shrink":
+        print(shrunk(int(sys.argv[2])))
+    else:
+        {"episodes": run_episodes, "bugs": find_bugs, "orders": run_orders}[sys.argv[1]](int(sys.argv[2]))

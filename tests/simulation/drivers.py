@@ -25,7 +25,7 @@ from pipelines.engine.driver import LOG_SECONDS, Driver
 from pipelines.engine.history import is_over
 from pipelines.engine.runs import start_run
 from pipelines.engine.status import Status
-from pipelines.store import Attempt, Manifest, Store, StoreError, StoreUnreachable, request_stop
+from pipelines.store import Attempt, Layout, Manifest, Store, StoreError, StoreUnreachable, request_stop
 from tests.simulation.cluster import Client, Script, SimulatedCluster, random_script
 from tests.simulation.faults import Faults, FaultyNetwork, Weather
 from tests.simulation.knowing import DriversNetwork
@@ -109,18 +109,25 @@ class Episode:
         self.scripts: dict[str, Script] = {}  # nonce of an attempt -> what becomes of it
 
     def _script(self, attempt: Attempt) -> Script:
-        script = self.scripts[attempt.nonce] = self._random_script(attempt.nonce)
+        script = self.scripts[attempt.nonce] = self._random_script(attempt)
         return script
 
-    def _random_script(self, nonce: str) -> Script:
-        random = self.faults.random(f"job {nonce}")
+    def _random_script(self, attempt: Attempt) -> Script:
+        random = self.faults.random(f"job {attempt.nonce}")
         usual = Script(
             pending=random.choice([1.1, 2.1]), running=random.choice([0.1, 0.1, 3.0, 3.0, 20.0, 90.0, 400.0])
         )
         if self.is_calm or self.loop.now > STORM_SECONDS:
             return usual
         script = random_script(random, self.unusual, self.kinds)
-        return script if self.faults.happens(f"job {nonce}", f"{script}") else usual
+        if script == usual or not self.unusual:
+            return script
+        said = ", ".join(f"{name} {value}" for name, value in vars(script).items() if value != getattr(usual, name))
+        happens = self.faults.happens(f"job {attempt.nonce}", f"attempt {attempt.number} of {attempt.stage}: {said}")
+        return script if happens else usual
+
+    def _drivers_network(self, process: Process) -> DriversNetwork:
+        return DriversNetwork(process, self.faults.random(process.name), self.weather, self.faults)
 
     def _jobs_network(self, process: Process) -> FaultyNetwork:
         return FaultyNetwork(process, self.faults.random(process.name), self.weather, self.faults)
@@ -133,7 +140,7 @@ class Episode:
         if wrong_by and not self.faults.happens(f"{name} clock", f"process {name}: its clock is wrong by {wrong_by} s"):
             wrong_by = 0.0
         process = Process(self.loop, name, wrong_by)
-        network = DriversNetwork(process, self.faults.random(name), self.weather, self.faults)
+        network = self._drivers_network(process)
         command = Command(process, network)
         self.commands.append(command)
         store: Any = MemoryStore(self.objects, network)
@@ -145,8 +152,12 @@ class Episode:
 
         def run() -> None:
             try:
-                self._drive(command, store, client)
+                status = self._drive(command, store, client)
+                done(command.network.run, {name: each.value for name, each in status.items()})
             except KeyboardInterrupt:
+                walk = command.walk
+                is_stopped = walk is not None and Status.STOPPED in walk.status.values()
+                assert not is_stopped or f"{Layout.run(walk.run.id)}/stop.json" in self.objects, "stopped in secret"
                 command.process.kill()
             except (StoreUnreachable, ClusterUnreachable):
                 assert command.walk is None, "a driver ended because something did not answer"
@@ -154,20 +165,15 @@ class Episode:
                 assert self.weather.full_until < inf, "a driver ended because of the store"
             finally:
                 command.is_over = True
-                walk = command.walk
-                if walk is not None and Status.STOPPED in walk.status.values() and not command.process.is_dead:
-                    assert f"runs/{walk.run.id}/stop.json" in self.objects, "stopped, and nobody knows"
-            if walk is not None and len(walk.status) == len(walk.names) and not command.process.is_dead:
-                done(walk.run.id, {name: each.value for name, each in walk.status.items()})
 
         command.process.start(run, "main")
         return command.process
 
-    def _drive(self, command: Command, store: Store, client: Client) -> None:
+    def _drive(self, command: Command, store: Store, client: Client) -> dict[str, Status]:
         begun = start_run(store, self.pipeline, tuple(self.pipeline.stages))
         command.network.run = begun.id
         command.walk = Driver(store, begun, client, self.told, parallel=4)  # type: ignore[arg-type]
-        command.walk.walk()
+        return command.walk.walk()[0]
 
     # ------------------------------------------------------------------------------------------- an episode
 
@@ -175,13 +181,16 @@ class Episode:
         """Let it happen, then check the end."""
         polls = patch.object(driver, "POLL_SECONDS", self.poll_seconds)
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), counted(self.transitions), polls:
-            self._befall()
-            for _ in range(1 if self.is_calm else self.random.choice([1, 2])):
-                self.loop.after(self.random.uniform(0, 5), self._keep_commanding)
-            self.loop.run(STORM_SECONDS)
-            self._check_stopped()
-            self._finish()
-            self._check_end()
+            self._happen()
+
+    def _happen(self) -> None:
+        self._befall()
+        for _ in range(1 if self.is_calm else self.random.choice([1, 2])):
+            self.loop.after(self.random.uniform(0, 5), self._keep_commanding)
+        self.loop.run(STORM_SECONDS)
+        self._check_stopped()
+        self._finish()
+        self._check_end()
 
     def _befall(self) -> None:
         if self.is_calm:
@@ -207,7 +216,8 @@ class Episode:
             if happens(f"process {process.name} is suspended after {when:.1f} s for {seconds} s"):
                 self.is_suspended = True
                 self.loop.after(when, lambda: process.suspend(seconds))
-        elif not self.is_calm and kind < 0.3 and happens(f"Ctrl-C in process {process.name} after {when:.1f} s"):
+        is_early = self.loop.now + when < STORM_SECONDS - 30
+        if not self.is_calm and 0.2 < kind < 0.3 and is_early and happens(f"Ctrl-C in process {process.name}"):
             self.loop.after(when, process.interrupt)
 
         def look() -> None:
