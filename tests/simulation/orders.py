@@ -51,6 +51,7 @@ class Ordered(Episode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        assert not self.is_on_s3
         self.is_calm, self.weather, self.poll_seconds = True, Weather(until=0.0), 0.5
         self.pipeline, self.networks = pipeline("images"), list[InTurns]()
 
