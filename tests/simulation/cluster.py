@@ -111,6 +111,15 @@ class JobStore(MemoryStore):
         own = [name.removeprefix(start) for name in self.late if name.startswith(start) and not prefix and not after]
         return sorted({*super()._names(start, prefix, after), *own})
 
+    def _must(self, condition: bool, otherwise: str) -> None:
+        """Fail in the hub: an error in this process may be lost, if it is killed while it ends."""
+
+        def fail() -> None:
+            raise AssertionError(otherwise)
+
+        if not condition:
+            self.cluster.loop.after(0.0, fail)
+
     def _superseded_at(self) -> float:
         """When the next attempt was written; now if it is not."""
         attempt = self.job.attempt
@@ -120,13 +129,13 @@ class JobStore(MemoryStore):
 
     def replace(self, name: str, data: bytes) -> None:
         looks = max(self._superseded_at(), self.job.process.asleep_until)  # suspended after its look, it sees it later
-        assert self.cluster.loop.now - looks < LOOK_SECONDS, "a superseded process lives on"
+        self._must(self.cluster.loop.now - looks < LOOK_SECONDS, "a superseded process lives on")
         super().replace(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         if not name.endswith("manifest.json"):
             return super().create(name, data)
-        assert self.cluster.loop.now - self._superseded_at() < LOOK_SECONDS, "a superseded process commits"
+        self._must(self.cluster.loop.now - self._superseded_at() < LOOK_SECONDS, "a superseded process commits")
 
         def commit() -> None:
             if name not in self.objects:
