@@ -120,7 +120,7 @@ def write() -> None:
         ]
     lines += ["", f"Transitions of a stage that were seen: {len(transitions)} kinds.", ""]
     lines += ["| phase | observed | actions | times |", "|---|---|---|---|"]
-    lines += [f"| {key.replace(' | ', ' | ')} | {n:,} |" for key, n in transitions.most_common()]
+    lines += [f"| {key} | {n:,} |" for key, n in transitions.most_common()]
     (RESULTS / "simulation.md").write_text("\n".join(lines) + "\n")
 
 
