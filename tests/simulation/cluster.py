@@ -75,6 +75,7 @@ class Job:
     status: str = "PENDING"
     exit_code: int | None = None
     is_supervised: bool = True  # Ray sees its end, and can stop it
+    is_late: bool = False  # its attempt had a successor when it was submitted, which its process will see
 
     @property
     def ended(self) -> bool:
@@ -213,19 +214,23 @@ class SimulatedCluster:
             run = words[words.index("drive") + 1]
             self._launch(job, lambda: self._drive(job, run))
             return
-        job.attempt = self._attempt(submission_id, words[-1])
+        job.attempt = self._attempt(job, words[-1])
         job.script = self.script(job.attempt)
         self.started.append(job)
         self._launch(job, lambda: self._run_stage(job))
 
-    def _attempt(self, submission_id: str, spec: str) -> Attempt:
+    def _attempt(self, job: Job, spec: str) -> Attempt:
         attempt = read_attempt(self.store, spec.removeprefix(f"{self.store.uri}/").removesuffix("/attempt.json"))
         assert attempt is not None, "a job was submitted before its attempt was written"
-        assert attempt.submission_id == submission_id
+        assert attempt.submission_id == job.submission_id, "submitted under an id that is not its attempt's"
         if self.store.read(f"{Layout.attempt(attempt.job, attempt.key, attempt.number + 1)}/attempt.json") is not None:
-            return attempt  # the submission was under way for long; the job sees that it has a successor
-        others = [job for job in self.jobs.values() if job.attempt and job.attempt.key == attempt.key and not job.ended]
-        assert {job.submission_id for job in others} <= self.stopped | self.given_up, "two jobs of one artifact at once"
+            job.is_late = True  # the submission was under way for long
+            return attempt
+        alive = [other for other in self.jobs.values() if not (other.ended or other.is_late)]
+        others = [other for other in alive if other.attempt and other.attempt.key == attempt.key]
+        assert {other.submission_id for other in others} <= self.stopped | self.given_up, (
+            "two jobs of one artifact at once"
+        )
         return attempt
 
     def stop(self, submission_id: str) -> None:
