@@ -31,6 +31,7 @@ from tests.simulation.shrinking import shrunk
 
 RECORD = RESULTS / "simulation.json"
 CODE = ("pipelines/engine", "pipelines/store", "pipelines/environment.py", "ray_jobs/process", "tests/simulation")
+CODE += tuple(f"tests/support/{name}.py" for name in ("memory_store", "network", "world"))
 SAVE_SECONDS = 60.0
 
 

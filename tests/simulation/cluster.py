@@ -227,10 +227,8 @@ class SimulatedCluster:
             job.is_late = True  # the submission was under way for long
             return attempt
         alive = [other for other in self.jobs.values() if not (other.ended or other.is_late)]
-        others = [other for other in alive if other.attempt and other.attempt.key == attempt.key]
-        assert {other.submission_id for other in others} <= self.stopped | self.given_up, (
-            "two jobs of one artifact at once"
-        )
+        others = {each.submission_id for each in alive if each.attempt and each.attempt.key == attempt.key}
+        assert others <= self.stopped | self.given_up, "two jobs of one artifact at once"
         return attempt
 
     def stop(self, submission_id: str) -> None:
