@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 
+from pipelines.environment import environment
 from pipelines.errors import StoreDamaged
 from pipelines.files import s3_client
 from pipelines.files.hashing import cache_folder
@@ -61,7 +61,7 @@ class S3Store:
         return None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
-        with ThreadPoolExecutor(s3_client.THREADS) as threads:
+        with environment().pool(s3_client.THREADS) as threads:
             return list(threads.map(lambda name: protocol.read_or_damage(self, name, limit), names))
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
@@ -70,7 +70,7 @@ class S3Store:
         return protocol.complete(f"{self.uri}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
-        deadline = time.monotonic() + CONFLICT_SECONDS
+        deadline = environment().monotonic() + CONFLICT_SECONDS
         while True:
             with self._translate_errors(f"write {name}"):
                 try:
@@ -82,7 +82,7 @@ class S3Store:
                     if s3_client.error_status(error) == 412:
                         # it exists; we wrote it ourselves if the answer to an earlier try was lost
                         return self.read(name) == data
-                    if s3_client.error_status(error) != 409 or time.monotonic() > deadline:
+                    if s3_client.error_status(error) != 409 or environment().monotonic() > deadline:
                         raise
             _pause()
 
@@ -251,4 +251,4 @@ def _is_cached(path: Path, entry: FileEntry) -> bool:
 
 
 def _pause() -> None:
-    time.sleep(random.uniform(0.05, 0.3))  # noqa: S311 (jitter)
+    environment().sleep(random.uniform(0.05, 0.3))  # noqa: S311 (jitter)

@@ -87,6 +87,7 @@ class Job:
     status: str = "PENDING"
     exit_code: int | None = None
     is_supervised: bool = True  # Ray sees its end, and can stop it
+    is_late: bool = False  # its attempt had a successor when it was submitted, which its process will see
 
     @property
     def ended(self) -> bool:
@@ -124,6 +125,15 @@ class JobStore(MemoryStore):
         own = [name.removeprefix(f"{folder}/") for name in of_folder]
         return sorted({*super()._names(folder, prefix, after), *own})
 
+    def _must(self, condition: bool, otherwise: str) -> None:
+        """Fail in the hub: an error in this process may be lost, if it is killed while it ends."""
+
+        def fail() -> None:
+            raise AssertionError(otherwise)
+
+        if not condition:
+            self.cluster.loop.after(0.0, fail)
+
     def _superseded_at(self) -> float:
         """When the next attempt was written; now if it is not."""
         attempt = self.job.attempt
@@ -133,13 +143,13 @@ class JobStore(MemoryStore):
 
     def replace(self, name: str, data: bytes) -> None:
         looks = max(self._superseded_at(), self.job.process.asleep_until)  # suspended after its look, it sees it later
-        assert self.cluster.loop.now - looks < LOOK_SECONDS, "a superseded process lives on"
+        self._must(self.cluster.loop.now - looks < LOOK_SECONDS, "a superseded process lives on")
         super().replace(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         if not name.endswith("manifest.json"):
             return super().create(name, data)
-        assert self.cluster.loop.now - self._superseded_at() < LOOK_SECONDS, "a superseded process commits"
+        self._must(self.cluster.loop.now - self._superseded_at() < LOOK_SECONDS, "a superseded process commits")
 
         def commit() -> None:
             if name not in self.objects:
@@ -217,19 +227,21 @@ class SimulatedCluster:
             run = words[words.index("drive") + 1]
             self._launch(job, lambda: self._drive(job, run))
             return
-        job.attempt = self._attempt(submission_id, words[-1])
+        job.attempt = self._attempt(job, words[-1])
         job.script = self.script(job.attempt)
         self.started.append(job)
         self._launch(job, lambda: self._run_stage(job))
 
-    def _attempt(self, submission_id: str, spec: str) -> Attempt:
+    def _attempt(self, job: Job, spec: str) -> Attempt:
         attempt = read_attempt(self.store, spec.removeprefix(f"{self.store.uri}/").removesuffix("/attempt.json"))
         assert attempt is not None, "a job was submitted before its attempt was written"
-        assert attempt.submission_id == submission_id
+        assert attempt.submission_id == job.submission_id, "submitted under an id that is not its attempt's"
         if self.store.read(f"{Layout.attempt(attempt.job, attempt.key, attempt.number + 1)}/attempt.json") is not None:
-            return attempt  # the submission was under way for long; the job sees that it has a successor
-        others = [job for job in self.jobs.values() if job.attempt and job.attempt.key == attempt.key and not job.ended]
-        assert {job.submission_id for job in others} <= self.stopped | self.given_up, "two jobs of one artifact at once"
+            job.is_late = True  # the submission was under way for long
+            return attempt
+        alive = [other for other in self.jobs.values() if not (other.ended or other.is_late)]
+        others = {each.submission_id for each in alive if each.attempt and each.attempt.key == attempt.key}
+        assert others <= self.stopped | self.given_up, "two jobs of one artifact at once"
         return attempt
 
     def stop(self, submission_id: str) -> None:

@@ -25,7 +25,23 @@ from pipelines.engine.driver import LOG_SECONDS, Driver
 from pipelines.engine.history import is_over
 from pipelines.engine.runs import start_run
 from pipelines.engine.status import Status
-from pipelines.store import Attempt, Manifest, Store, StoreError, StoreUnreachable, request_stop
+from pipelines.environment import environment
+from pipelines.files import s3_client
+from pipelines.store import (
+    Attempt,
+    Layout,
+    Manifest,
+    Store,
+    StoreError,
+    StoreUnreachable,
+    add_event,
+    encode,
+    request_stop,
+    s3,
+)
+from pipelines.store.records import LAYOUT_VERSION
+from pipelines.store.s3 import S3Store
+from tests.simulation.bucket import BucketClient
 from tests.simulation.cluster import Client, Script, SimulatedCluster, random_script
 from tests.simulation.faults import Faults, FaultyNetwork, Weather
 from tests.simulation.knowing import DriversNetwork
@@ -36,6 +52,8 @@ from tests.support.world import Told, manifests_of, pipeline
 Transitions = Counter[tuple[str, str, str]]
 """(phase, what was observed, actions) -> how often."""
 STORM_SECONDS = 120.0
+OLD = 0.1  # the share of drivers that are of the release before
+ON_S3 = 0.2  # the share of episodes whose drivers use the real S3Store
 CALM = 0.25  # the share of episodes in which only the order of requests is random
 STOP_SECONDS = 60.0  # within which a run ends after the request to stop, over a network that loses a tenth
 FINISH_SECONDS = 5000.0  # within which the last command ends; the longest wait is for a job that does not start
@@ -89,6 +107,7 @@ class Episode:
         self.is_calm = random.random() < CALM
         self.poll_seconds = random.choice([0.5, 2.0, 5.0])
         self.pipeline = pipeline(*random.choice(PIPELINES))
+        self.is_on_s3 = random.random() < ON_S3
         self.weather = Weather(until=0.0 if self.is_calm else STORM_SECONDS)
         self.unusual, self.kinds = 0.0, random.sample(range(12), random.choice([2, 12]))
         if not self.is_calm:
@@ -99,54 +118,74 @@ class Episode:
             if random.random() < 0.1:
                 self.weather.full_from = random.uniform(0, 20)
                 self.weather.full_until = self.weather.full_from + random.choice([2.0, 40.0])
-        self.cluster = SimulatedCluster(
-            self.loop, MemoryStore(self.objects), script=self._script, network=self._jobs_network
-        )
+        store = MemoryStore(self.objects)
+        self.cluster = SimulatedCluster(self.loop, store, script=self._script, network=self._jobs_network)
+        if self.is_on_s3:
+            store.uri = "s3://memory"
+            self.objects["store.json"] = encode({"id": store.id, "layout": LAYOUT_VERSION})
         self.told = Told(self.loop)
         self.commands: list[Command] = []
+        self.old = set[str]()  # processes of the release before
         self.is_suspended = False  # a driver was
         self.stopped: dict[str, float] = {}  # run -> when it was requested to stop
         self.scripts: dict[str, Script] = {}  # nonce of an attempt -> what becomes of it
 
     def _script(self, attempt: Attempt) -> Script:
-        script = self.scripts[attempt.nonce] = self._random_script(attempt.nonce)
+        script = self.scripts[attempt.nonce] = self._random_script(attempt)
         return script
 
-    def _random_script(self, nonce: str) -> Script:
-        random = self.faults.random(f"job {nonce}")
+    def _random_script(self, attempt: Attempt) -> Script:
+        random = self.faults.random(f"job {attempt.nonce}")
         usual = Script(
             pending=random.choice([1.1, 2.1]), running=random.choice([0.1, 0.1, 3.0, 3.0, 20.0, 90.0, 400.0])
         )
         if self.is_calm or self.loop.now > STORM_SECONDS:
             return usual
         script = random_script(random, self.unusual, self.kinds)
-        return script if self.faults.happens(f"job {nonce}", f"{script}") else usual
+        if script == usual or not self.unusual:
+            return script
+        said = ", ".join(f"{name} {value}" for name, value in vars(script).items() if value != getattr(usual, name))
+        happens = self.faults.happens(f"job {attempt.nonce}", f"attempt {attempt.number} of {attempt.stage}: {said}")
+        return script if happens else usual
+
+    def _drivers_network(self, process: Process) -> DriversNetwork:
+        return DriversNetwork(process, self.faults.random(process.name), self.weather, self.faults)
 
     def _jobs_network(self, process: Process) -> FaultyNetwork:
         return FaultyNetwork(process, self.faults.random(process.name), self.weather, self.faults)
 
-    def _new_command(self) -> tuple[Command, Store, Client]:
-        """Return a new process, and its ways to the store and the cluster."""
+    def _new_command(self) -> Command:
+        """Return a new process, and its way to the store and the cluster."""
         name = str(len(self.commands) + 1)
         random = self.faults.random(f"{name} clock")
         wrong_by = 0.0 if self.is_calm else random.choice([0.0, 0.0, 3600.0, -3600.0])
         if wrong_by and not self.faults.happens(f"{name} clock", f"process {name}: its clock is wrong by {wrong_by} s"):
             wrong_by = 0.0
         process = Process(self.loop, name, wrong_by)
-        network = DriversNetwork(process, self.faults.random(name), self.weather, self.faults)
-        command = Command(process, network)
-        self.commands.append(command)
+        is_old = not self.is_calm and self.loop.now < STORM_SECONDS and random.random() < OLD
+        if is_old and self.faults.happens(f"{name} release", f"process {name} is of the release before"):
+            self.old.add(name)
+        network = self._drivers_network(process)
+        process.s3 = BucketClient(self.objects, network)
+        self.commands.append(Command(process, network))
+        return self.commands[-1]
+
+    def _store(self, network: DriversNetwork) -> Store:
         store: Any = MemoryStore(self.objects, network)
-        return command, store, Client(self.cluster, network)
+        return S3Store("s3://memory") if self.is_on_s3 else store
 
     def command(self, done: Callable[[str, dict[str, str]], None]) -> Process:
         """Give the command `vitflow run`, in a process of its own; `done` gets the run and its stages' statuses."""
-        command, store, client = self._new_command()
+        command = self._new_command()
 
         def run() -> None:
             try:
-                self._drive(command, store, client)
+                status = self._drive(command)
+                done(command.network.run, {name: each.value for name, each in status.items()})
             except KeyboardInterrupt:
+                walk = command.walk
+                is_stopped = walk is not None and Status.STOPPED in walk.status.values()
+                assert not is_stopped or f"{Layout.run(walk.run.id)}/stop.json" in self.objects, "stopped in secret"
                 command.process.kill()
             except (StoreUnreachable, ClusterUnreachable):
                 assert command.walk is None, "a driver ended because something did not answer"
@@ -154,34 +193,36 @@ class Episode:
                 assert self.weather.full_until < inf, "a driver ended because of the store"
             finally:
                 command.is_over = True
-                walk = command.walk
-                if walk is not None and Status.STOPPED in walk.status.values() and not command.process.is_dead:
-                    assert f"runs/{walk.run.id}/stop.json" in self.objects, "stopped, and nobody knows"
-            if walk is not None and len(walk.status) == len(walk.names) and not command.process.is_dead:
-                done(walk.run.id, {name: each.value for name, each in walk.status.items()})
 
         command.process.start(run, "main")
         return command.process
 
-    def _drive(self, command: Command, store: Store, client: Client) -> None:
+    def _drive(self, command: Command) -> dict[str, Status]:
+        store, client = self._store(command.network), Client(self.cluster, command.network)
         begun = start_run(store, self.pipeline, tuple(self.pipeline.stages))
         command.network.run = begun.id
         command.walk = Driver(store, begun, client, self.told, parallel=4)  # type: ignore[arg-type]
-        command.walk.walk()
+        return command.walk.walk()[0]
 
     # ------------------------------------------------------------------------------------------- an episode
 
     def run(self) -> None:
         """Let it happen, then check the end."""
         polls = patch.object(driver, "POLL_SECONDS", self.poll_seconds)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), counted(self.transitions), polls:
-            self._befall()
-            for _ in range(1 if self.is_calm else self.random.choice([1, 2])):
-                self.loop.after(self.random.uniform(0, 5), self._keep_commanding)
-            self.loop.run(STORM_SECONDS)
-            self._check_stopped()
-            self._finish()
-            self._check_end()
+        client = patch.object(s3_client, "client", lambda: environment().s3)  # type: ignore[attr-defined]
+        jitter = patch.object(s3, "random", self.random)
+        quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+        with quiet[0], quiet[1], counted(self.transitions), releases(self.old), polls, client, jitter:
+            self._happen()
+
+    def _happen(self) -> None:
+        self._befall()
+        for _ in range(1 if self.is_calm else self.random.choice([1, 2])):
+            self.loop.after(self.random.uniform(0, 5), self._keep_commanding)
+        self.loop.run(STORM_SECONDS)
+        self._check_stopped()
+        self._finish()
+        self._check_end()
 
     def _befall(self) -> None:
         if self.is_calm:
@@ -207,7 +248,8 @@ class Episode:
             if happens(f"process {process.name} is suspended after {when:.1f} s for {seconds} s"):
                 self.is_suspended = True
                 self.loop.after(when, lambda: process.suspend(seconds))
-        elif not self.is_calm and kind < 0.3 and happens(f"Ctrl-C in process {process.name} after {when:.1f} s"):
+        is_early = self.loop.now + when < STORM_SECONDS - 30
+        if not self.is_calm and 0.2 < kind < 0.3 and is_early and happens(f"Ctrl-C in process {process.name}"):
             self.loop.after(when, process.interrupt)
 
         def look() -> None:
@@ -245,7 +287,7 @@ class Episode:
 
     def _check_stopped(self) -> None:
         """A driver ends soon after the request to stop, unless it was suspended."""
-        if self.is_suspended:
+        if self.is_suspended or self.is_on_s3:
             return
         for command in self.commands:
             when = inf if command.walk is None else self.stopped.get(command.walk.run.id, inf)
@@ -277,7 +319,7 @@ class Episode:
 
     def _check_sessions(self) -> None:
         """A job runs in its attempt's session, unless that ended while its submission was under way."""
-        if self.is_suspended or self.weather.late:
+        if self.is_suspended or self.weather.late or self.is_on_s3:
             return
         for job in self.cluster.started:
             assert job.attempt is not None
@@ -286,7 +328,7 @@ class Episode:
 
     def _check_order(self, made: dict[str, Manifest]) -> None:
         """Nothing was begun after it was committed, and no attempt committed after the next had been written."""
-        if self.weather.late:
+        if self.weather.late or self.is_on_s3:  # whose client tries a request again for as long as a race takes
             return
         since = self.objects.since
         committed = {manifest.key: manifest for manifest in made.values()}
@@ -310,6 +352,27 @@ class Episode:
             assert job.attempt is not None
             lives = not job.process.is_dead and job.status != "PENDING" and job.process.asleep_until <= self.loop.now
             assert not (lives and job.attempt.number < newest[job.attempt.key]), "superseded, and it lives on"
+
+
+@contextmanager
+def releases(old: set[str]) -> Iterator[None]:
+    """Let some processes be of an earlier release: other code of the stages, and no over.json at a run's end."""
+    end_run, code_digest = driver.end_run, identity.code_digest
+
+    def is_old() -> bool:
+        return getattr(environment(), "name", "") in old
+
+    def end(store: Store, run: str, status: str) -> None:
+        if is_old():
+            add_event(store, run, "finished", status=status)
+        else:
+            end_run(store, run, status)
+
+    def digest(job: str) -> str:
+        return "0" * 64 if is_old() else code_digest(job)
+
+    with patch.object(driver, "end_run", end), patch.object(identity, "code_digest", digest):
+        yield
 
 
 @contextmanager

@@ -62,30 +62,32 @@ class FaultyNetwork(Network):
         if latency := LATENCY[int(self.chance() * len(LATENCY))]:
             process.sleep(latency)
         if is_storm:
-            if self._strikes(weather.losses, f"{what} {name} lost"):
+            if self.strikes(weather.losses, f"{what} {name} lost"):
                 raise lost(f"{what} {name} got lost")
-            if what in WRITES and self._strikes(weather.late, f"{what} {name} late"):
+            if what in WRITES and self.strikes(weather.late, f"{what} {name} late"):
                 self._arrive_late(loop, answer, what)
                 raise lost(f"{what} {name} arrives late")
             is_full = weather.full_from <= loop.now < weather.full_until and lost is StoreUnreachable
             if is_full and what in {"create", "replace"} and self.faults.happens("full disk", "the store is full"):
                 raise StoreError("no space left")
-            if self._strikes(weather.deaths, f"dies before {what} {name}"):
+            if self.strikes(weather.deaths, f"dies before {what} {name}"):
                 process.exit(1)
         answered = answer()
         self.writes += what in WRITES
         if latency := LATENCY[int(self.chance() * len(LATENCY))]:
             process.sleep(latency)
         if is_storm:
-            if self._strikes(weather.deaths, f"dies after {what} {name}"):
+            if self.strikes(weather.deaths, f"dies after {what} {name}"):
                 process.exit(1)
-            if self._strikes(weather.losses, f"answer to {what} {name} lost"):
+            if self.strikes(weather.losses, f"answer to {what} {name} lost"):
                 raise lost(f"the answer to {what} {name} got lost")
         return answered
 
-    def _strikes(self, share: float, what: str) -> bool:
+    def strikes(self, share: float, what: str) -> bool:
+        """Whether a fault happens to the latest request, of which this share has it."""
         return (
             share > 0
+            and self.process.loop.now < self.weather.until
             and self.chance() < share
             and self.faults.happens(
                 f"{self.process.name} {self.asked} {what.split()[0]}",

@@ -167,6 +167,7 @@ class Process(Environment):
         self.loop, self.name, self.wrong_by = loop, name, wrong_by
         self.is_dead, self.asleep_until, self.is_interrupted = False, 0.0, False
         self.main: greenlet | None = None  # the thread that Ctrl-C interrupts
+        self.s3: Any = None  # its client of a bucket
         self.at_exit: Callable[[], object] = lambda: None
         self._tokens, self._events = count(), count()
 
