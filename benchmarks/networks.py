@@ -38,12 +38,13 @@ from tests.support.paths import TINY
 from tests.support.stores import repeated
 
 FAULTS = {
-    "cut": Fault(1, 1),
-    "cut from the first to the second": Fault(1, 0),
-    "cut from the second to the first": Fault(0, 1),
-    "30% loss": Fault(0.3, 0.3),
-    "200 ms, 5% loss": Fault(0.05, 0.05, seconds=0.2),
+    "cut": (Fault(1, 1), 5),
+    "cut from the first to the second": (Fault(1, 0), 5),
+    "cut from the second to the first": (Fault(0, 1), 5),
+    "30% loss": (Fault(0.3, 0.3), 60),
+    "200 ms, 5% loss": (Fault(0.05, 0.05, seconds=0.2), 60),
 }
+"""What happens to packets, and the seconds until the link is healed."""
 HOSTS = {"driver": PERSON, "head": HEAD, "worker": WORKERS[0], "other worker": WORKERS[1], "store": STORE}
 LINKS = {
     "head, store": PERSON,
@@ -55,7 +56,7 @@ LINKS = {
     "driver, store": PERSON,
 }
 """The two hosts, and where the driver runs."""
-SHORT, LONG = 5, 300  # seconds until a link is healed
+LONG = 300  # seconds; each link is also cut for so long
 RECIPE = (
     "pretrain.workers=2",
     "pretrain.steps=600",
@@ -154,7 +155,7 @@ def main() -> None:
     arguments.add_argument("--records", type=Path, default=Path("networks.jsonl"))
     options = arguments.parse_args()
     load_before = os.getloadavg()[0]
-    scenarios = [Scenario(link, fault, SHORT) for fault, link in product(FAULTS, LINKS)]
+    scenarios = [Scenario(link, fault, seconds) for (fault, (_, seconds)), link in product(FAULTS.items(), LINKS)]
     scenarios += [Scenario(link, "cut", LONG) for link in LINKS]
     options.records.touch()
     played = {record["scenario"]: Outcome(**record) for record in map(json.loads, options.records.open())}
@@ -211,7 +212,7 @@ def run(cluster: HostCluster, store: str, host: int, disturbed: tuple[Scenario, 
             time.sleep(0.1)
         time.sleep(outcome.after)
         one, other = (HOSTS[host.removesuffix(" with the driver")] for host in scenario.link.split(", "))
-        with cluster.hosts.broken(one, other, FAULTS[scenario.fault]):
+        with cluster.hosts.broken(one, other, FAULTS[scenario.fault][0]):
             time.sleep(scenario.seconds)
     return process.wait(END), log.read_text()
 
@@ -262,15 +263,20 @@ def page(outcomes: list[Outcome], load_before: float) -> list[str]:
         "",
         f"`python benchmarks/networks.py`, {setting(load_before)}.",
         "",
-        "| link, fault, healed after | broke after | commands | attempts | seconds | results | said |",
-        "|---|---:|---:|---:|---:|---|---|",
+        "Five hosts in network namespaces of this machine: a head without CPUs, two workers with one CPU, the store "
+        "(moto), the person with the driver. `tests/tiny.yaml --only pretrain`, 600 steps of two workers. `broke after`"
+        ": since the pretraining was RUNNING. `load`: at the end. `results`: beside those of an undisturbed run; "
+        "processes that ran on, too many attempts and commands that failed would be told there.",
+        "",
+        "| link: fault, until healed | broke after | commands | attempts | took | load | results | the driver said |",
+        "|---|---:|---:|---:|---:|---:|---|---|",
     ]
     for each in outcomes:
         told = "; ".join(dict.fromkeys(" ".join(line.split())[:LONGEST] for line in each.told)).replace("|", "/")
         results = each.same + "".join(f"; {fault}" for fault in each.faults)
         lines.append(
-            f"| {each.scenario} | {each.after:.0f} s | {each.commands} | {each.attempts} | {each.seconds:.0f} "
-            f"| {results} | {told} |"
+            f"| {each.scenario} | {each.after:.0f} s | {each.commands} | {each.attempts} | {each.seconds:.0f} s "
+            f"| {each.load:.0f} | {results} | {told} |"
         )
     return lines
 

@@ -8,6 +8,7 @@ of two writers of one name wins.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,13 +134,19 @@ def is_at(store: Store, uri: str) -> bool:
     return False
 
 
-def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
-    """Return the result of `ask`; while the store does not answer, print one message and retry."""
-    waiting = False
+def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None], seconds: float = math.inf) -> Answer:
+    """Return the result of `ask`; while the store does not answer, print one message and retry.
+
+    Raises:
+        StoreUnreachable: it has not answered for so long.
+    """
+    waiting, deadline = False, environment().monotonic() + seconds
     while True:
         try:
             return ask()
         except StoreUnreachable as error:
+            if environment().monotonic() >= deadline:
+                raise
             if not waiting:
                 say(f"waiting for the store: {error}")
             waiting = True

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -26,6 +27,8 @@ from pipelines.store import (
     model_folder,
     open_store,
     read_manifest,
+    wait_for_store,
+    warn,
 )
 from ray_jobs.data.shards import CACHE_BYTES, Dataset, open_artifact
 from vit_model.errors import UserError
@@ -37,6 +40,8 @@ class SourceChangedError(UserError):
     """Files of the source, or an input, changed or vanished after the stage was planned."""
 
 
+# As long as workers wait for each other. Limited, because the driver does not see that a worker waits.
+OPEN_SECONDS = 600.0
 AT_REST = "rerun when its files are no longer being written"
 
 
@@ -52,9 +57,10 @@ class Context(Generic[Spec]):
         """Open the store, and check that it is the store that the driver writes to.
 
         Raises:
+            StoreUnreachable: it has not answered for OPEN_SECONDS.
             StoreError: on this machine the address belongs to a different store.
         """
-        store = open_store(self.attempt.store_uri, create=False)
+        store = wait_for_store(partial(open_store, self.attempt.store_uri, create=False), warn, OPEN_SECONDS)
         if store.id != self.attempt.store_id:
             raise StoreError(
                 f"{store.uri} has id {store.id} here, but {self.attempt.store_id} on the driver's machine. "

@@ -145,7 +145,7 @@ def commit_result(
     Raises:
         Superseded: a later attempt has taken over.
     """
-    attempt, store = context.attempt, wait_for_store(context.open_store, warn)
+    attempt, store = context.attempt, context.open_store()
     manifest = Manifest(
         job=attempt.job,
         kind=context.config.KIND,

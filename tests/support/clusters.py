@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ class RayCluster:
     """A head and further nodes on this machine, each with folders and ports of its own."""
 
     folder: Path
+    environments: Sequence[Mapping[str, str]] = ()
+    """what the processes of each node have, too"""
     address: str = ""
     gcs: str = ""
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -47,6 +49,7 @@ class RayCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONPATH": str(ROOT),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            **(self.environments[number] if number < len(self.environments) else {}),
         }
 
     def add_node(self, *, cpus: int) -> subprocess.Popen[bytes]:
@@ -92,10 +95,10 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(cpus: Sequence[int]) -> Iterator[RayCluster]:
+def ray_cluster(cpus: Sequence[int], *environments: Mapping[str, str]) -> Iterator[RayCluster]:
     """A cluster with as many nodes as numbers of CPUs are given; nothing of it lives afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="vfc-"))
-    cluster = RayCluster(folder)
+    cluster = RayCluster(folder, environments)
     cluster.token.touch(mode=0o600)
     cluster.token.write_text(secrets.token_hex(32))
     try:

@@ -4,6 +4,7 @@ import errno
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,6 +28,7 @@ from pipelines.store import (
     read_manifest,
 )
 from ray_jobs.data.decode import DamagedError, Stored, raw_pixels
+from ray_jobs.process import context as stage_context
 from ray_jobs.process import stage
 from ray_jobs.process.heartbeat import earlier_seconds
 from ray_jobs.training.task import DivergenceError
@@ -163,6 +165,31 @@ def test_a_stage_waits_for_its_store_before_it_begins_and_before_it_commits(
     assert asked == [name for name in ("read_context", "is_done", "earlier_seconds", "commit") for _ in range(3)]
     assert read_manifest(context.open_store(), "ingest", context.attempt.key) is not None
     assert capsys.readouterr().err.count("waiting for the store") == 4
+
+
+@pytest.mark.parametrize(("seconds", "opened"), [(600.0, True), (0.0, False)])
+def test_a_worker_waits_for_the_store_when_it_opens_it_but_not_for_ever(
+    seconds: float, opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver sees the heartbeat of the stage's process, which may be on a machine that reaches the store."""
+    monkeypatch.setattr(protocol, "UNREACHABLE_SECONDS", 0.01)
+    monkeypatch.setattr(stage_context, "OPEN_SECONDS", seconds)
+    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
+    store = open_store(str(tmp_path / "s"))
+    answers = [StoreUnreachable("no answer"), StoreUnreachable("no answer"), store]
+
+    def ask(*_: Any, **__: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    context = make_context(store, digits)
+    monkeypatch.setattr(stage_context, "open_store", ask)
+    with nullcontext() if opened else pytest.raises(StoreUnreachable):
+        assert context.open_store() is store
+    assert (len(answers) == 0) == opened
+    assert capsys.readouterr().err.count("waiting for the store") == opened
 
 
 def test_an_attempt_with_a_successor_commits_nothing(
