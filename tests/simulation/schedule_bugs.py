@@ -67,10 +67,10 @@ BUGS = (
         "name not in position.announced",
     ),
     Bug(
-        "tells of what did not happen",
+        "drops another server's notice before its record is written",
         notices,
-        "tick is None or not _happened(notice.event, tick, end)",
-        "tick is None",
+        "(name not in position.announced and age < OTHERS)",
+        "False",
     ),
     Bug(
         "overwrites a schedule that somebody has just changed",

@@ -48,7 +48,7 @@ class Watched(Objects):
 
     def update(self, objects: Mapping[str, bytes]) -> None:  # type: ignore[override]
         for name in objects:
-            self._require(name.endswith(REPLACED), f"{name} was overwritten")
+            self._require(name.endswith(REPLACED) or name not in self, f"{name} was overwritten")
         super().update(objects)
 
     def pop(self, name: str, default: Any = None) -> Any:
