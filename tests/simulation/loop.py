@@ -13,6 +13,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count
+from math import inf
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -32,6 +33,7 @@ class Loop:
     def __init__(self, limit: float = 1e6) -> None:
         self.now, self.limit = 0.0, limit
         self.hub = getcurrent()
+        self._until = 0.0  # the hub does what is due until then
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
 
@@ -40,25 +42,33 @@ class Loop:
         heapq.heappush(self._due, (self.now + seconds, next(self._numbers), do))
 
     def sleep(self, seconds: float) -> None:
-        if getcurrent() is self.hub:
-            self.run(self.now + seconds)
+        sleeper, until, due = getcurrent(), self.now + seconds, self._due
+        if sleeper is self.hub:
+            self.run(until)
+        elif until <= self._until and until < self.limit and (not due or until < due[0][0]):
+            self.now = until  # nobody else has a turn before; to switch to the hub and back takes longer
         else:
-            self.after(seconds, getcurrent().switch)
+            heapq.heappush(due, (until, next(self._numbers), sleeper.switch))
             self.hub.switch()
 
     def run(self, until: float) -> None:
         """Do what is due until then."""
         assert until < self.limit, "it does not end"
-        while self._due and self._due[0][0] <= until:
-            due, _, do = heapq.heappop(self._due)
-            self.now = max(self.now, due)  # what is done in the hub may sleep, too
-            do()
+        self._do_while(lambda: True, until)
         self.now = max(self.now, until)
 
     def run_while(self, condition: Callable[[], bool]) -> None:
         """Do what is due as long as the condition holds."""
-        while condition() and self._due:
-            self.run(self._due[0][0])
+        self._do_while(condition, inf)
+
+    def _do_while(self, condition: Callable[[], bool], until: float) -> None:
+        outer, self._until = self._until, until  # what is done in the hub may sleep, too
+        while self._due and self._due[0][0] <= until and condition():
+            due, _, do = heapq.heappop(self._due)
+            assert due < self.limit, "it does not end"
+            self.now = max(self.now, due)
+            do()
+        self._until = outer
 
     def wait(self, seconds: float, wakers: list[Callable[[], None]], is_over: Callable[[], bool]) -> None:
         """Sleep until one of `wakers` is called, which this call adds to, or for so long."""
@@ -99,7 +109,7 @@ class SimulatedFlag:
     def wait(self, timeout: float | None = None) -> bool:
         if not self._is_set:
             seconds = 1e9 if timeout is None else timeout
-            self._process.pause(lambda: self._process.loop.wait(seconds, self._wakers, self.is_set))
+            self._process.pause(self._process.loop.wait, seconds, self._wakers, self.is_set)
         return self._is_set
 
 
@@ -176,17 +186,18 @@ class Process(Environment):
         return self.loop.now
 
     def sleep(self, seconds: float) -> None:
-        self.pause(lambda: self.loop.sleep(seconds))
+        self.pause(self.loop.sleep, seconds)
 
-    def pause(self, wait: Callable[[], None]) -> None:
+    def pause(self, wait: Callable[..., None], *arguments: Any) -> None:
         """Let the others have their turn."""
         if self.is_dead:
             raise Killed
         try:
-            wait()
+            wait(*arguments)
         except GreenletExit:  # the loop is over, and nobody wakes this greenlet
             self.kill()
-        self.check()
+        if self.is_dead or self.asleep_until > self.loop.now:
+            self.check()
 
     def token_hex(self, size: int) -> str:
         return f"{self.name}-{next(self._tokens)}"
