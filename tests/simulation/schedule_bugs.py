@@ -67,12 +67,6 @@ BUGS = (
         "name not in position.announced",
     ),
     Bug(
-        "drops another server's notice before its record is written",
-        notices,
-        "(name not in position.announced and age < OTHERS)",
-        "False",
-    ),
-    Bug(
         "overwrites a schedule that somebody has just changed",
         schedule,
         '    if not store.create(f"{Layout.schedule(schedule.name)}/{number}.json", encode(signed)):\n',

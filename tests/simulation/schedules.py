@@ -118,6 +118,8 @@ class Episode:
                 do(store, client)
 
         process.start(run, "main")
+        if not self.is_calm and self.random.random() < 0.3:
+            self.loop.after(self.random.uniform(0, 2), partial(process.suspend, 20.0))
 
     def _drive(self, run: str) -> None:
         """Do what the command `drive` does."""
@@ -214,7 +216,7 @@ class Episode:
             for _ in range(random.choice([1, 2])):
                 self.loop.after(when + random.choice([0.0, 0.0, 1.0]), self._gc)
             for what in (self._set_alias, self._roll_back, self._submit, self._fill):  # just before it deletes
-                self.loop.after(when + GRACE_HOURS * 3600 + random.uniform(-9, 3), what)
+                self.loop.after(when + GRACE_HOURS * 3600 + random.uniform(-5, 3), what)
         if not self.is_calm:
             sometimes(4, self._kill_server, self._suspend_server, self._kill_driver, self._suspend_driver)
             for _ in range(random.randrange(3)):
