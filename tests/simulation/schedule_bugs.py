@@ -50,7 +50,7 @@ BUGS = (
     Bug(
         "gives up a run whose driver another server has just submitted",
         due,
-        "if len({*drivers}) < DRIVERS or _is_alive(cluster, drivers[-1]):",
+        "if len({*drivers}) < DRIVERS or any(_is_alive(cluster, driver) for driver in {*drivers}):",
         "if len(drivers) < DRIVERS:",
     ),
     Bug(
