@@ -231,8 +231,8 @@ class _Look:
             # drivers of other sessions do not count: they ended because their cluster did
             submitted = [event for event in read_events(self.store, run_id) if event["event"] == "driver submitted"]
             drivers = [event["submission_id"] for event in submitted if event["cluster_session"] == session]
-            # two servers may each record the same driver, and the other one may just have started the last
-            if len({*drivers}) < DRIVERS or _is_alive(cluster, drivers[-1]):
+            # two servers may each record the same driver; the other one, by its own clock, may just have started one
+            if len({*drivers}) < DRIVERS or any(_is_alive(cluster, driver) for driver in {*drivers}):
                 driver = submission.submit_driver(self.store, run, cluster, self.schedule.parallel, ray_folder)
                 yield f"{run_id}: {driver} is running on {cluster.address}"
                 return

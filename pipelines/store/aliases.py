@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pipelines.environment import environment
 from pipelines.errors import AliasMoved, StoreError
 from pipelines.spec import check_given_name
+from pipelines.store.artifacts import is_committed
 from pipelines.store.keeping import Keeper
 from pipelines.store.objects import numbers, read_record
 from pipelines.store.protocol import Store, encode
@@ -95,12 +96,16 @@ def move_alias(
 
     Raises:
         AliasMoved: somebody else has moved it since; decide again.
-        StoreError: `gc` is deleting the target.
+        StoreError: `gc` has deleted the target, or is deleting it.
     """
     keeper = Keeper(store, f"@{name}")
     keeper.look()
-    if target is not None and not keeper.keep(target.job, target.key):
-        raise StoreError(f"@{name}: {target.job} {target.key[:12]} is being deleted by `vitflow gc`; name another one")
+    if target is not None:
+        # a gc may have ended since the caller read the manifest
+        is_kept = keeper.keep(target.job, target.key) and is_committed(store, target.job, target.key)
+        if not is_kept:
+            model = f"{target.job} {target.key[:12]}"
+            raise StoreError(f"@{name}: {model} was deleted, or is being deleted by `vitflow gc`; name another one")
     record = Alias(
         target=target,
         expected=expected,

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelines.engine.gc import ALIAS_DEPTH, Policy
 from pipelines.engine.history import position_of, recipe_of
+from pipelines.schedules.due import DRIVERS
 from pipelines.schedules.notices import SKIPS
 from pipelines.schedules.ticks import End, Tick
 from pipelines.store import Alias, Manifest, Over
@@ -48,7 +49,7 @@ class Watched(Objects):
 
     def update(self, objects: Mapping[str, bytes]) -> None:  # type: ignore[override]
         for name in objects:
-            self._require(name.endswith(REPLACED), f"{name} was overwritten")
+            self._require(name.endswith(REPLACED) or name not in self, f"{name} was overwritten")
         super().update(objects)
 
     def pop(self, name: str, default: Any = None) -> Any:
@@ -76,12 +77,15 @@ class Watched(Objects):
             if tick.decision == "run":
                 self._check_alone(parts[1], tick)
         elif parts[0] == "runs" and parts[-1] == "over.json":
-            over = Over.model_validate_json(data)
-            lives = [job for job in self.cluster.jobs.values() if job.submission_id.startswith(f"driver-{parts[1]}-")]
-            lives = [job for job in lives if not (job.ended or job.process.is_dead)]
-            self._require(
-                not (lives and "drivers died" in over.detail), f"{parts[1]} is given up, and its driver lives"
-            )
+            self._check_given_up(parts[1], Over.model_validate_json(data).detail)
+
+    def _check_given_up(self, run: str, detail: str) -> None:
+        """A run is given up only if three of its drivers have died; one that is PENDING sees the end."""
+        if "drivers died" in detail:
+            drivers = {name for _, name in self.cluster.arrived if name.startswith(f"driver-{run}-")}
+            jobs = [job for job in self.cluster.jobs.values() if job.submission_id in drivers]
+            lives = any(job.status == "RUNNING" and not job.process.is_dead for job in jobs)
+            self._require(not lives and len(drivers) >= DRIVERS, f"{run} is given up early: {sorted(drivers)}")
 
     def _check_alone(self, schedule: str, tick: Tick) -> None:
         """A run begins after the end of the one before was recorded."""

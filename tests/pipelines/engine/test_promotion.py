@@ -147,6 +147,7 @@ def test_a_driver_killed_anywhere_leaves_one_move_to_the_next(conflict: bool) ->
         with suppress(Killed):
             made.driver(DiesAfter(writes)).walk()
         rules = [move for move in moves(made) if move.why == "rule"]
+        put_other(made)
         if rules:  # a person goes back before the next driver begins
             move_alias(made.store, "production", OTHER, rules[0].number, "rollback")
         finished_before = read_over(made.store, "some-20261122-120000-0000") is not None

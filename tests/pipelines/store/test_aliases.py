@@ -8,11 +8,13 @@ from pipelines.store import (
     alias_history,
     alias_names,
     check_alias,
+    commit,
     move_alias,
     not_undone,
     read_alias,
 )
 from tests.support.memory_store import MemoryStore
+from tests.support.records import make_manifest
 from vit_model.errors import UserError
 
 
@@ -20,8 +22,15 @@ def model(key: str) -> InputRef:
     return InputRef(job="pretrain", key=key, content_digest=f"d{key}", manifest_sha256="0" * 64)
 
 
-def test_the_highest_record_is_current_and_a_rollback_is_a_new_one() -> None:
+def store_of(*keys: str) -> MemoryStore:
     store = MemoryStore()
+    for key in keys:
+        commit(store, make_manifest("pretrain", key=key))
+    return store
+
+
+def test_the_highest_record_is_current_and_a_rollback_is_a_new_one() -> None:
+    store = store_of("a", "b")
     assert read_alias(store, "production") is None
     first = move_alias(store, "production", model("a"), 0, "person")
     second = move_alias(store, "production", model("b"), first.number, "rule", report="c", run="r")
@@ -34,7 +43,7 @@ def test_the_highest_record_is_current_and_a_rollback_is_a_new_one() -> None:
 
 
 def test_who_has_not_seen_the_last_record_is_refused() -> None:
-    store = MemoryStore()
+    store = store_of("a", "b")
     move_alias(store, "production", model("a"), 0, "person")
     with pytest.raises(StoreError, match="@production was moved by another process"):
         move_alias(store, "production", model("b"), 0, "rule")
@@ -47,11 +56,16 @@ def test_who_has_not_seen_the_last_record_is_refused() -> None:
 )
 def test_what_a_rollback_has_undone_is_not_gone_back_to(moves: str, left: str) -> None:
     """A capital is a rollback to that model; of the last, `--to` named a move that had been undone."""
-    store = MemoryStore()
+    store = store_of("a", "b", "c")
     for number, move in enumerate(moves):
         move_alias(store, "production", model(move.lower()), number, "rollback" if move.isupper() else "person")
     remaining = not_undone(alias_history(store, "production"))
     assert [record.target for record in remaining] == [model(each.lower()) for each in left]
+
+
+def test_a_model_that_was_deleted_after_the_caller_had_found_it_is_refused() -> None:
+    with pytest.raises(StoreError, match="@production: pretrain c was deleted, or is being deleted"):
+        move_alias(store_of(), "production", model("c"), 0, "person")
 
 
 @pytest.mark.parametrize("name", ["", "Production", "../x", "a" * 42, "a/b", "1st"])
