@@ -116,8 +116,8 @@ def _section(kind: str, record: dict[str, Any]) -> list[str]:
     if found := record.get("orders"):
         lines += [
             "",
-            f"`{kind} orders {found['requests']}`: two drivers of one stage, all {found['orders']:,} orders of the first "
-            f"{found['requests']} requests of each from the look for its attempts on, no findings, "
+            f"`{kind} orders {found['requests']}`: two drivers of one stage, all {found['orders']:,} orders of the "
+            f"first {found['requests']} requests of each from the look for its attempts on, no findings, "
             f"{found['cpu_seconds']:.0f} CPU seconds.",
         ]
     if planted_bugs := record.get("bugs"):

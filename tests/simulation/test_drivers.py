@@ -7,7 +7,7 @@ from tests.simulation.drivers import episode
 from tests.simulation.orders import in_order, orders
 from tests.simulation.shrinking import failure, fewest, shrunk
 
-EPISODES = 60
+EPISODES = 40
 SOON = {  # are found in the first few episodes; benchmarks/simulation.py looks for all of them
     "sees no new sign of life",
     "writes its attempt over another driver's",
