@@ -126,6 +126,7 @@ class _Look:
         assert last.run is not None
         self.position.end = read_end(self.store, name, last.number)
         if self.position.end is not None:
+            self.position.look_at = 0.0  # another server wrote it, and may have died before it sent a notice
             return None
         status = _status(self.store, self.schedule, last.run, self.reach)
         if status in {Status.UNFINISHED, Status.RUNNING}:

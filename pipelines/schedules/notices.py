@@ -37,6 +37,7 @@ Send = Callable[[Mapping[str, Any]], None]
 URL, SECRET, COMMAND = "VITFLOW_WEBHOOK_URL", "VITFLOW_WEBHOOK_SECRET", "VITFLOW_NOTICE_COMMAND"
 SKIPS = 3  # skips in a row that people hear of, once
 SEND_SECONDS = 10.0
+LOOK_SECONDS = 3600.0  # after which a process looks for notices without reason: a dead one's may have arrived late
 OTHERS = timedelta(seconds=60)  # that the writer of a notice has to send it
 KEPT = timedelta(days=1)  # that a notice is tried
 FIRST_PAUSE, LAST_PAUSE = 10.0, 3600.0  # seconds between two tries, doubled each time
@@ -85,16 +86,17 @@ def announce(store: Store, schedule: str, position: Position, number: int, event
     notice = Notice(number=number, event=event, time=now(), who=who(), nonce=environment().token_hex(8))
     if store.create(f"{Layout.notices(schedule)}/{name}", encode(notice)):
         position.announced.add(name)
-    position.has_notices = True
+    position.look_at = 0.0
 
 
 def send_announced(store: Store, schedule: str, position: Position, moment: datetime, send: Send) -> Iterator[str]:
     """Send the notices that are due; yield a line if one could not be sent."""
-    if not position.has_notices or environment().monotonic() < position.retry_at:
+    if environment().monotonic() < max(position.look_at, position.retry_at):
         return
     folder = Layout.notices(schedule)
     names = store.names(folder)
-    position.has_notices = bool(names)
+    if not names:
+        position.look_at = environment().monotonic() + LOOK_SECONDS
     for name in names:
         try:
             notice = read_record(store, f"{folder}/{name}", Notice)

@@ -125,8 +125,8 @@ class Position:
     """The end of its run."""
     decided: datetime | None = None
     """A tick older than the newest that was found to be decided."""
-    has_notices: bool = True
-    """Whether there may be notices to send; `announced` are those that this process wrote."""
+    look_at: float = 0.0
+    """When to look for notices to send, on the monotonic clock; `announced` are those that this process wrote."""
     announced: set[str] = field(default_factory=set)
     pause: float = 0.0
     """Seconds since the last notice that could not be sent, before the next try, which is not before `retry_at`."""
@@ -158,7 +158,7 @@ class Position:
         """Take over a newer decision."""
         if self.last != last:
             self.last, self.end = last, None
-        self.newest, self.is_known, self.has_notices = newest, True, True
+        self.newest, self.is_known, self.look_at = newest, True, 0.0
 
 
 def refresh(store: Store, schedule: str, position: Position) -> None:

@@ -108,9 +108,12 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
 
 
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
-    """Return the reference to a committed artifact that a consumer records."""
+    """Return the reference to a committed artifact that a consumer records. Raises StoreError if it is gone."""
     data = store.read(Layout.manifest(manifest.job, manifest.key))
-    assert data is not None, f"{manifest.job}/{manifest.key} is not committed"
+    if data is None:
+        raise StoreError(
+            f"{manifest.job} {manifest.key[:12]} is not in the store any more: `vitflow gc` has deleted it"
+        )
     return _reference(manifest, data)
 
 

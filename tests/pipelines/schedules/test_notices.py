@@ -79,6 +79,23 @@ def test_failures_recoveries_and_the_third_skip_are_told_once(often: Scheduled, 
     assert left(often) == []
 
 
+def test_what_a_server_that_died_has_not_sent_another_one_sends(tmp_path: Path, people: Receiver) -> None:
+    """The other one runs, and had looked before; no tick follows."""
+    often, other = Scheduled(tmp_path, send=people, cron="0 12 * * *"), Position()
+    often.look(0, position=Position())
+    often.look(0.1, position=other)
+    often.end(0, "FAILED", "no space left")
+    people.is_away = True
+    often.look(0.5, position=Position())
+    people.is_away = False
+    for minute in (0.6, 0.7, 0.8, 0.9):
+        often.look(minute, position=other)
+    assert people.events() == []
+    often.look(1.6, position=other)
+    assert people.events() == [(1, "failed")]
+    assert left(often) == []
+
+
 def test_finding_every_result_after_a_failure_is_a_recovery(often: Scheduled, people: Receiver) -> None:
     often.look(0)
     often.end(0, "FAILED")

@@ -9,6 +9,7 @@ from pipelines.store import (
     alias_names,
     check_alias,
     commit,
+    input_ref,
     move_alias,
     not_undone,
     read_alias,
@@ -66,6 +67,8 @@ def test_what_a_rollback_has_undone_is_not_gone_back_to(moves: str, left: str) -
 def test_a_model_that_was_deleted_after_the_caller_had_found_it_is_refused() -> None:
     with pytest.raises(StoreError, match="@production: pretrain c was deleted, or is being deleted"):
         move_alias(store_of(), "production", model("c"), 0, "person")
+    with pytest.raises(StoreError, match="pretrain c is not in the store any more"):
+        input_ref(store_of(), make_manifest("pretrain", key="c"))
 
 
 @pytest.mark.parametrize("name", ["", "Production", "../x", "a" * 42, "a/b", "1st"])
