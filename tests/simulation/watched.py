@@ -260,13 +260,16 @@ class Watched(Objects):
             moves = [move for moves in self.aliases().values() for move in moves if move.run == began[number]]
             promoted = end.alias is not None and end.alias.outcome == "promoted"
             assert promoted == bool(moves), f"tick {number}: moves {len(moves)}, told: {end.alias}"
-            refused = end.status == "SUCCEEDED" and began[number] in self._refusing()
+            refused = end.status == "SUCCEEDED" and self._refused(over, began[number])
             assert not refused or end.alias is not None, f"tick {number}: nobody was told that it refused"
 
-    def _refusing(self) -> set[str]:
-        """Return the runs that made a comparison after which the alias stayed."""
-        made = [each for each in self.manifests.values() if each.job == "promote"]
-        return {each.run for each in made if each.metrics["verdict"] != "promoted"}
+    def _refused(self, over: Over, run: str) -> bool:
+        """Whether the comparison that a run ended with is its own, and the alias stayed.
+
+        A driver may make one and die; if the alias moves then, the next driver ends with another one.
+        """
+        made = [self.manifests["promote", stage.key] for stage in over.stages if stage.job == "promote"]
+        return any(each.run == run and each.metrics["verdict"] != "promoted" for each in made)
 
     def _events(self, schedule: str) -> Iterator[str]:
         """Yield what people are to hear of a schedule."""
