@@ -34,7 +34,7 @@ from tests.conftest import Vitflow
 from tests.simulation.loop import Killed
 from tests.support.paths import TINY
 from tests.support.requests import counted
-from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, DyingStore, Scheduled
+from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, Clock, DyingStore, Scheduled
 
 
 @pytest.fixture
@@ -272,9 +272,11 @@ def test_a_driver_that_two_servers_record_counts_once(often: Scheduled) -> None:
     assert "is running" in often.look(0.2)[0]
 
 
+@pytest.mark.parametrize("behind", [timedelta(0), timedelta(hours=1)])
 def test_a_driver_that_another_server_has_just_submitted_is_not_given_up(
-    often: Scheduled, monkeypatch: pytest.MonkeyPatch
+    often: Scheduled, monkeypatch: pytest.MonkeyPatch, behind: timedelta
 ) -> None:
+    """Also if its clock is behind, so that its event is not the last."""
     for second in range(2):
         often.look(second / 60)
         often.ray.drivers_die()
@@ -282,7 +284,10 @@ def test_a_driver_that_another_server_has_just_submitted_is_not_given_up(
 
     def after_the_other(schedule: Schedule) -> AbstractContextManager[Any]:
         monkeypatch.undo()
-        often.look(2 / 60)
+        other = Clock()
+        other.moment = NOON - behind
+        with using(other):
+            assert len(list(attend(often.store, schedule, NOON, often.reach, GRACE))) == 1
         return target(schedule)
 
     monkeypatch.setattr(type(often.reach), "target", lambda _, schedule: after_the_other(schedule))
