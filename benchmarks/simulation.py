@@ -61,7 +61,7 @@ def run_episodes(kind: str, count: int) -> None:
         record["next"], record["cpu_seconds"] = seed + 1, before + time.process_time() - began
         if seed + 1 == last or time.monotonic() - saved > SAVE_SECONDS:
             record["transitions"] = {" | ".join(key): n for key, n in sorted(transitions.items())}
-            save(kind, record)
+            save(kind, read(kind) | record)
             saved = time.monotonic()
     rate = record["next"] / record["cpu_seconds"]
     print(f"{record['next']} episodes, {rate:.0f} per CPU second, {len(record['findings'])} findings")
