@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -486,33 +486,29 @@ def test_keys_from_the_home_folder_and_an_endpoint_from_a_jobs_settings(
     assert said.stdout == "b'1'\n", said.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("missing", "code", "said"),
-    [
-        ("keys", 2, "error: .*~/.aws/credentials.*nodes"),
-        ("server", 1, "StoreUnreachable: .*cannot read store.json"),
-    ],
-)
-def test_a_stage_without_keys_is_the_users_mistake_and_one_without_answer_is_not(
-    moto: Server, tmp_path: Path, missing: str, code: int, said: str
-) -> None:
-    """Exit code 2 is never followed by another attempt."""
-    endpoint = moto.endpoint if missing == "keys" else f"http://127.0.0.1:{free_port()}"
+def start_stage(endpoint: str, home: Path, keys: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a stage's process whose store is at this endpoint."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    given = {"AWS_ENDPOINT_URL_S3": endpoint, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "ray_jobs.ingest",
-            "--spec",
-            "s3://some-bucket/artifacts/ingest/k/attempts/1/attempt.json",
-        ],
-        env=plain | given | (moto.keys if missing == "server" else {}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == code, done.stderr
-    assert re.search(said, done.stderr.strip().splitlines()[-1])
+    given = {"AWS_ENDPOINT_URL_S3": endpoint, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(home), **keys}
+    spec = "s3://some-bucket/artifacts/ingest/k/attempts/1/attempt.json"
+    command = [sys.executable, "-m", "ray_jobs.ingest", "--spec", spec]
+    return subprocess.Popen(command, env=plain | given, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_stage_without_keys_is_the_users_mistake(moto: Server, tmp_path: Path) -> None:
+    """Exit code 2 is never followed by another attempt."""
+    stage = start_stage(moto.endpoint, tmp_path, {})
+    _, said = stage.communicate(timeout=120)
+    assert stage.returncode == 2, said
+    assert re.search("error: .*~/.aws/credentials.*nodes", said.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_stage_says_that_it_waits_for_a_store_that_does_not_answer(moto: Server, tmp_path: Path) -> None:
+    stage = start_stage(f"http://127.0.0.1:{free_port()}", tmp_path, moto.keys)
+    assert stage.stderr is not None
+    assert re.search("warning: waiting for the store: .*cannot read store.json", stage.stderr.readline())
+    assert stage.poll() is None
+    stage.kill()
+    stage.communicate()

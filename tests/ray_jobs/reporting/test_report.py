@@ -745,7 +745,7 @@ def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
     shown = console.file.getvalue()
     assert "[red]not markup[/red]" in shown
     for line in numbers["accuracies"]:
-        assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:8] in shown
+        assert f"{100 * line['accuracy']:.1f}" in shown and line["stage"] in shown
     same = [
         numbers["accuracies"][0] | {"accuracy": value, "method": name}
         for value, name in ((0.1, "worse"), (0.9, "better"))
