@@ -35,8 +35,8 @@ test-faults: install  # the long form of the random kills
 test-schedule: install  # retraining every minute by two servers that are killed, over a folder that is never at rest, for ten minutes
 	VITFLOW_SCHEDULE_MINUTES=$${VITFLOW_SCHEDULE_MINUTES:-10} $(BIN)/pytest -s tests/end_to_end/test_promotion.py -k servers
 
-test-hosts: install  # several hosts in network namespaces, as root: no name resolves, one is cut off, one is killed
-	VITFLOW_HOSTS=1 $(BIN)/pytest tests/end_to_end/test_hosts.py
+test-hosts: install  # several hosts in network namespaces, as root: no name resolves, links break, one is killed; wrong clocks
+	VITFLOW_HOSTS=1 $(BIN)/pytest tests/end_to_end/test_hosts.py tests/end_to_end/test_clocks.py
 
 test-cluster: install  # a Ray with a token, the store on S3 (moto, and Ceph where it is installed), the quickstart
 	VITFLOW_CLUSTER_PIPELINE=quickstart $(BIN)/pytest tests/end_to_end/test_clusters.py -k submitted

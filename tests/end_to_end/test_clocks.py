@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.full,
     pytest.mark.timeout(1500),
+    pytest.mark.skipif("VITFLOW_HOSTS" not in os.environ, reason="twelve minutes; `make test-hosts`"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"),
 ]
 HOUR, TOLERATED, REFUSED = 3600, 600, 960  # seconds; S3 tolerates 15 minutes
