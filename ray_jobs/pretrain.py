@@ -27,10 +27,8 @@ from vit_model.errors import UserError
 _START_TIMEOUT_SECONDS = 900
 # The same after a death: Ray may still count a lost machine's resources for some seconds, so they are counted again.
 _RESTART_TIMEOUT_SECONDS = 20
-_NODE_SECONDS, _LOOK_SECONDS = (
-    900.0,
-    10.0,
-)  # for a machine that takes the place of the last one with a GPU; between looks
+_NODE_SECONDS = 900.0  # for a machine that takes the place of the last one with a GPU
+_LOOK_SECONDS = 10.0  # between two looks for it
 _DEATHS = 3  # the attempt fails when so many groups in a row died without a new checkpoint
 _DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartup", "ActorDied", "ActorUnavailable")  # Ray's errors
 _CONNECTION = re.compile("gloo|NCCL|DistBackendError|Connection (closed|reset)")
