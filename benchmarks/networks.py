@@ -263,10 +263,10 @@ def page(outcomes: list[Outcome], load_before: float) -> list[str]:
         "",
         f"`python benchmarks/networks.py`, {setting(load_before)}.",
         "",
-        "Five hosts in network namespaces of this machine: a head without CPUs, two workers with one CPU, the store "
-        "(moto), the person with the driver. `tests/tiny.yaml --only pretrain`, 600 steps of two workers. `broke after`"
-        ": since the pretraining was RUNNING. `load`: at the end. `results`: beside those of an undisturbed run; "
-        "processes that ran on, too many attempts and commands that failed would be told there.",
+        "Five hosts, each a network namespace of this machine: a head without CPUs, two workers with one CPU each, the "
+        "store (moto), and the person with the driver. `tests/tiny.yaml --only pretrain`, 600 steps of two workers. "
+        "`broke after`: how long the pretraining had been RUNNING. `load`: when the run had ended. `results`: compared "
+        "with an undisturbed run; processes left running, attempts beyond the limit and failed commands would be here.",
         "",
         "| link: fault, until healed | broke after | commands | attempts | took | load | results | the driver said |",
         "|---|---:|---:|---:|---:|---:|---|---|",

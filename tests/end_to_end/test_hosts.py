@@ -47,7 +47,7 @@ print(answered, fastest)
 
 
 def test_a_broken_link_loses_and_delays_and_heals() -> None:
-    """Of 40 questions to another host, so many are answered."""
+    """How many of 40 questions to another host are answered."""
     with hosts.several_hosts(2) as made:
         made.start(2, sys.executable, "-c", ECHO)
 
