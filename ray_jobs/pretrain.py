@@ -59,7 +59,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
             print("note: the code has changed since then; --strict-code makes it a part of the key", flush=True)
     wanted = workers = context.config.workers or cluster.default_workers(micro_batch_size(context.config))
     cluster.room_for(workers, context.config.threads or 1)
-    kind = "GPU" if cluster.gpus_in_cluster() else "CPU"
+    kind = "GPU" if cluster.units_in_cluster("GPU") else "CPU"
     units, group, deaths = cluster.units_in_cluster(kind), 0, 0
     while True:
         group += 1

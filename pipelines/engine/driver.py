@@ -41,7 +41,6 @@ from pipelines.environment import Flag, Thread, environment
 from pipelines.spec import AnyStage, Promote, RecipeError, module
 from pipelines.store import (
     LARGEST_RECORD,
-    PROMOTED,
     AliasMoved,
     Attempt,
     InputRef,
@@ -247,7 +246,7 @@ class Driver:
         decided = promotion_of(manifest)
         assert decided is not None
         try:
-            moved = promotion.settle(self.store, self.run, config, manifest, self.rivals[name].number)
+            move = promotion.settle(self.store, self.run, config, manifest, self.rivals[name].number)
         except AliasMoved as error:
             if name in self.anew:
                 self._end(name, Status.FAILED, str(error))
@@ -260,9 +259,9 @@ class Driver:
             self.flights.pop(name, None)
             return
         detail = promotion_sentence(decided)
-        if moved is None and decided["verdict"] == PROMOTED:
-            detail += f" (decided by {manifest.run}; {config.against} does not move again)"
-        self._end_with(name, manifest, status, detail, promotion=decided | {"moved": moved, "by": manifest.run})
+        if move is not None and move.run != self.run.id:
+            detail += f" (moved by {move.run}; {config.against} does not move again)"
+        self._end_with(name, manifest, status, detail, promotion=decided | {"by": manifest.run})
 
     def _commit_if_made(self, name: str) -> None:
         """End a stage whose job has committed since the store was last read."""

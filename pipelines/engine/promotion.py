@@ -1,16 +1,16 @@
 """Promotion: what becomes of an alias after a stage `promote` has compared a candidate with the alias's model.
 
-The comparison is an artifact like all others. Its run, and no other, moves the alias after the commit: a comparison
-that is found in the cache, such as after a rollback, moves nothing. The move names the record of the alias that the
-comparison was planned with, so of two who decide on the same one the second is refused, and compares anew. A move
-names its comparison and its run, so a driver that continues a killed one sees what has been done.
+The comparison is an artifact like all others, and moves the alias once: what is found in the cache moves nothing if it
+has done so before, such as after a rollback. If its driver died before the move, whoever finds it moves the alias. The
+move names the record of the alias that the comparison was planned with, so of two who decide on the same one the second
+is refused, and compares anew. A move names its comparison and its run, so a driver that continues a killed one sees
+what has been done.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipelines.engine.history import is_over
 from pipelines.engine.latest import Newest
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
@@ -54,8 +54,8 @@ def _with(config: Promote, newest: Newest, record: Alias | None) -> Rival:
     return Rival({**newest, config.against: record.target}, record.number) if record else Rival(newest, 0)
 
 
-def settle(store: Store, run: Run, config: Promote, manifest: Manifest, expected: int) -> int | None:
-    """Move the alias if a comparison of this run says so; return the number of the move that it led to, if any.
+def settle(store: Store, run: Run, config: Promote, manifest: Manifest, expected: int) -> Alias | None:
+    """Move the alias if a comparison says so and has not done so yet; return its move, if any.
 
     Args:
         expected: the number of the alias's record that the comparison was planned with.
@@ -64,20 +64,27 @@ def settle(store: Store, run: Run, config: Promote, manifest: Manifest, expected
         AliasMoved: somebody else has moved the alias since.
     """
     alias, (candidate,) = config.against[1:], manifest.inputs["candidate"]
-    if manifest.metrics["verdict"] != PROMOTED or manifest.run != run.id:
+    if manifest.metrics["verdict"] != PROMOTED:
         return None
+    if (moved := _move_of(store, manifest)) is not None:
+        return moved
     try:
-        return move_alias(store, alias, candidate, expected, "rule", manifest.key, run.id).number
+        return move_alias(store, alias, candidate, expected, "rule", manifest.key, run.id)
     except AliasMoved:
-        for record in alias_history(store, alias, since=expected):  # perhaps by another driver of this run
-            if (record.report, record.run) == (manifest.key, run.id):
-                return record.number
+        if (moved := _move_of(store, manifest)) is not None:  # by another driver, a moment ago
+            return moved
         raise
 
 
 def is_unsettled(store: Store, stage: PlannedStage) -> bool:
-    """Whether the driver of a run died between the commit of a promotion and the move of the alias, or may have."""
+    """Whether a driver died between the commit of a promotion and the move of the alias, or may have."""
     manifest = stage.manifest
     if manifest is None or manifest.job != "promote" or manifest.metrics["verdict"] != PROMOTED:
         return False
-    return not is_over(store, manifest.run)
+    return _move_of(store, manifest) is None
+
+
+def _move_of(store: Store, manifest: Manifest) -> Alias | None:
+    """Return the move that a comparison led to; None if there is none."""
+    history = alias_history(store, str(manifest.config["against"])[1:])
+    return next((record for record in history if record.report == manifest.key), None)

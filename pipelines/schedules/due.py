@@ -36,6 +36,7 @@ from pipelines.schedules.ticks import (
 )
 from pipelines.spec import RecipeError
 from pipelines.store import (
+    PROMOTED,
     Over,
     Store,
     alias_history,
@@ -304,7 +305,7 @@ def promotion(store: Store, run: str, over: Over | None) -> Promotion | None:
     for stage in () if over is None else over.stages:
         decided = (stage.model_extra or {}).get("promotion")
         # its own comparison may be CACHED: the driver that made it was killed, and the next one found it
-        if decided is not None and decided.get("by") == run and decided["verdict"] != "same":
+        if decided is not None and decided.get("by") == run and decided["verdict"] not in (PROMOTED, "same"):
             return Promotion(alias=decided["alias"], outcome="refused", why=decided["reason"])
     return None
 

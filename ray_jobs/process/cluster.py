@@ -23,11 +23,6 @@ def cluster_resources() -> dict[str, float]:
     return resources
 
 
-def gpus_in_cluster() -> int:
-    """Return the number of GPUs of the Ray cluster that this process has joined, including busy ones."""
-    return int(cluster_resources().get("GPU", 0))
-
-
 def cpus_in_cluster() -> int:
     """Return the number of CPUs of the Ray cluster that this process has joined, including busy ones."""
     return int(cluster_resources().get("CPU", 1))
@@ -48,7 +43,7 @@ def scaling(workers: int, threads: int) -> Any:
     """
     from ray.train import ScalingConfig  # takes seconds, so only trainings on several workers import it
 
-    gpus = gpus_in_cluster()
+    gpus = units_in_cluster("GPU")
     if 0 < gpus < workers:
         raise UserError(f"workers is {workers}, but the cluster has {gpus} GPUs; use workers: {gpus}")
     cpus = min(float(threads), cpus_in_cluster() / workers)
@@ -68,7 +63,7 @@ def default_threads() -> int:
 
 def default_workers(batch_size: int) -> int:
     """Return the default number of workers: the most GPUs that divide the batch evenly; on CPUs 2, or 1."""
-    most = gpus_in_cluster() or 2
+    most = units_in_cluster("GPU") or 2
     return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
 
 
@@ -106,7 +101,7 @@ def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int
         room = room_for(workers, threads)
         # Tune cannot place a trial without resources, and the workers could not use a core that it holds.
         return {"CPU": 0.0, "memory": 1.0}, room // workers
-    cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
+    cpus, gpus = cpus_in_cluster(), units_in_cluster("GPU")
     share = float(min(threads, cpus))
     if gpus:
         return {"CPU": share, "GPU": 1.0}, gpus

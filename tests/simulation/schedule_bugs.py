@@ -81,14 +81,14 @@ BUGS = (
     Bug(
         "moves an alias after a comparison from the cache",
         promotion,
-        '    if manifest.metrics["verdict"] != PROMOTED or manifest.run != run.id:\n',
-        '    if manifest.metrics["verdict"] != PROMOTED:\n',
+        "    if (moved := _move_of(store, manifest)) is not None:\n        return moved\n    try:",
+        "    try:",
     ),
     Bug(
         "promotes a candidate that was refused",
         promotion,
-        '    if manifest.metrics["verdict"] != PROMOTED or manifest.run != run.id:\n',
-        "    if manifest.run != run.id:\n",
+        '    if manifest.metrics["verdict"] != PROMOTED:\n',
+        "    if False:\n",
     ),
     Bug(
         "moves an alias that somebody else has moved",

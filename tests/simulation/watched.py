@@ -111,6 +111,7 @@ class Watched(Objects):
         if name == manifest:
             needed = {**self.named(), **self.taken(), **self.used(self._decided(artifact))}
             self._require(artifact not in needed, f"{name} was removed, but {needed.get(artifact)}")
+            self._require(not self._is_kept(artifact), f"{name} was removed, although a run had kept it")
             self.deleted.add(artifact)
 
     # ------------------------------------------------------------------------------------------- what is needed
@@ -146,16 +147,23 @@ class Watched(Objects):
         references = [each for attempt in running for of in attempt.inputs.values() for each in of]
         return {(each.job, each.key): "a running job takes it" for each in references}
 
-    def _decided(self, artifact: Artifact) -> float:
-        """When a gc decided to delete an artifact."""
+    def _collection(self, artifact: Artifact) -> str:
+        """The folder of the gc that decided to delete an artifact."""
         for name in sorted((name for name in self if name.startswith("gc/")), reverse=True):
             if name.endswith("/deletes.json") and [*artifact] in json.loads(self[name])["artifacts"]:
-                return self.since[name]
-        return self._fail_undecided(artifact)
-
-    def _fail_undecided(self, artifact: Artifact) -> float:
+                return name.removesuffix("/deletes.json")
         self._require(False, f"{artifact} was removed without a decision")
-        return 0.0
+        raise AssertionError
+
+    def _decided(self, artifact: Artifact) -> float:
+        """When a gc decided to delete an artifact."""
+        return self.since[f"{self._collection(artifact)}/deletes.json"]
+
+    def _is_kept(self, artifact: Artifact) -> bool:
+        """Whether a run kept an artifact before the gc that deletes it was closed."""
+        gc = self._collection(artifact)
+        kept = self.since.get(f"{gc}/keeps/{artifact[0]}-{artifact[1]}.json")
+        return kept is not None and kept < self.since[f"{gc}/closed.json"]
 
     def used(self, until: float) -> dict[Artifact, str]:
         """What the last runs of each recipe had used at a time."""
@@ -310,7 +318,6 @@ class Watched(Objects):
             made = self.manifests["promote", str(move.report)]
             rival = [reference.key for reference in made.inputs.get("against", [])]
             assert made.metrics["verdict"] == "promoted", f"@{name}: a refused candidate became current"
-            assert made.run == move.run, f"@{name}: {move.run} moved it with a comparison of {made.run}"
             assert move.target is not None and move.target == made.inputs["candidate"][0]
             named = [] if before is None or before.target is None else [before.target.key]
             assert rival == named, f"@{name}: move {move.number} was compared with {rival}, and replaces {named}"

@@ -1,10 +1,11 @@
-"""The driver moves an alias once, after a comparison that its run made, and only if nobody else has moved it since."""
+"""A comparison moves an alias once, and only if nobody else has moved it since."""
 
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
+from pipelines.engine.plan import plan_pipeline
 from pipelines.engine.promotion import is_unsettled
 from pipelines.engine.runs import run_status
 from pipelines.recipe.load import parse_pipeline
@@ -87,7 +88,7 @@ def test_a_comparison_from_the_cache_moves_nothing() -> None:
     assert made.told.of("promote")[-1].endswith("@production does not move again)")
     (promotion,) = [stage["promotion"] for stage in run_status(made.store, run)["stages"] if "promotion" in stage]
     decided = {"alias": "production", "verdict": "promoted", "reason": "so it is"}
-    assert promotion == decided | {"moved": None, "by": made.manifests()["promote"].run}
+    assert promotion == decided | {"by": made.manifests()["promote"].run}
 
 
 @pytest.mark.parametrize("lost", ["aliases/production", "pretrain/other/manifest.json", "nothing"])
@@ -163,8 +164,9 @@ def test_a_driver_killed_anywhere_leaves_one_move_to_the_next(conflict: bool) ->
         pytest.fail("the walk does not end")
 
 
-def test_a_run_whose_driver_died_before_the_move_is_not_complete() -> None:
-    """So the same command drives it to its end, although all its stages are cached."""
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_comparison_whose_driver_died_before_the_move_moves_the_alias_with_the_next(is_given_up: bool) -> None:
+    """Also if nobody continues that run: the next one finds the comparison, and moves the alias, once."""
     made = world()
     for writes in range(1, 60):
         made = world()
@@ -172,7 +174,10 @@ def test_a_run_whose_driver_died_before_the_move_is_not_complete() -> None:
             made.driver(DiesAfter(writes)).walk()
         if "promote" in made.manifests() and not moves(made):
             break
-    _, stages = made.driver().walk()
-    assert not is_unsettled(made.store, stages[-1])
-    del made.store.objects["runs/some-20261122-120000-0000/over.json"]
-    assert is_unsettled(made.store, stages[-1])
+    run = made.new_run() if is_given_up else None
+    stages = plan_pipeline(made.store, made.pipeline, tuple(made.pipeline.stages))
+    assert {stage.state for stage in stages} == {"cached"} and is_unsettled(made.store, stages[-1])
+    made.driver(run=run).walk()
+    (move,) = moves(made)
+    assert move.report == stages[-1].key and not is_unsettled(made.store, stages[-1])
+    assert (move.run == made.manifests()["promote"].run) != is_given_up
