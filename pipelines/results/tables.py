@@ -6,7 +6,7 @@ DuckDB reads the Parquet files of the requested tables in place (for S3, in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,10 @@ _ORIGIN = (
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
     Column("vtab_group", "VARCHAR", "natural, specialized or structured for a task of VTAB; else NULL"),
+)
+_OF_FILE = (
+    Column("of_file", "UBIGINT", "DuckDB's number of a Parquet file"),
+    Column("place", "BIGINT", "the place of the first class of its data set among the names of classes"),
 )
 _RESULT = Column(
     "result",
@@ -229,12 +233,13 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
     for name in (name for name in TABLES if name not in named & _VIEWS.keys()):
         files = _files(store, manifests, name) if name in named and name in _FILES else {}
         if files:
-            _set_class_names(connection, store, name, manifests, [*files.values()])
-            _define_view(connection, name, files, groups)
+            places = _set_class_names(connection, store, name, manifests, [*files.values()])
+            _define_view(connection, name, files, places, groups)
             paths += files
         else:
             read = _RECORDS.get(name) if name in named else None
-            _define_table(connection, name, iter(()) if read is None else read(store, manifests, groups))
+            records = iter(()) if read is None else read(store, manifests, groups)
+            _define_table(connection, name, TABLES[name], records)
     if "accuracies" in named:  # a view opens all files of its table
         connection.execute("CREATE VIEW accuracies AS SELECT * FROM rows WHERE metric = 'accuracy'")
     if "scores" in named:
@@ -301,14 +306,19 @@ def _is_of(table: str, path: str) -> bool:
     return is_image or path == _JSON.get(table, f"{table}.parquet")
 
 
-def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: Groups) -> None:
-    """Define a view of Parquet files; the `_ORIGIN` columns of each file are looked up by its number."""
-    _set_records(connection, f"{name}_origins", _ORIGIN, [_origin(each, groups) for each in files.values()])
+def _define_view(
+    connection: DuckDBPyConnection,
+    name: str,
+    files: dict[str, Manifest],
+    places: list[int | None],
+    groups: Groups,
+) -> None:
+    """Define a view of Parquet files, joined with what is known of each file."""
+    each_file = enumerate(zip(files.values(), places, strict=True))
+    known = (_origin(made, groups) | {"of_file": number, "place": place} for number, (made, place) in each_file)
+    _define_table(connection, f"{name}_files", (*_ORIGIN, *_OF_FILE), known)
     connection.execute(f"SET VARIABLE {name}_paths = $paths", {"paths": list(files)})
-    origin = [
-        f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
-        for column in _ORIGIN
-    ]
+    origin = [f'"{column.name}"' for column in _ORIGIN]
     has_result = _RESULT in TABLES[name]
     written = TABLES[name][len(_ORIGIN) + has_result :]
     columns = [f'{_value(name, column)} AS "{column.name}"' for column in written]
@@ -320,14 +330,18 @@ def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, Man
     of_files += [("labels", "INTEGER[]")] if name == "images" else []
     given = ", ".join(f"'{of}': {{name: '{of}', type: '{type_}', default_value: NULL}}" for of, type_ in of_files)
     files_read = f"read_parquet(getvariable('{name}_paths'), schema = MAP {{{given}}})"
-    view = f"SELECT * FROM (SELECT {shown} FROM {files_read}){_left_out(name)}"  # noqa: S608 (names of ours)
+    joined = f"{files_read} JOIN {name}_files ON file_index = of_file"
+    view = f"SELECT * FROM (SELECT {shown} FROM {joined}){_left_out(name)}"  # noqa: S608 (names of ours)
     connection.execute(f"CREATE VIEW {name} AS {view}")
 
 
 def _set_class_names(
     connection: DuckDBPyConnection, store: Store, name: str, manifests: list[Manifest], made: list[Manifest]
-) -> None:
-    """Set variables: the names of classes, and for each file of a table the place of its data set's first one."""
+) -> list[int | None]:
+    """Set a variable to the names of classes; return, for each file of a table, the place of its data set's first one.
+
+    None: the file has names, or its data set was removed.
+    """
     inputs = [manifest.inputs.get("data") if name == "predictions" else None for manifest in made]
     keys = [data[0].key if data else manifest.key for data, manifest in zip(inputs, made, strict=True)]
     needed, class_names, places = set(keys), list[str](), dict[str, int]()
@@ -335,21 +349,19 @@ def _set_class_names(
     for manifest, dataset in _read_json(store, used, "dataset.json"):
         places[manifest.key] = len(class_names)
         class_names += dataset["class_names"] or [""]  # without classes, every image has label 0
-    of_files = [places.get(key) for key in keys]  # None: a file with names, or its data set was removed
     connection.execute(f"SET VARIABLE {name}_classes = $names::VARCHAR[]", {"names": class_names})
-    connection.execute(f"SET VARIABLE {name}_places = $places::BIGINT[]", {"places": of_files})
+    return [places.get(key) for key in keys]
 
 
 def _value(table: str, column: Column) -> str:
     """Return the SQL for a column of a table's files; numbers of classes become names."""
-    place = f"getvariable('{table}_places')[file_index::BIGINT + 1]"
-    named = f"nullif(getvariable('{table}_classes')[{place} + {{}} + 1], '')"
+    named = f"nullif(getvariable('{table}_classes')[place + {{}} + 1], '')"
     if table == "predictions" and column.name.endswith("_name"):
         return named.format(column.name.removesuffix("_name"))
     if (table, column.name) == ("images", "label"):  # -1: several or none, in `labels`
         several = f"nullif(array_to_string([{named.format('x')} for x in labels], '; '), '')"
         one = named.format("try_cast(label AS INTEGER)")
-        return f"CASE WHEN {place} IS NULL THEN label WHEN label = '-1' THEN {several} ELSE {one} END"
+        return f"CASE WHEN place IS NULL THEN label WHEN label = '-1' THEN {several} ELSE {one} END"
     return f'"{column.name}"::{column.type}'
 
 
@@ -361,24 +373,14 @@ def _left_out(name: str) -> str:
     return f" WHERE NOT (method = 'majority' AND {drawn})"
 
 
-def _define_table(connection: DuckDBPyConnection, name: str, records: Records) -> None:
+def _define_table(connection: DuckDBPyConnection, name: str, columns: Sequence[Column], records: Records) -> None:
+    shape = json.dumps([{column.name: column.type for column in columns}])
     write = f"CREATE TABLE {name} AS"
     while (some := [*islice(records, _AT_ONCE)]) or write.startswith("CREATE"):
-        _set_records(connection, f"{name}_records", TABLES[name], some)
-        connection.execute(f"{write} SELECT unnest(getvariable('{name}_records'), recursive := true)")
+        values = json.dumps([{column.name: record[column.name] for column in columns} for record in some])
+        unnested = "SELECT unnest(from_json($records, $shape), recursive := true)"
+        connection.execute(f"{write} {unnested}", {"records": values, "shape": shape})
         write = f"INSERT INTO {name}"
-
-
-def _set_records(
-    connection: DuckDBPyConnection, variable: str, columns: tuple[Column, ...], records: list[dict[str, Any]]
-) -> None:
-    """Set a variable to a list of structs with these columns."""
-    shape = json.dumps([{column.name: column.type for column in columns}])
-    values = [{column.name: record[column.name] for column in columns} for record in records]
-    connection.execute(
-        f"SET VARIABLE {variable} = from_json($records, $shape)",
-        {"records": json.dumps(values), "shape": shape},
-    )
 
 
 def _origin(manifest: Manifest, groups: Groups) -> dict[str, Any]:
