@@ -283,9 +283,13 @@ def _status_so_far(store: Store, run: str, events: list[dict[str, Any]], cluster
     return Status.UNFINISHED if gone else Status.RUNNING
 
 
-def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
-    """Request a run to stop, then stop its jobs, the driver's first; yield a line about each job."""
-    request_stop(store, run)
+def stop_run(store: Store, run: str, clusters: Clusters, why: str = "") -> Iterator[str]:
+    """Request a run to stop, then stop its jobs, the driver's first; yield a line about each job.
+
+    Args:
+        why: empty, if a person stops it.
+    """
+    request_stop(store, run, why)
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
 

@@ -45,6 +45,7 @@ from pipelines.store import (
     read_manifest,
     read_over,
     read_plan,
+    stop_reason,
     who,
 )
 
@@ -246,13 +247,13 @@ class _Look:
         """Write the plan of a tick's run, or read the one that it has."""
         return start_run(self.store, self.schedule.pipeline, tuple(self.schedule.pipeline.stages), run_id=run)
 
-    def stop(self, run: str, detail: str = "") -> Iterator[str]:
-        """Stop a run's jobs and record that it was stopped, with what stopped it if that was not a person."""
+    def stop(self, run: str, why: str = "") -> Iterator[str]:
+        """Stop a run's jobs and record that it was stopped, and why, unless a person has stopped it meanwhile."""
         if read_plan(self.store, run) is None:
             self.start(run)
-        for line in stop_run(self.store, run, self.reach.clusters(self.schedule)):
+        for line in stop_run(self.store, run, self.reach.clusters(self.schedule), why):
             yield f"{run}: {line}"
-        end_run(self.store, run, Status.STOPPED, detail)
+        end_run(self.store, run, Status.STOPPED, stop_reason(self.store, run))
 
     def end(self, run: str) -> Iterator[str]:
         """Record how the last run ended."""

@@ -96,6 +96,7 @@ from pipelines.store.run_records import read_over as read_over
 from pipelines.store.run_records import read_overs as read_overs
 from pipelines.store.run_records import read_plan as read_plan
 from pipelines.store.run_records import request_stop as request_stop
+from pipelines.store.run_records import stop_reason as stop_reason
 from pipelines.store.run_records import stop_requested as stop_requested
 from pipelines.store.training_log import LOG as LOG
 from pipelines.store.training_log import LogLine as LogLine

@@ -315,6 +315,15 @@ class StageState(Frozen):
     key: Name | None = None
 
 
+class StopRequest(Frozen):
+    """The content of stop.json."""
+
+    who: str
+    time: Time
+    why: str = ""
+    """Empty, if a person stopped the run."""
+
+
 class Over(Frozen):
     """The end of a run: its status, and the state of its stages, in running order."""
 

@@ -9,7 +9,7 @@ from pipelines.environment import environment
 from pipelines.errors import StoreDamaged
 from pipelines.store.objects import check_name, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
-from pipelines.store.records import Event, Layout, Over, RunPlan, now, who
+from pipelines.store.records import Event, Layout, Over, RunPlan, StopRequest, now, who
 
 
 def create_run(store: Store, run: str, plan: Mapping[str, Any]) -> bool:
@@ -74,11 +74,25 @@ def _parse_over(store: Store, name: str, data: bytes | StoreDamaged | None) -> O
         return None
 
 
-def request_stop(store: Store, run: str) -> None:
-    """Request a run to stop; its drivers see the request and submit no more jobs."""
-    store.create(f"{Layout.run(run)}/stop.json", encode({"who": who(), "time": now()}))
+def request_stop(store: Store, run: str, why: str = "") -> None:
+    """Request a run to stop; its drivers see the request and submit no more jobs. The first request counts.
+
+    Args:
+        why: empty, if a person stops it.
+    """
+    store.create(f"{Layout.run(run)}/stop.json", encode(StopRequest(who=who(), time=now(), why=why)))
 
 
 def stop_requested(store: Store, run: str) -> bool:
     """Whether the run was requested to stop."""
     return store.read(f"{Layout.run(run)}/stop.json") is not None
+
+
+def stop_reason(store: Store, run: str) -> str:
+    """Return why the run was requested to stop; empty, if a person did that, or the record is damaged."""
+    try:
+        request = read_record(store, f"{Layout.run(run)}/stop.json", StopRequest)
+    except StoreDamaged as error:
+        warn(f"{error}; ignoring it. Run `vitflow verify`")
+        return ""
+    return "" if request is None else request.why

@@ -19,7 +19,7 @@ class DriversNetwork(FaultyNetwork):
         self.run = ""  # that the process drives
         self.told: set[str] = set()  # names of records that it has read
         self.submitted: set[str] = set()
-        self.mistakes: set[str] = set()  # submission ids of its own attempts that ended by the user's mistake
+        self.mistakes: set[str] = set()  # its own jobs that ended by the user's mistake, as it was told last
 
     def ask(self, what: str, name: str, answer: Callable[[], Any], lost: Callable[[str], Exception]) -> Any:
         if what == "submit":
@@ -31,9 +31,9 @@ class DriversNetwork(FaultyNetwork):
         answered = super().ask(what, name, answer, lost)
         if what == "read" and answered is not None:
             self.told.add(name)
-        elif (
-            what == "job" and answered is not None and (answered.status, answered.exit_code) == ("FAILED", USER_MISTAKE)
-        ):
+        elif what == "job" and answered is None:  # a new cluster
+            self.mistakes.discard(name)
+        elif what == "job" and (answered.status, answered.exit_code) == ("FAILED", USER_MISTAKE):
             self.mistakes |= {name} & self.submitted
         return answered
 

@@ -18,7 +18,7 @@ from pipelines.engine.history import end_run
 from pipelines.engine.runs import run_status, start_run
 from pipelines.environment import Environment, using
 from pipelines.recipe.load import load_pipeline
-from pipelines.schedules import serve, ticks
+from pipelines.schedules import due, serve, ticks
 from pipelines.schedules.due import attend
 from pipelines.schedules.schedule import (
     Schedule,
@@ -28,7 +28,7 @@ from pipelines.schedules.schedule import (
     tick_run,
 )
 from pipelines.schedules.ticks import Position, decide, read_end, refresh
-from pipelines.store import StoreError, add_event, encode, open_store, read_events, read_over, read_plan
+from pipelines.store import StoreError, add_event, encode, open_store, read_events, read_over, read_plan, request_stop
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
 from tests.simulation.loop import Killed
@@ -308,6 +308,22 @@ def test_a_dead_driver_does_not_cost_the_next_tick(often: Scheduled) -> None:
     assert often.ray.drivers(often.run(1)) == ["RUNNING"]
 
 
+def test_a_run_that_a_person_stops_at_that_moment_is_not_called_dead(
+    often: Scheduled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often.look(0, None)
+    often.ray.drivers_die()
+
+    def stopped_meanwhile(_: object) -> bool:
+        with using(often.clock):
+            request_stop(often.store, often.run(0))
+        return False
+
+    monkeypatch.setattr(due._Look, "is_cached", stopped_meanwhile)
+    often.look(1, None)
+    assert often.ends() == ["1 STOPPED"]
+
+
 def test_a_run_that_another_process_is_about_to_start_is_not_taken_for_dead(often: Scheduled) -> None:
     """Starting a cluster takes it a minute; but if it was killed, a week later the next tick is not lost, either."""
     die(often, 0, 2, after=True)
@@ -335,7 +351,7 @@ def test_a_driver_that_another_machine_submitted_to_itself_is_not_taken_for_dead
 
 def test_a_run_that_a_person_stopped_is_over_and_its_jobs_are_stopped(often: Scheduled) -> None:
     often.look(0)
-    often.store.create(f"runs/{often.run(0)}/stop.json", b'{"who": "a person"}')  # who was killed then
+    request_stop(often.store, often.run(0))  # by a command that was killed then
     often.look(0.5)
     assert often.ray.drivers(often.run(0)) == ["STOPPED"]
     assert often.ends() == ["1 STOPPED"]
