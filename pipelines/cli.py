@@ -50,6 +50,7 @@ COMMANDS = {
     "schema": "inspect",
     "drive": "running",
     "report": "queries",
+    "site": "site",
     "alias": "aliases",
     "explain": "protocols",
     "verify-protocol": "protocols",

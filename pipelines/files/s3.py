@@ -102,6 +102,14 @@ def fetch(uri: str, folder: Path) -> Path:
     return folder / ONE_FILE if [file.name for file in files] == [ONE_FILE] else folder
 
 
+def put(uri: str, data: bytes, content_type: str) -> None:
+    """Write an object, over the one that has this address. Raises StoreError."""
+    parse(uri)
+    bucket, key = _split(uri)
+    with _requests(uri, "write it") as s3:
+        s3.client().put_object(Bucket=bucket, Key=key, Body=data, ContentType=content_type)
+
+
 @contextmanager
 def _requests(uri: str, operation: str) -> Iterator[Any]:
     """Yield the module `s3_client`, for requests whose errors name the address and the operation."""

@@ -18,7 +18,7 @@ from rich.text import Text
 from pipelines.results.accuracies import add_headings, labels_of, table_with_title
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest, quantity
-from pipelines.store import Manifest, Store, local_files, read_manifest
+from pipelines.store import FileEntry, Manifest, Store, local_files, read_manifest
 from ray_jobs.evaluation.intervals import mean_interval
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
@@ -65,7 +65,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
     `of_images`. The intervals are not adjusted for multiple comparisons.
     """
     only = [
-        [{"task": entry.task} | _value(entry, compared.metric, entry.table(compared.metric)) for entry in rest]
+        [{"task": entry.task} | measured_line(entry, compared.metric, entry.table(compared.metric)) for entry in rest]
         for rest in compared.rest
     ]
     return {
@@ -264,13 +264,14 @@ def _measured(store: Store, selector: str) -> list[Manifest]:
         matches = [manifest for manifest in inputs if manifest is not None]
     if not matches:
         raise RecipeError(f"{selector}: no committed results yet; `vitflow status` shows what its run is doing")
-    measured = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
+    measured = [manifest for manifest in matches if manifest.kind != "report" and measured_files(manifest)]
     if not measured:
         raise RecipeError(f"{selector}: no measurements; expected an evaluation, a fine-tuned model, a report or a run")
     return measured
 
 
-def _files(manifest: Manifest) -> list[Any]:
+def measured_files(manifest: Manifest) -> list[FileEntry]:
+    """Return an artifact's files with measurements."""
     return [entry for entry in manifest.files if entry.path in _TABLES]
 
 
@@ -288,7 +289,9 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     Raises:
         RecipeError: a table has other columns than this version's.
     """
-    parts = [(manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests]
+    parts = [
+        (manifest.stage, manifest, local_files(store, manifest, measured_files(manifest))) for manifest in manifests
+    ]
     try:
         rows = measures.join_tables(parts, "rows.parquet", ROWS)
         predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
@@ -318,7 +321,7 @@ def _pair(pair: Pair, metric: str) -> dict[str, Any]:
     a, b, of_images = pair
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
     tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
-    sides = [_value(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
+    sides = [measured_line(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
     if a.artifact == b.artifact and a.method == b.method:
         value = low = high = 0.0  # the same result
     elif is_paired:
@@ -340,7 +343,7 @@ def _pair(pair: Pair, metric: str) -> dict[str, Any]:
     }
 
 
-def _value(entry: AnyEntry, metric: str, table: np.ndarray) -> dict[str, Any]:
+def measured_line(entry: AnyEntry, metric: str, table: np.ndarray) -> dict[str, Any]:
     """Describe a metric of an entry, from its parts by image [draws, n], for all or some of its draws."""
     value, low, high = mean_interval(table.astype(float))
     return {

@@ -12,6 +12,34 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 CHROMIUM = shutil.which("chromium")
 
+# What is wider than the window or than its own box, except in a region that scrolls.
+OVERFLOW = """(() => {
+  const all = [...document.querySelectorAll("body *")], aside = ".scroll, caption, svg, script";
+  const wide = all.filter(each => !each.closest(aside)).filter(each =>
+    each.getBoundingClientRect().right > innerWidth || each.clientWidth && each.scrollWidth > each.clientWidth + 1);
+  return [document.documentElement.scrollWidth > innerWidth, wide.map(each => each.outerHTML.slice(0, 80))];
+})()"""
+# The texts with a contrast below 4.5 to the nearest background (WCAG 2.2, 1.4.3).
+CONTRAST = """(() => {
+  const parse = colour => (colour.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const behind = each => {
+    for (; each; each = each.parentElement) {
+      const colour = parse(getComputedStyle(each).backgroundColor);
+      if (colour.length && colour[3] !== 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const texts = [...document.querySelectorAll("body *")].filter(each => !each.closest("script, .count, #tip, title") &&
+    [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()));
+  return texts.map(each => {
+    const style = getComputedStyle(each), front = light(parse(each instanceof SVGElement ? style.fill : style.color));
+    const back = light(behind(each.parentElement && each));
+    return [(Math.max(front, back) + .05) / (Math.min(front, back) + .05), each.textContent.slice(0, 40)];
+  }).filter(([ratio]) => ratio < 4.5);
+})()"""
+
 
 class Tab:
     """One page; `events` are what it reported so far: (method, parameters)."""

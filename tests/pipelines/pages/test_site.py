@@ -1,0 +1,156 @@
+"""The site of a store: what it shows is what was computed; names from the store run nothing; nothing is read twice."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.pages import collect
+from pipelines.results.accuracies import list_results
+from pipelines.store import Store, open_store, read_plan
+from tests.conftest import Vitflow
+from tests.support.browser import CHROMIUM, CONTRAST, OVERFLOW, Tab, chromium
+from tests.support.documented import put_quickstart
+from tests.support.many_runs import HOSTILE, put_many_runs
+from tests.support.s3 import Server
+
+WIDTHS, SCHEMES = (390, 900, 1200), ("light", "dark")
+PAGES = ("overview", "runs", "models", "schedules", "reports", "task/digits", "run/{run}", "compare/{run}/{other}")
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = open_store(str(tmp_path_factory.mktemp("filled") / "store"))
+    put_quickstart(store)
+    put_many_runs(store, 20)
+    return store
+
+
+@pytest.fixture
+def data(filled: Store) -> dict[str, Any]:
+    return collect.collect(filled)
+
+
+def test_results_are_those_of_report_list(filled: Store, data: dict[str, Any]) -> None:
+    shown = {
+        (key, *data["settings"][line[0]][2:]): (pytest.approx(line[1], abs=1e-5), line[4], line[5])
+        for key, lines in data["results"].items()
+        for line in lines
+    }
+    listed = {
+        (row["key"][:12], *(row[name] for name in ("protocol", "method", "labels_per_class", "metric"))): (
+            row["mean"],
+            row["draws"],
+            row["num_images"],
+        )
+        for row in list_results(filled, None, None, None)
+    }
+    assert shown == listed
+
+
+def test_results_on_other_test_images_are_on_another_board(data: dict[str, Any]) -> None:
+    few_shot = [each for each in data["boards"] if each["protocol"] == "few-shot linear"]
+    judged = {(each["images"], each["labels_per_class"]): each["judged"] for each in few_shot}
+    assert judged == {(539, 1): 1, (539, 5): 1, (539, 10): 1, (539, 25): 1, (400, 1): 18, (400, 5): 18}
+
+
+def test_a_later_site_measures_only_what_is_new(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = collect.collect(filled)
+    monkeypatch.setattr(collect, "measurements", pytest.fail)
+    monkeypatch.setattr(collect, "plan_of", pytest.fail)
+    after = collect.collect(filled)
+    assert after | {"made": ""} == before | {"made": ""}
+
+
+def test_the_site_on_s3_is_that_of_a_folder(vitflow: Vitflow, filled: Store, moto: Server, tmp_path: Path) -> None:
+    bucket = moto.bucket()
+    for to in (str(tmp_path / "site"), f"s3://{bucket.name}/site"):
+        for _ in range(2):
+            vitflow("site", "--store", filled.uri, "--to", to, **moto.environment)
+    files = [path for path in (tmp_path / "site").rglob("*") if path.is_file()]
+    assert len(files) == 5
+    for path in files:
+        name = f"site/{path.relative_to(tmp_path / 'site')}"
+        ours, theirs = path.read_bytes(), bucket.read(name)
+        assert re.sub(rb'"made":"[^"]*"', b"", ours) == re.sub(rb'"made":"[^"]*"', b"", theirs)
+
+
+def test_a_folder_with_other_files_is_refused(vitflow: Vitflow, filled: Store, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    refused = vitflow("site", "--store", filled.uri, "--to", tmp_path, check=2)
+    assert "has other files" in refused.stderr
+
+
+# ------------------------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def seen(filled: Store, vitflow: Vitflow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a browser finds, by page and size."""
+    folder = tmp_path_factory.mktemp("site") / "site"
+    vitflow("site", "--store", filled.uri, "--to", folder)
+    *_, other, run = (name for name in filled.names("runs") if name.startswith("nightly"))
+
+    async def look(tab: Tab) -> dict[str, Any]:
+        await tab.open(folder / "index.html")
+        found: dict[str, Any] = {"run": run}
+        for page, width, scheme in product(PAGES, WIDTHS, SCHEMES):
+            await tab.show(width, scheme)
+            await tab.evaluate(f"location.hash = {json.dumps(page.format(run=run, other=other))}; show();")
+            found[page, width, scheme] = [await tab.evaluate(OVERFLOW), await tab.evaluate(CONTRAST)]
+            found[page] = await tab.evaluate("document.body.innerText")
+        found["fields"] = await tab.evaluate(f"fieldsOf(byRun.get({json.dumps(run)}))")
+        found["title"] = await tab.evaluate("document.title")
+        found["images"] = await tab.evaluate("document.images.length")
+        return found | {"events": tab.events, "folder": folder}
+
+    async def browse() -> dict[str, Any]:
+        async with chromium(tmp_path_factory.mktemp("profile")) as tab:
+            return await look(tab)
+
+    yield asyncio.run(browse())
+
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
+
+
+@pytest.mark.slow
+@in_browser
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_cut_and_every_text_is_legible(seen: dict[str, Any], page: str) -> None:
+    for width, scheme in product(WIDTHS, SCHEMES):
+        (scrolls, wide), faint = seen[page, width, scheme]
+        assert (scrolls, wide, faint) == (False, [], []), (width, scheme)
+
+
+@pytest.mark.slow
+@in_browser
+def test_it_reads_its_own_files_only_and_a_hostile_name_runs_nothing(seen: dict[str, Any]) -> None:
+    assert HOSTILE in seen["run/{run}"] or HOSTILE in seen["schedules"] or HOSTILE in seen["runs"]
+    assert (seen["title"], seen["images"]) == ("vitflow", 0)
+    methods = {method for method, _ in seen["events"]}
+    assert not {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"} & methods
+    urls = {event["request"]["url"] for method, event in seen["events"] if method == "Network.requestWillBeSent"}
+    own = {(seen["folder"] / name).as_uri() for name in ("index.html", "site.css", "data.js", "site.js")}
+    assert {url.partition("#")[0] for url in urls if not url.startswith("data:")} == own
+
+
+@pytest.mark.slow
+@in_browser
+def test_a_runs_fields_are_those_of_its_plan(seen: dict[str, Any], filled: Store) -> None:
+    plan = read_plan(filled, seen["run"])
+    assert plan is not None
+
+    def value(path: str) -> Any:
+        found: Any = plan["pipeline"]["stages"]
+        for part in path.split("."):
+            found = found[part]
+        return found
+
+    assert len(seen["fields"]) > 100
+    assert all(json.loads(text) == value(path) for path, text in seen["fields"].items())
