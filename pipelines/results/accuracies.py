@@ -22,7 +22,7 @@ from pipelines.spec import RecipeError, nearest
 from pipelines.store import Store
 
 _SETTING = ("task", "protocol", "method", "labels_per_class")
-BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "mean", "judged", "optimism", "recipe/stage", "key")
+BEST_COLUMNS: tuple[str, ...] = (*_SETTING, "num_images", "mean", "judged", "optimism", "recipe/stage", "key")
 RESULT_COLUMNS: tuple[str, ...] = (*_SETTING, "metric", "mean", "draws", "recipe/stage", "key", "run")
 MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are only on the report's page
 ANSWERING = 10  # accuracies at the end of a run
@@ -153,8 +153,8 @@ def labels_of(line: dict[str, Any]) -> str:
 def list_results(store: Store, task: str | None, stage: str | None, best: str | None) -> list[dict[str, Any]]:
     """List the mean on test over the draws of each (artifact, task, protocol, method, number of labels, metric).
 
-    The oldest result comes first. With `best`, a metric, only the highest of each (task, protocol, number of labels)
-    that covers all of test is listed, with `judged`, the number of results in this setting, without references, and
+    The oldest result comes first. With `best`, a metric, only the highest of each (task, number of test images, protocol,
+    number of labels) that covers all of test is listed: a dataset that has grown has other test images. It comes with `judged`, the number of results in this setting, without references, and
     `optimism`, see `expected_optimism`; None for metrics other than accuracy.
 
     Raises:
@@ -183,7 +183,7 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     from ray_jobs.evaluation.rows import ACCURACY, is_apart, is_reference
 
     def setting(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["task"], row["protocol"], row["labels_per_class"], row["metric"]
+        return tuple(row[name] for name in ("task", "num_images", "protocol", "labels_per_class", "metric"))
 
     judged = Counter(setting(row) for row in everything if not (is_apart(row["method"]) or is_reference(row["method"])))
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -236,8 +236,9 @@ class SimulatedCluster:
         attempt = read_attempt(self.store, spec.removeprefix(f"{self.store.uri}/").removesuffix("/attempt.json"))
         assert attempt is not None, "a job was submitted before its attempt was written"
         assert attempt.submission_id == job.submission_id, "submitted under an id that is not its attempt's"
-        if self.store.read(f"{Layout.attempt(attempt.job, attempt.key, attempt.number + 1)}/attempt.json") is not None:
-            job.is_late = True  # the submission was under way for long
+        following = f"{Layout.attempt(attempt.job, attempt.key, attempt.number + 1)}/attempt.json"
+        if attempt.cluster_session != self.session_name or self.store.read(following) is not None:
+            job.is_late = True  # the submission was under way for long: to other drivers, its cluster is gone
             return attempt
         alive = [other for other in self.jobs.values() if not (other.ended or other.is_late)]
         others = {each.submission_id for each in alive if each.attempt and each.attempt.key == attempt.key}

@@ -26,17 +26,16 @@ METHODS = ("ViT, pretrained", "ViT, untrained", "pixels")
 IMAGES, DRAWS, SHOTS = 400, 3, (1, 5)
 
 
-def put_many_runs(store: Store, count: int) -> None:
-    """Write so many runs, one an hour until now; each tenth fails."""
-    rng, clock = np.random.default_rng(0), Clock()
-    truth = Truth("digits", [f"{n}" for n in range(IMAGES)], rng.integers(0, 10, IMAGES))
-    position = Position()
-    begin = datetime.now(UTC) - timedelta(hours=count)
+def put_many_runs(store: Store, numbers: range) -> None:
+    """Write runs with these numbers, one an hour until now; each tenth fails."""
+    clock, position = Clock(), Position()
+    truth = Truth("digits", [f"{n}" for n in range(IMAGES)], np.random.default_rng(0).integers(0, 10, IMAGES))
     with using(clock):
-        clock.moment = begin
+        clock.moment = datetime.now(UTC) - timedelta(hours=len(numbers) + 1)
         add_schedule(store, Schedule(name="nightly", pipeline=_recipe("nightly", 0), recipe="n.yaml", cron="0 * * * *"))
-        for number in range(count):
-            clock.moment = begin + timedelta(hours=number)
+        for number in numbers:
+            clock.moment += timedelta(hours=1)
+            rng = np.random.default_rng(number)
             recipe = RECIPES[0 if number % 2 else 1 + number % 4 // 2]
             status = "FAILED" if number % 10 == 9 else "SUCCEEDED"
             run = _put_run(store, recipe, number, truth, rng, status)

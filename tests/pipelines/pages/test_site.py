@@ -27,7 +27,7 @@ PAGES = ("overview", "runs", "models", "schedules", "reports", "task/digits", "r
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = open_store(str(tmp_path_factory.mktemp("filled") / "store"))
     put_quickstart(store)
-    put_many_runs(store, 20)
+    put_many_runs(store, range(20))
     return store
 
 

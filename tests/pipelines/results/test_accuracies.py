@@ -241,3 +241,14 @@ def test_the_commands(vitflow_here: Vitflow, store: Store) -> None:
     assert line["key"] == "seed"
     refused = vitflow_here("report", "compare", "nope", "aa", "--store", store.uri, check=2)
     assert "Traceback" not in refused.stderr
+
+
+def test_results_on_another_number_of_test_images_are_another_setting(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    row = {"task": "digits", "protocol": "few-shot linear", "method": "ViT", "labels_per_class": 5, "draw": 0}
+    for key, accuracy, images in (("first", 0.9, 500), ("second", 0.8, 500), ("grown", 0.7, 10_000)):
+        with committed(store, "evaluate", key) as folder:
+            write_table(folder / "rows.parquet", [measurement(row, "accuracy", accuracy, images, "dev", {})], ROWS)
+            write_predictions(folder / "predictions.parquet", [])
+    listed = list_results(store, None, None, "accuracy")
+    assert {row["key"]: row["judged"] for row in listed} == {"first": 2, "grown": 1}
