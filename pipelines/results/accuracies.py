@@ -153,9 +153,10 @@ def labels_of(line: dict[str, Any]) -> str:
 def list_results(store: Store, task: str | None, stage: str | None, best: str | None) -> list[dict[str, Any]]:
     """List the mean on test over the draws of each (artifact, task, protocol, method, number of labels, metric).
 
-    The oldest result comes first. With `best`, a metric, only the highest of each (task, number of test images, protocol,
-    number of labels) that covers all of test is listed: a dataset that has grown has other test images. It comes with `judged`, the number of results in this setting, without references, and
-    `optimism`, see `expected_optimism`; None for metrics other than accuracy.
+    The oldest result comes first. With `best`, a metric, only the highest of each (task, number of test images,
+    protocol, number of labels) that covers all of test is listed: a dataset that has grown has other test images. It
+    comes with `judged`, the number of results in this setting, without references, and `optimism`, see
+    `expected_optimism`; None for metrics other than accuracy.
 
     Raises:
         RecipeError: there are no results with this task, stage or metric.
