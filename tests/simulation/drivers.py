@@ -41,6 +41,7 @@ from pipelines.store import (
 )
 from pipelines.store.records import LAYOUT_VERSION
 from pipelines.store.s3 import S3Store
+from ray_jobs.process.heartbeat import HEARTBEAT_SECONDS
 from tests.simulation.bucket import BucketClient
 from tests.simulation.cluster import Client, Script, SimulatedCluster, random_script
 from tests.simulation.faults import Faults, FaultyNetwork, Weather
@@ -355,7 +356,8 @@ class Episode:
             newest[attempt.key] = max(newest[attempt.key], attempt.number)
         for job in self.cluster.started:
             assert job.attempt is not None
-            lives = not job.process.is_dead and job.status != "PENDING" and job.process.asleep_until <= self.loop.now
+            is_awake = job.process.asleep_until + 2 * HEARTBEAT_SECONDS <= self.loop.now  # and has looked
+            lives = not job.process.is_dead and job.status != "PENDING" and is_awake
             assert not (lives and job.attempt.number < newest[job.attempt.key]), "superseded, and it lives on"
 
 
