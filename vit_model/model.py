@@ -86,6 +86,10 @@ class ViT(ParameterGroups):
     def is_block_matrix(self, name: str) -> bool:
         return name.startswith("blocks.") and name.endswith(".weight") and self.get_parameter(name).ndim == 2
 
+    def width_of(self, name: str) -> int | None:
+        is_matrix = name.endswith(".weight") and self.get_parameter(name).ndim == 2
+        return self.config.width if is_matrix and not name.startswith("patch_embed.") else None
+
     def forward(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
         """[b, c, height, width] -> logits [b, classes], or the representation [b, d] without a head.
 

@@ -33,6 +33,10 @@ class ParameterGroups(nn.Module):
         """Return whether a parameter is a matrix in a block of a ViT; Muon updates these."""
         return False
 
+    def width_of(self, name: str) -> int | None:
+        """Return a ViT's width if it is the number of a weight's inputs, up to a factor; None for other weights."""
+        return None
+
 
 class AroundModel(ParameterGroups):
     """A module that trains the model in its attribute `model` for an objective; its own parts are in the last layer."""

@@ -88,6 +88,13 @@ class Optimizer(Frozen):
         description="each layer of a ViT has this times the learning rate of the next one; the embeddings have the"
         " lowest, the head has learning_rate (BEiT, MAE)",
     )
+    base_width: int | None = later(
+        None,
+        ge=1,
+        description="muP (Yang et al. 2022, Table 3): the width at which learning_rate and weight_decay were tuned. The"
+        " matrices of a ViT's blocks and its heads have the rate times base_width / width, and the decay times width /"
+        " base_width. Widen a model by more heads: a head's width must be the tuned model's. For adamw",
+    )
     ema: float | None = later(
         None,
         gt=0,
@@ -125,7 +132,9 @@ class Optimizer(Frozen):
                 raise ValueError(f"betas {list(self.betas)} are for adamw; sgd has momentum")
             if self.decay == "times_schedule":
                 raise ValueError("decay times_schedule: sgd adds the decay to the gradient; use times_rate")
-        elif self.name == "adamw" and self.momentum != 0.9:
+        if self.name != "adamw" and self.base_width is not None:
+            raise ValueError(f"base_width {self.base_width} is for name adamw; name is {self.name}")
+        if self.name == "adamw" and self.momentum != 0.9:
             raise ValueError(f"momentum {self.momentum} is for name sgd or muon; adamw has betas")
         return self
 
@@ -145,6 +154,8 @@ def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> Non
         return
     if optimizer.layer_decay < 1:
         raise ValueError(f"optimizer.layer_decay {optimizer.layer_decay} needs the blocks of a ViT; model is a resnet")
+    if optimizer.base_width is not None:
+        raise ValueError(f"optimizer.base_width {optimizer.base_width} is for ViTs; model is a resnet")
     if optimizer.name == "muon":
         raise ValueError(
             "optimizer.name muon needs the blocks of a ViT; model is a resnet, for which there are: adamw, sgd"

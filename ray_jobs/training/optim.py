@@ -102,7 +102,8 @@ def make_optimizer(
     timm and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and
     not to the base rate: decay "times_schedule". The module says which parameters are decayed (`ParameterGroups`). SGD
     adds weight_decay * p to the gradient, as torch does. Muon steps the matrices of a ViT's blocks and decays them as
-    AdamW would; AdamW steps all other weights.
+    AdamW would; AdamW steps all other weights. With `base_width`, rates and decays are muP's: the initial weights and
+    the scores of attention follow muP by themselves if all heads have the same width, and the classifier is 0.
 
     Args:
         base: the learning rate that the schedule multiplies.
@@ -110,25 +111,28 @@ def make_optimizer(
     """
     _skip_dynamo()
     for_matrices, for_others = OPTIMIZERS[optimizer.name]
-    groups: dict[tuple[bool, int, bool, bool], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[bool, int, bool, bool, float], list[torch.nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             is_apart = for_matrices != for_others and module.is_block_matrix(name)
             above = module.last_layer - module.layer_of(name) if optimizer.layer_decay < 1 else 0
             waits = head_first > 0 and not name.startswith(HEADS)
-            groups.setdefault((is_apart, above, not module.is_decayed(name), waits), []).append(parameter)
+            narrower = 1.0
+            if optimizer.base_width is not None and (width := module.width_of(name)) is not None:
+                narrower = optimizer.base_width / width
+            groups.setdefault((is_apart, above, not module.is_decayed(name), waits, narrower), []).append(parameter)
     settings: list[dict[str, Any]] = []
     matrices: list[dict[str, Any]] = []
-    for is_apart, above, is_spared, waits in sorted(groups):
+    for is_apart, above, is_spared, waits, narrower in sorted(groups):
         scale = optimizer.layer_decay**above
-        decay = 0.0 if is_spared else optimizer.weight_decay
+        decay = 0.0 if is_spared else optimizer.weight_decay / narrower  # the rate multiplies it by that
         if optimizer.decay == "times_schedule":
             decay /= base * scale
         (matrices if is_apart else settings).append(
             {
-                "params": groups[is_apart, above, is_spared, waits],
+                "params": groups[is_apart, above, is_spared, waits, narrower],
                 "weight_decay": decay,
-                "scale": scale,
+                "scale": scale * narrower,
                 "first_step": head_first if waits else 0,
                 "ema": optimizer.ema,
             }

@@ -183,6 +183,11 @@ class Finetune(TrainingStage):
             if isinstance(self.model, ModelSize):
                 self.model.check_side("resolution", self.resolution)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        if self.backbone is not None and self.optimizer.base_width is not None:
+            raise ValueError(
+                f"optimizer.base_width {self.optimizer.base_width} is for a new model; a sweep finds the rate of this"
+                " backbone"
+            )
         if self.refits > 1 and self.labels.per_class is not None:
             raise ValueError(
                 f"refits {self.refits}: with labels.per_class there is one for each of labels.draws; leave refits out"

@@ -296,6 +296,11 @@ class Pretrain(TrainingStage):
             field = objective_properties(objective).settings
             if field and objective != self.objective and getattr(self, field) != type(getattr(self, field))():
                 raise ValueError(f"{field} has settings that only objective {objective} uses; remove it")
+        if self.optimizer.base_width is not None and (self.objective not in ("softmax", "sigmoid") or self.auxiliary):
+            raise ValueError(
+                f"optimizer.base_width {self.optimizer.base_width} is for objectives softmax and sigmoid without"
+                " auxiliary, whose parts all belong to the ViT"
+            )
         self._check_distillation()
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()

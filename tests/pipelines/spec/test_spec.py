@@ -282,6 +282,7 @@ PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     (MOCO | R50, "MoCo v3 is only implemented for ViTs; model is a resnet"),
     (MASKED | {"model": VIT | {"pooling": "map"}}, "does not train model.pooling map"),
     (MASKED | {"resolution": 4}, "resolution 4 is a single patch"),
+    (MASKED | {"optimizer": {"base_width": 64}}, "base_width 64 is for objectives softmax and sigmoid"),
 ]
 OPTIMIZERS: list[tuple[dict[str, Any], str]] = [
     ({"preset": "swin"}, "stages.pretrain.optimizer.preset: unknown value 'swin'; there are: paper, "),
@@ -293,12 +294,14 @@ OPTIMIZERS: list[tuple[dict[str, Any], str]] = [
     ({"name": "sgd", "betas": [0.9, 0.99]}, "betas [0.9, 0.99] are for adamw; sgd has momentum"),
     ({"name": "sgd", "decay": "times_schedule"}, "sgd adds the decay to the gradient; use times_rate"),
     ({"momentum": 0.95}, "momentum 0.95 is for name sgd or muon; adamw has betas"),
+    ({"name": "muon", "base_width": 64}, "base_width 64 is for name adamw; name is muon"),
     ({"name": "muon"}, "zero_stage 1: optimizer.name muon needs whole matrices, which ZeRO divides"),
     ({"ema": 1.0}, "stages.pretrain.optimizer.ema: Input should be less than 1, not 1.0"),
 ]
 OPTIMIZERS_OF_RESNETS: list[tuple[dict[str, Any], str]] = [
     ({"preset": "mae"}, "optimizer.preset mae is for ViTs; model is a resnet, for which there are: paper"),
     ({"name": "muon"}, "optimizer.name muon needs the blocks of a ViT; model is a resnet, for which"),
+    ({"base_width": 64}, "optimizer.base_width 64 is for ViTs; model is a resnet"),
     ({"layer_decay": 0.7}, "optimizer.layer_decay 0.7 needs the blocks of a ViT; model is a resnet"),
 ]
 MUON, NEW = {"optimizer": {"name": "muon"}}, {"backbone": None, "model": "Ti/16", "resolution": 32}
@@ -306,6 +309,7 @@ FINE_TUNINGS: list[tuple[dict[str, Any], str]] = [
     ({"freeze": "head"}, "stages.finetune.freeze"),
     ({"freeze": "backbone", "head_first": 3}, "head_first 3: freeze backbone trains only the head"),
     (MUON | {"freeze": "backbone"}, "muon is for the matrices of the blocks, which freeze backbone does not"),
+    ({"optimizer": {"base_width": 64}}, "base_width 64 is for a new model; a sweep finds the rate of this"),
     (MUON | {"lora": {}}, "muon is for the matrices of the blocks, which lora does not train; use adamw or"),
     ({"lora": {}, "freeze": 2}, "freeze 2: lora trains only its own matrices and the head; leave out freeze"),
     ({"lora": {"rank": 0}}, "stages.finetune.lora.rank: Input should be greater than 0, not 0"),

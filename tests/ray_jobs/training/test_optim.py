@@ -113,6 +113,53 @@ def test_rates_of_layers_are_timms(fields):
     assert ours == pytest.approx(theirs)
 
 
+def wide_vit(width: int) -> ViT:
+    """All heads have 16 numbers."""
+    sizes = {"patch_size": 4, "width": width, "depth": 2, "num_heads": width // 16, "mlp_dim": 4 * width}
+    return ViT(ViTConfig(**sizes, image_size=16, num_classes=10, pooling="gap"))
+
+
+def test_mup_divides_the_rates_of_matrices_and_heads_by_the_width_and_keeps_their_decay():
+    """Yang et al. 2022, Table 3, for Adam; the decay is what a step takes, rate times weight_decay."""
+    model = wide_vit(128)
+    groups = optim.make_optimizer(model, Optimizer(weight_decay=0.3, base_width=32), base=1.0).param_groups
+    of_name = {
+        name: group for group in groups for name, p in model.named_parameters() if any(p is q for q in group["params"])
+    }
+    wide = {name for name, group in of_name.items() if group["scale"] == 1 / 4}
+    assert wide == {
+        "head.weight",
+        *(f"blocks.{n}.{part}.weight" for n in (0, 1) for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")),
+    }
+    assert {group["scale"] for name, group in of_name.items() if name not in wide} == {1.0}
+    taken = {name: group["scale"] * group["weight_decay"] for name, group in of_name.items()}
+    assert {name for name, decay in taken.items() if decay == 0.3} == {*wide, "patch_embed.proj.weight"}
+
+
+def test_steps_change_what_a_model_computes_as_much_at_every_width_with_mup_only():
+    """The coordinate check of Yang et al. 2022, section D.1: the change of the logits after five steps of one rate."""
+
+    def change(width: int, base_width: int | None) -> float:
+        torch.manual_seed(0)
+        images, labels = torch.randn(64, 3, 16, 16), torch.arange(64) % 10
+        model = wide_vit(width)
+        model.initialise(seed=0)
+        optimizer = optim.make_optimizer(model, Optimizer(weight_decay=0.0, base_width=base_width), base=1.0)
+        for _ in range(5):
+            loss = nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optim.set_learning_rate(optimizer, 4e-3)
+            optimizer.step()
+        return float(model(images).detach().std())
+
+    widths = (32, 128, 512)
+    standard, mup = ([change(width, base) for width in widths] for base in (None, 32))
+    assert standard[0] == mup[0]
+    assert max(mup) < 1.6 * min(mup), mup
+    assert standard[2] > 4 * standard[0], standard
+
+
 @pytest.mark.parametrize(
     ("what", "trained"),
     [
