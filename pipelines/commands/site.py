@@ -21,9 +21,10 @@ def site(
 ) -> None:
     """Write static pages about the store's runs, models, schedules and results, with its reports.
 
-    They open from disk or from any web server, and load nothing from the network. The next time, only what is new is
-    read.
+    They open from disk or from any web server, and load nothing from the network. The next time, only new runs and
+    results are read.
     """
     opened, target = open_(store, create=False), place(to)
-    write(opened, collect(opened), [*all_manifests(opened, "report")], target)
+    manifests = [*all_manifests(opened)]
+    write(opened, collect(opened, manifests), [each for each in manifests if each.kind == "report"], target)
     console.print(f"[bold]{plain(target.first)}[/]", soft_wrap=True)

@@ -9,13 +9,27 @@ what has been done.
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+from itertools import takewhile
 from typing import NamedTuple
 
 from pipelines.engine.latest import Newest
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.spec import Promote
-from pipelines.store import PROMOTED, Alias, AliasMoved, Manifest, Store, alias_history, move_alias, read_manifest
+from pipelines.store import (
+    PROMOTED,
+    Alias,
+    AliasMoved,
+    Manifest,
+    Store,
+    alias_history,
+    move_alias,
+    newest_moves,
+    read_manifest,
+)
+
+CLOCKS_DIFFER = timedelta(days=1)  # at most: an alias moves after its comparison has begun
 
 
 class Rival(NamedTuple):
@@ -86,5 +100,6 @@ def is_unsettled(store: Store, stage: PlannedStage) -> bool:
 
 def _move_of(store: Store, manifest: Manifest) -> Alias | None:
     """Return the move that a comparison led to; None if there is none."""
-    history = alias_history(store, str(manifest.config["against"])[1:])
-    return next((record for record in history if record.report == manifest.key), None)
+    since = (datetime.fromisoformat(manifest.started) - CLOCKS_DIFFER).isoformat()
+    newest = takewhile(lambda move: move.time > since, newest_moves(store, str(manifest.config["against"])[1:]))
+    return next((move for move in newest if move.report == manifest.key), None)

@@ -1,4 +1,4 @@
-"""Objects on S3 as the files of sources: listing, identifying and reading them.
+"""Objects on S3 as the files of sources, which are listed, identified and read, and as the files of a site.
 
 A source is one object, s3://bucket/key, or the objects below s3://bucket/prefix, which are treated as a folder. Objects
 are identified by ETag and size, and read when they are needed.

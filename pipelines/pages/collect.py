@@ -21,16 +21,16 @@ from pipelines.results.compare import measured_files, measured_line, measurement
 from pipelines.results.listing import list_kind
 from pipelines.results.lookup import recipe_and_stage
 from pipelines.schedules.schedule import Schedule, all_schedules
-from pipelines.schedules.ticks import Position, history, refresh
+from pipelines.schedules.ticks import Position, history, read_end, refresh
 from pipelines.spec import RecipeError
 from pipelines.store import (
     Alias,
     Found,
     Manifest,
     Store,
+    StoreDamaged,
     alias_history,
     alias_names,
-    all_manifests,
     listed,
     now,
     read_overs,
@@ -54,7 +54,7 @@ class SiteStage(Frozen):
 
 
 class SiteRun(Frozen):
-    """A run: how it ended, its stages, and the fields of its recipe, {"pretrain.steps": "100"}, as JSON."""
+    """A run: how it ended, its stages, and their fields, {"pretrain": {"optimizer.ema": "0.99"}}, as JSON."""
 
     run: str
     status: str
@@ -62,7 +62,7 @@ class SiteRun(Frozen):
     ended: str | None
     detail: str
     stages: tuple[SiteStage, ...]
-    fields: dict[str, str]
+    fields: dict[str, dict[str, str]]
 
 
 class Line(Frozen):
@@ -89,19 +89,22 @@ class Measured(Frozen):
     lines: tuple[Line, ...]
 
 
-def collect(store: Store) -> dict[str, Any]:
-    """Return what the pages show. Keys of artifacts are the first 12 characters, as in tables.
+def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
+    """Return what the pages show of a store with these artifacts. Damaged records are left out, with a warning.
+
+    Keys of artifacts are the first 12 characters, as in tables.
 
     Returns:
         store, made: its URI, and when this was collected.
-        runs: sorted by time, each with the fields of its recipe that changed since the recipe's previous run.
+        runs: sorted by time, each with the fields of its stages that changed since the recipe's previous run.
         artifacts: those with results, models, and reports, by key.
-        settings: (task, test images, protocol, method, labels per class, metric) of the results.
+        settings: (task, test images, protocol, method, labels per class, metric) of the results, and whether they are
+            left out of the boards (`is_apart`).
         results: key -> lines (number of the setting, value, low, high, draws, images).
-        boards: (task, test images, protocol, labels per class, metric), and how often these images were looked at.
+        boards: (task, test images, protocol, labels per class, metric), the best result, and how often these images
+            were looked at.
         models, aliases with their moves, schedules with their ticks.
     """
-    manifests = [*all_manifests(store)]
     measured = _measured(store, manifests)
     settings = {_setting(line): None for each in measured for line in each.lines}
     number = {setting: place for place, setting in enumerate(settings)}
@@ -113,16 +116,16 @@ def collect(store: Store) -> dict[str, Any]:
         "made": now()[:19],
         "runs": [*_changes(_runs(store))],
         "artifacts": {_short(each.key): _artifact(each) for each in manifests if each.key in shown},
-        "settings": [*settings],
+        "settings": [(*setting, is_apart(setting[3])) for setting in settings],
         "results": {
             _short(each.key): [_numbers(line, number[_setting(line)]) for line in each.lines]
             for each in measured
             if each.lines
         },
-        "boards": _boards(line for each in measured for line in each.lines),
+        "boards": _boards((each.key, line) for each in measured for line in each.lines),
         "models": [_model(row) for row in models],
-        "aliases": {name: _moves(store, name, manifests) for name in alias_names(store)},
-        "schedules": [_schedule(store, schedule) for schedule in all_schedules(store)],
+        "aliases": dict(_aliases(store, manifests)),
+        "schedules": [*_schedules(store)],
     }
 
 
@@ -159,16 +162,19 @@ def _runs(store: Store) -> Iterator[SiteRun]:
         for run, plan, over in zip(ids, plans, read_overs(store, ids), strict=True):
             if plan is None:
                 continue
-            status = run_status(store, run)
-            stages = tuple(SiteStage.model_validate(_known(each)) for each in status["stages"])
+            if over is None:
+                shown = run_status(store, run)
+                status, stages = shown["status"], shown["stages"]
+            else:
+                status, stages = over.status, over.model_dump(exclude_unset=True)["stages"]
             found = SiteRun(
                 run=run,
-                status=status["status"],
-                created=status["created"],
+                status=status,
+                created=plan["created"],
                 ended=over and over.time,
                 detail="" if over is None else over.detail,
-                stages=stages,
-                fields=dict(_flat(plan["pipeline"]["stages"])),
+                stages=tuple(SiteStage.model_validate(_known(each)) for each in stages),
+                fields={name: dict(_flat(stage)) for name, stage in plan["pipeline"]["stages"].items()},
             )
             yield Found(position_of(run), run, found, is_final=over is not None)
 
@@ -180,7 +186,7 @@ def _known(stage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (path, JSON) of each field, such as ("pretrain.mixup.alpha", "0.2")."""
+    """Yield (path, JSON) of each field, such as ("optimizer.ema", "0.99")."""
     for name, field in value.items():
         if isinstance(field, dict) and field:
             yield from _flat(field, f"{prefix}{name}.")
@@ -189,19 +195,28 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _changes(runs: Iterator[SiteRun]) -> Iterator[dict[str, Any]]:
-    """Yield each run with `changed`: {field: JSON, or null if it has gone} since the recipe's previous run.
+    """Yield each run with `changed`: {stage: {field: JSON, or null if it has gone}} since the recipe's previous run.
 
     The first run of a recipe has all its fields, so the fields of each run can be put together again.
     """
-    before: dict[str, Mapping[str, str]] = {}
+    before: dict[str, dict[str, dict[str, str]]] = {}
     for run in runs:
         recipe = recipe_of(run.run)
         then = before.get(recipe, {})
-        changed: dict[str, str | None] = {name: text for name, text in run.fields.items() if then.get(name) != text}
-        changed |= dict.fromkeys(then.keys() - run.fields.keys())
         before[recipe] = run.fields
-        fields = run.model_dump(exclude={"fields", "stages"}, exclude_defaults=True)
-        yield fields | {"recipe": recipe, "changed": changed, "stages": [_stage(each) for each in run.stages]}
+        stages = [*run.fields, *(stage for stage in then if stage not in run.fields)]
+        changed = {stage: _changed(then.get(stage, {}), run.fields.get(stage, {})) for stage in stages}
+        yield run.model_dump(exclude={"fields", "stages"}) | {
+            "recipe": recipe,
+            "changed": {stage: fields for stage, fields in changed.items() if fields},
+            "stages": [_stage(each) for each in run.stages],
+        }
+
+
+def _changed(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str | None]:
+    return {name: text for name, text in now.items() if then.get(name) != text} | dict.fromkeys(
+        then.keys() - now.keys()
+    )
 
 
 def _stage(stage: SiteStage) -> tuple[str, ...]:
@@ -219,7 +234,7 @@ def _measured(store: Store, manifests: list[Manifest]) -> list[Measured]:
         for key in keys:
             try:
                 found = measurements(store, [measured[key]])
-            except RecipeError as error:
+            except (RecipeError, StoreDamaged) as error:
                 warn(f"{error}; leaving it out")
                 continue
             lines = tuple(_line(entry, ACCURACY) for entry in found.entries)
@@ -248,19 +263,20 @@ def _line(entry: Any, metric: str) -> Line:
     )
 
 
-def _boards(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Return each task and setting with how many results were judged on its test images, and the luck of the best."""
-    of_setting: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
-    for line in lines:
+def _boards(lines: Iterable[tuple[str, Line]]) -> list[dict[str, Any]]:
+    """Return each task and setting: its best result, how many were judged on its test images, and the luck of that."""
+    of_setting: dict[tuple[Any, ...], list[tuple[str, Line]]] = defaultdict(list)
+    for key, line in lines:
         if not is_apart(line.method):
-            of_setting[line.task, line.test, line.protocol, line.labels_per_class, line.metric].append(line)
+            of_setting[line.task, line.test, line.protocol, line.labels_per_class, line.metric].append((key, line))
     boards = []
     for (task, test, protocol, labels, metric), found in of_setting.items():
-        judged = max(1, sum(not is_reference(line.method) for line in found))
-        best = max(found, key=lambda line: line.value)
+        judged = max(1, sum(not is_reference(line.method) for _, line in found))
+        key, best = max(found, key=lambda each: each[1].value)
         optimism = expected_optimism(judged, best.value, best.images) if metric == ACCURACY else None
         setting = {"task": task, "test": test, "protocol": protocol, "labels_per_class": labels, "metric": metric}
-        boards.append(setting | {"images": best.images, "judged": judged, "optimism": optimism})
+        shown = {"key": _short(key), "method": best.method, "line": _numbers(best, 0)}
+        boards.append(setting | {"images": best.images, "judged": judged, "optimism": optimism, "best": shown})
     names = ("task", "images", "test", "protocol")
     return sorted(boards, key=lambda each: (*(each[name] for name in names), each["labels_per_class"] or 10**9))
 
@@ -270,10 +286,17 @@ def _model(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in names} | {"key": _short(row["key"])}
 
 
-def _moves(store: Store, alias: str, manifests: list[Manifest]) -> list[dict[str, Any]]:
-    """Return the moves of an alias, oldest first, each with what its comparison found."""
+def _aliases(store: Store, manifests: list[Manifest]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each alias with its moves, oldest first, and what their comparisons found."""
     compared = {each.key: each for each in manifests if each.job == "promote"}
-    return [_move(record, compared.get(record.report or "")) for record in alias_history(store, alias)]
+    for name in alias_names(store):
+        try:
+            moves = [_move(record, compared.get(record.report or "")) for record in alias_history(store, name)]
+        except StoreDamaged as error:
+            warn(f"{error}; leaving out @{name}")
+            continue
+        if moves:
+            yield name, moves
 
 
 def _move(record: Alias, compared: Manifest | None) -> dict[str, Any]:
@@ -290,9 +313,19 @@ def _move(record: Alias, compared: Manifest | None) -> dict[str, Any]:
     }
 
 
+def _schedules(store: Store) -> Iterator[dict[str, Any]]:
+    """Yield each schedule with its last ticks, the newest first."""
+    for schedule in all_schedules(store):
+        try:
+            yield _schedule(store, schedule)
+        except StoreDamaged as error:
+            warn(f"{error}; leaving out schedule {schedule.name}")
+
+
 def _schedule(store: Store, schedule: Schedule) -> dict[str, Any]:
-    """Return a schedule with its last ticks, the newest first."""
     refresh(store, schedule.name, position := Position())
+    if position.last is not None:
+        position.end = read_end(store, schedule.name, position.last.number)
     return {
         "name": schedule.name,
         "recipe": schedule.pipeline.name,

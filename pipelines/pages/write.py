@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from pipelines.files import s3
 from pipelines.spec import RecipeError
-from pipelines.store import Manifest, Store, local_file
+from pipelines.store import Manifest, Store, StoreDamaged, local_file, warn
 
 DATA, REPORTS = "data.js", "reports"
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
@@ -35,7 +35,7 @@ def place(to: str) -> Place:
     """Return the place of a site.
 
     Raises:
-        RecipeError: the folder has other files.
+        RecipeError: there are other files, or it cannot be written.
         StoreError: the bucket cannot be listed.
     """
     return _bucket(to.rstrip("/")) if to.startswith("s3://") else _folder(Path(to))
@@ -47,7 +47,11 @@ def write(store: Store, data: dict[str, Any], reports: list[Manifest], to: Place
     for report in reports:
         name = f"{report.key[:12]}.html"
         if name not in to.reports:
-            path = local_file(store, report, "report.html")
+            try:
+                path = local_file(store, report, "report.html")
+            except StoreDamaged as error:
+                warn(f"{error}; leaving it out")
+                continue
             if path is None:
                 continue
             to.write(f"{REPORTS}/{name}", path.read_bytes())
@@ -60,12 +64,15 @@ def write(store: Store, data: dict[str, Any], reports: list[Manifest], to: Place
 
 
 def _folder(folder: Path) -> Place:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / DATA).exists():
-        raise RecipeError(f"--to {folder}: the folder has other files; name a new one, or that of an earlier site")
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+        _check(str(folder), names)
+        (folder / REPORTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"--to {folder}: cannot write there: {error.strerror}") from None
 
     def put(name: str, data: bytes) -> None:
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_bytes(data)
         temporary.replace(path)
@@ -77,5 +84,12 @@ def _bucket(uri: str) -> Place:
     def put(name: str, data: bytes) -> None:
         s3.put(f"{uri}/{name}", data, f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
 
-    names = {remote.name for remote in s3.tree(f"{uri}/{REPORTS}")}
-    return Place(names, put, f"{uri}/index.html")
+    names = {remote.name for remote in s3.tree(uri)}
+    _check(uri, {name for name in names if "/" not in name})
+    return Place({name.removeprefix(f"{REPORTS}/") for name in names}, put, f"{uri}/index.html")
+
+
+def _check(to: str, names: set[str]) -> None:
+    """Raise RecipeError if a place has files of others; the data of a site that was interrupted may be missing."""
+    if names - {REPORTS} and DATA not in names:
+        raise RecipeError(f"--to {to}: there are other files; name an empty place, or that of an earlier site")

@@ -78,7 +78,12 @@ def _aliases(store: Store) -> dict[str, list[str]]:
     """Return the aliases that name each model, by key."""
     aliases: dict[str, list[str]] = {}
     for name in alias_names(store):
-        if (record := read_alias(store, name)) is not None and record.target is not None:
+        try:
+            record = read_alias(store, name)
+        except StoreDamaged as error:
+            warn(f"{error}; ignoring @{name}")
+            continue
+        if record is not None and record.target is not None:
             aliases.setdefault(record.target.key, []).append(f"@{name}")
     return aliases
 

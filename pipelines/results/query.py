@@ -73,8 +73,6 @@ def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float
             "memory_limit": MEMORY,
             "temp_directory": "",
             "enable_external_file_cache": False,  # a query reads each file once
-            # it takes a table of files for one row long, and would build a join's hash table from the larger side
-            "disabled_optimizers": "build_side_probe_side",
             "python_enable_replacements": False,
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,

@@ -40,7 +40,7 @@ _ORIGIN = (
     Column("vtab_group", "VARCHAR", "natural, specialized or structured for a task of VTAB; else NULL"),
 )
 _OF_FILE = (
-    Column("of_file", "UBIGINT", "DuckDB's number of a Parquet file"),
+    Column("number", "UBIGINT", "DuckDB's number of a Parquet file"),
     Column("place", "BIGINT", "the place of the first class of its data set among the names of classes"),
 )
 _RESULT = Column(
@@ -315,10 +315,10 @@ def _define_view(
 ) -> None:
     """Define a view of Parquet files, joined with what is known of each file."""
     each_file = enumerate(zip(files.values(), places, strict=True))
-    known = (_origin(made, groups) | {"of_file": number, "place": place} for number, (made, place) in each_file)
+    known = (_origin(made, groups) | {"number": number, "place": place} for number, (made, place) in each_file)
     _define_table(connection, f"{name}_files", (*_ORIGIN, *_OF_FILE), known)
     connection.execute(f"SET VARIABLE {name}_paths = $paths", {"paths": list(files)})
-    origin = [f'"{column.name}"' for column in _ORIGIN]
+    origin = [f'of_file."{column.name}" AS "{column.name}"' for column in _ORIGIN]
     has_result = _RESULT in TABLES[name]
     written = TABLES[name][len(_ORIGIN) + has_result :]
     columns = [f'{_value(name, column)} AS "{column.name}"' for column in written]
@@ -330,8 +330,10 @@ def _define_view(
     of_files += [("labels", "INTEGER[]")] if name == "images" else []
     given = ", ".join(f"'{of}': {{name: '{of}', type: '{type_}', default_value: NULL}}" for of, type_ in of_files)
     files_read = f"read_parquet(getvariable('{name}_paths'), schema = MAP {{{given}}})"
-    joined = f"{files_read} JOIN {name}_files ON file_index = of_file"
-    view = f"SELECT * FROM (SELECT {shown} FROM {joined}){_left_out(name)}"  # noqa: S608 (names of ours)
+    # A subquery, because DuckDB takes the files for one row long and would build the hash table of a join from them.
+    of_file = f"(SELECT known FROM {name}_files AS known WHERE number = file_index) AS of_file"  # noqa: S608 (names of ours)
+    joined = f"(SELECT *, {of_file} FROM {files_read})"  # noqa: S608
+    view = f"SELECT * FROM (SELECT {shown} FROM {joined}){_left_out(name)}"  # noqa: S608
     connection.execute(f"CREATE VIEW {name} AS {view}")
 
 
@@ -355,13 +357,13 @@ def _set_class_names(
 
 def _value(table: str, column: Column) -> str:
     """Return the SQL for a column of a table's files; numbers of classes become names."""
-    named = f"nullif(getvariable('{table}_classes')[place + {{}} + 1], '')"
+    named = f"nullif(getvariable('{table}_classes')[of_file.place + {{}} + 1], '')"
     if table == "predictions" and column.name.endswith("_name"):
         return named.format(column.name.removesuffix("_name"))
     if (table, column.name) == ("images", "label"):  # -1: several or none, in `labels`
         several = f"nullif(array_to_string([{named.format('x')} for x in labels], '; '), '')"
         one = named.format("try_cast(label AS INTEGER)")
-        return f"CASE WHEN place IS NULL THEN label WHEN label = '-1' THEN {several} ELSE {one} END"
+        return f"CASE WHEN of_file.place IS NULL THEN label WHEN label = '-1' THEN {several} ELSE {one} END"
     return f'"{column.name}"::{column.type}'
 
 

@@ -92,8 +92,8 @@ class Optimizer(Frozen):
         None,
         ge=1,
         description="muP (Yang et al. 2022, Table 3): the width at which learning_rate and weight_decay were tuned. The"
-        " matrices of a ViT's blocks and its heads have the rate times base_width / width, and the decay times width /"
-        " base_width. Widen a model by more heads: a head's width must be the tuned model's. For adamw",
+        " matrices of a ViT's blocks and its classifier have the rate times base_width / width, and the decay times"
+        " width / base_width. Widen a model by more heads: a head's width must be the tuned model's. For adamw",
     )
     ema: float | None = later(
         None,

@@ -15,6 +15,7 @@ from pipelines.store.aliases import alias_history as alias_history
 from pipelines.store.aliases import alias_names as alias_names
 from pipelines.store.aliases import check_alias as check_alias
 from pipelines.store.aliases import move_alias as move_alias
+from pipelines.store.aliases import newest_moves as newest_moves
 from pipelines.store.aliases import not_undone as not_undone
 from pipelines.store.aliases import promotion_of as promotion_of
 from pipelines.store.aliases import promotion_sentence as promotion_sentence

@@ -7,7 +7,7 @@ decide on the same one the second is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pipelines.environment import environment
@@ -61,8 +61,14 @@ def read_alias(store: Store, name: str) -> Alias | None:
 
 def alias_history(store: Store, name: str, since: int = 0) -> list[Alias]:
     """Return the records of an alias with a number above `since`, oldest first. Raises StoreDamaged."""
-    later = [number for number in numbers(store, Layout.alias(name)) if number > since]
-    return [record for number in later if (record := _read(store, name, number))]
+    return [*newest_moves(store, name, since)][::-1]
+
+
+def newest_moves(store: Store, name: str, since: int = 0) -> Iterator[Alias]:
+    """Yield the same, newest first; each is read when it is asked for. Raises StoreDamaged."""
+    for number in sorted(numbers(store, Layout.alias(name)), reverse=True):
+        if number > since and (record := _read(store, name, number)) is not None:
+            yield record
 
 
 def not_undone(history: list[Alias]) -> list[Alias]:

@@ -321,7 +321,7 @@ class StopRequest(Frozen):
     who: str
     time: Time
     why: str = ""
-    """Empty, if a person stopped the run."""
+    """Empty, if a person stopped the run, or there was nothing left to do."""
 
 
 class Over(Frozen):

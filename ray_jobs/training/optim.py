@@ -102,8 +102,9 @@ def make_optimizer(
     timm and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and
     not to the base rate: decay "times_schedule". The module says which parameters are decayed (`ParameterGroups`). SGD
     adds weight_decay * p to the gradient, as torch does. Muon steps the matrices of a ViT's blocks and decays them as
-    AdamW would; AdamW steps all other weights. With `base_width`, rates and decays are muP's: the initial weights and
-    the scores of attention follow muP by themselves if all heads have the same width, and the classifier is 0.
+    AdamW would; AdamW steps all other weights. With `base_width`, rates and decays are muP's (Yang et al. 2022, Table
+    3): the initial weights and the scores of attention follow it by themselves if the heads are as wide as in the tuned
+    model, because the classifier starts at 0.
 
     Args:
         base: the learning rate that the schedule multiplies.

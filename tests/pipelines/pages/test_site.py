@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from pipelines.pages import collect
+from pipelines.pages.write import place
 from pipelines.results.accuracies import list_results
-from pipelines.store import Store, open_store, read_plan
+from pipelines.spec import RecipeError
+from pipelines.store import Store, all_manifests, open_store, read_plan
 from tests.conftest import Vitflow
 from tests.support.browser import CHROMIUM, CONTRAST, OVERFLOW, Tab, chromium
 from tests.support.documented import put_quickstart
@@ -20,6 +23,7 @@ from tests.support.many_runs import HOSTILE, put_many_runs
 from tests.support.s3 import Server
 
 WIDTHS, SCHEMES = (390, 900, 1200), ("light", "dark")
+ODD = "x'; reboot; '"  # the name of an alias in a store that somebody else has written
 PAGES = ("overview", "runs", "models", "schedules", "reports", "task/digits", "run/{run}", "compare/{run}/{other}")
 
 
@@ -28,17 +32,26 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = open_store(str(tmp_path_factory.mktemp("filled") / "store"))
     put_quickstart(store)
     put_many_runs(store, range(20))
+    record = store.read("aliases/production/1.json")
+    assert record is not None
+    store.create(f"aliases/{ODD}/1.json", record)
+    store.create("aliases/broken/1.json", b"{")
+    (Path(store.uri) / "aliases" / "empty").mkdir()  # by a process that was killed
     return store
 
 
 @pytest.fixture
 def data(filled: Store) -> dict[str, Any]:
-    return collect.collect(filled)
+    return site_of(filled)
+
+
+def site_of(store: Store) -> dict[str, Any]:
+    return collect.collect(store, [*all_manifests(store)])
 
 
 def test_results_are_those_of_report_list(filled: Store, data: dict[str, Any]) -> None:
     shown = {
-        (key, *data["settings"][line[0]][2:]): (pytest.approx(line[1], abs=1e-5), line[4], line[5])
+        (key, *data["settings"][line[0]][2:6]): (pytest.approx(line[1], abs=1e-5), line[4], line[5])
         for key, lines in data["results"].items()
         for line in lines
     }
@@ -59,11 +72,21 @@ def test_results_on_other_test_images_are_on_another_board(data: dict[str, Any])
     assert judged == {(539, 1): 1, (539, 5): 1, (539, 10): 1, (539, 25): 1, (400, 1): 18, (400, 5): 18}
 
 
+def test_a_schedule_shows_the_failures_up_to_its_last_run(data: dict[str, Any]) -> None:
+    (schedule,) = data["schedules"]
+    assert [tick["status"] for tick in schedule["ticks"][:2]] == ["FAILED", "SUCCEEDED"]
+    assert schedule["failures"] == 1
+
+
+def test_a_damaged_or_empty_alias_is_left_out(data: dict[str, Any]) -> None:
+    assert data["aliases"].keys() == {"production", ODD}
+
+
 def test_a_later_site_measures_only_what_is_new(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = collect.collect(filled)
+    before = site_of(filled)
     monkeypatch.setattr(collect, "measurements", pytest.fail)
     monkeypatch.setattr(collect, "plan_of", pytest.fail)
-    after = collect.collect(filled)
+    after = site_of(filled)
     assert after | {"made": ""} == before | {"made": ""}
 
 
@@ -81,9 +104,14 @@ def test_the_site_on_s3_is_that_of_a_folder(vitflow: Vitflow, filled: Store, mot
 
 
 def test_a_folder_with_other_files_is_refused(vitflow: Vitflow, filled: Store, tmp_path: Path) -> None:
+    (tmp_path / "reports").mkdir()
+    assert place(str(tmp_path)).reports == set(), "it was interrupted"
+    (tmp_path / "reports").rmdir()
     (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RecipeError, match="cannot write there: Not a directory"):
+        place(str(tmp_path / "thesis.tex"))
     refused = vitflow("site", "--store", filled.uri, "--to", tmp_path, check=2)
-    assert "has other files" in refused.stderr
+    assert "there are other files" in refused.stderr and [*tmp_path.iterdir()] == [tmp_path / "thesis.tex"]
 
 
 # ------------------------------------------------------------------------------------------------- in a browser
@@ -104,7 +132,10 @@ def seen(filled: Store, vitflow: Vitflow, tmp_path_factory: pytest.TempPathFacto
             await tab.evaluate(f"location.hash = {json.dumps(page.format(run=run, other=other))}; show();")
             found[page, width, scheme] = [await tab.evaluate(OVERFLOW), await tab.evaluate(CONTRAST)]
             found[page] = await tab.evaluate("document.body.innerText")
-        found["fields"] = await tab.evaluate(f"fieldsOf(byRun.get({json.dumps(run)}))")
+        fields = (
+            f"[...fieldsOf.get(byRun.get({json.dumps(run)}))].map(([stage, own]) => [stage, Object.fromEntries(own)])"
+        )
+        found["fields"] = dict(await tab.evaluate(fields))
         found["title"] = await tab.evaluate("document.title")
         found["images"] = await tab.evaluate("document.images.length")
         return found | {"events": tab.events, "folder": folder}
@@ -142,15 +173,23 @@ def test_it_reads_its_own_files_only_and_a_hostile_name_runs_nothing(seen: dict[
 
 @pytest.mark.slow
 @in_browser
+def test_a_hostile_name_stays_one_word_of_a_command(seen: dict[str, Any]) -> None:
+    lines = [line for line in seen["models"].splitlines() if line.startswith("vitflow ")]
+    assert ["vitflow", "alias", "history", ODD] in [shlex.split(line)[:4] for line in lines]
+
+
+@pytest.mark.slow
+@in_browser
 def test_a_runs_fields_are_those_of_its_plan(seen: dict[str, Any], filled: Store) -> None:
     plan = read_plan(filled, seen["run"])
     assert plan is not None
 
-    def value(path: str) -> Any:
-        found: Any = plan["pipeline"]["stages"]
+    def value(stage: str, path: str) -> Any:
+        found: Any = plan["pipeline"]["stages"][stage]
         for part in path.split("."):
             found = found[part]
         return found
 
-    assert len(seen["fields"]) > 100
-    assert all(json.loads(text) == value(path) for path, text in seen["fields"].items())
+    assert seen["fields"].keys() == plan["pipeline"]["stages"].keys() and len(seen["fields"]["train"]) > 80
+    for stage, fields in seen["fields"].items():
+        assert all(json.loads(text) == value(stage, path) for path, text in fields.items())

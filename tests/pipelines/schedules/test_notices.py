@@ -280,7 +280,7 @@ def with_promotion(run: str) -> MemoryStore:
     ],
 )
 def test_a_run_that_compared_says_what_it_decided(state: dict[str, Any], outcome: str | None, status: str) -> None:
-    decided = state | {"alias": "production", "reason": "so it is", "moved": None}
+    decided = state | {"alias": "production", "reason": "so it is"}
     stage = {"stage": "promote", "job": "promote", "status": status, "promotion": decided}
     over = {"status": "SUCCEEDED", "time": "2026-11-27T00:00:00+00:00", "stages": [stage]}
     found = promotion(with_promotion(RUN), RUN, Over.model_validate(over))
