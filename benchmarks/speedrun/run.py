@@ -12,10 +12,11 @@ An entry is a program with two commands:
 Images are uint8 [n, 28, 28] and labels uint8 [n], in the files' order; predictions are integers [n].
 
 Rules, which are on trust. The time is the wall clock of the whole process `train`: imports, reading, compiling and
-teachers are in it, scoring is not. Two cores, no network, no weights or data from elsewhere. What an entry is like is chosen on dev, the
-last 10,000 training images (`--dev` trains on the other 50,000); each look at test is counted in the table. An entry
-trains with the seed that it is given, and its result is the mean over five seeds or more, with its 95% interval. "Pure" ViTs
-have one linear projection of patches, no convolution and no teacher; others are entered as hybrid, ResNet, distilled.
+teachers are in it, scoring is not. Two cores, no network, no weights or data from elsewhere. What an entry is like is
+chosen on dev, the last 10,000 training images (`--dev` trains on the other 50,000); each look at test is counted in the
+table. An entry trains with the seed that it is given, and its result is the mean over five seeds or more, with its 95%
+interval. "Pure" ViTs have one linear projection of patches, no convolution and no teacher; others are entered as
+hybrid, ResNet, distilled.
 """
 
 from __future__ import annotations
