@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -121,12 +122,8 @@ def submit_driver(store: Store, run: Run, cluster: Cluster, parallel: int | None
     Raises:
         ClusterUnreachable: submit it again. UserError: the cluster refuses it.
     """
-    number = 1
-    while (job := cluster.job(submission_id := driver_id(store, run.id, number))) is not None:
-        if not job.ended:
-            break
-        number += 1
-    if job is None:
+    submission_id, is_running = last_driver(store, run.id, cluster)
+    if not is_running:
         command = ["-m", "pipelines", "drive", run.id, "--store", store.uri]
         command += ["--parallel", str(parallel)] if parallel is not None else []
         command += ["--local-ray", str(ray_folder)] if ray_folder is not None else []
@@ -143,6 +140,18 @@ def submit_driver(store: Store, run: Run, cluster: Cluster, parallel: int | None
             cluster_session=cluster.session_name,
         )
     return submission_id
+
+
+def last_driver(store: Store, run: str, cluster: Cluster) -> tuple[str, bool]:
+    """Return the id of a run's driver on a cluster, and whether it is running; if none is, the id of the next one.
+
+    It may not be in the run's events, if whoever submitted it was killed.
+    """
+    for number in count(1):
+        job = cluster.job(submission_id := driver_id(store, run, number))
+        if job is None or not job.ended:
+            break
+    return submission_id, job is not None
 
 
 @contextmanager

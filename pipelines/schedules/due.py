@@ -9,11 +9,12 @@ the end of the run before was recorded.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 
-from pipelines.cluster.jobs_client import Cluster
+from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine import plan, submission
 from pipelines.engine.history import end_run
 from pipelines.engine.latest import named_models
@@ -141,7 +142,9 @@ class _Look:
     def decide(self, tick: datetime, status: str | None) -> Iterator[str]:
         """Decide on a tick that is due. `status`: of the last run, None if it is over."""
         run = self.position.last_run
-        is_alive = status == Status.RUNNING or (status == Status.UNFINISHED and self.is_starting())
+        is_alive = status == Status.RUNNING or (
+            status == Status.UNFINISHED and (self.is_starting() or self.is_driven())
+        )
         is_late = self.is_late(tick)
         if status == Status.UNFINISHED and (is_alive or is_late):
             yield from self.submit()
@@ -208,6 +211,18 @@ class _Look:
         has_driver = any(event["event"].startswith("driver") for event in read_events(self.store, last.run))
         return not has_driver and self.moment - datetime.fromisoformat(last.time) < STARTING
 
+    def is_driven(self) -> bool:
+        """Whether the last run has a driver that nobody has recorded: whoever submitted it was killed."""
+        run = self.position.last_run
+        assert run is not None
+        for event in reversed(read_events(self.store, run)):
+            if event["event"] == "driver submitted":
+                cluster = self.reach.clusters(self.schedule)(event["cluster_address"])
+                with suppress(ClusterUnreachable, ValueError):  # then it is as dead as the recorded ones
+                    return submission.last_driver(self.store, run, cluster)[1]
+                break
+        return False
+
     def is_cached(self) -> bool:
         """Whether every result of the pipeline exists.
 
@@ -235,7 +250,7 @@ class _Look:
             submitted = [event for event in read_events(self.store, run_id) if event["event"] == "driver submitted"]
             drivers = [event["submission_id"] for event in submitted if event["cluster_session"] == session]
             # two servers may each record the same driver; the other one, by its own clock, may just have started one
-            if len({*drivers}) < DRIVERS or any(_is_alive(cluster, driver) for driver in {*drivers}):
+            if len({*drivers}) < DRIVERS or submission.last_driver(self.store, run_id, cluster)[1]:
                 driver = submission.submit_driver(self.store, run, cluster, self.schedule.parallel, ray_folder)
                 yield f"{run_id}: {driver} is running on {cluster.address}"
                 return
@@ -316,11 +331,6 @@ def _status(store: Store, schedule: Schedule, run: str, reach: Reach) -> str:
     if read_plan(store, run) is None:
         return Status.UNFINISHED
     return str(run_status(store, run, reach.clusters(schedule))["status"])
-
-
-def _is_alive(cluster: Cluster, submission_id: str) -> bool:
-    job = cluster.job(submission_id)
-    return job is not None and not job.ended
 
 
 def _shown(tick: datetime) -> str:
