@@ -311,7 +311,7 @@ def test_a_dead_driver_does_not_cost_the_next_tick(often: Scheduled) -> None:
 def test_a_driver_whose_submitter_was_killed_before_it_wrote_that_down_keeps_its_run(often: Scheduled) -> None:
     often.look(0)
     often.ray.drivers_die()
-    die(often, 0.5, 1, after=False)  # the second driver runs, and the store knows the first one only
+    die(often, 0.5, 2, after=False)  # the second driver runs, and the store knows the first one only
     found, skipped = often.look(1)
     assert "is running" in found and skipped.startswith("skipped ")
     assert often.ray.drivers(often.run(0)) == ["FAILED", "RUNNING"] and often.ends() == []
