@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -19,7 +20,9 @@ class DriversNetwork(FaultyNetwork):
         self.run = ""  # that the process drives
         self.told: set[str] = set()  # names of records that it has read
         self.submitted: set[str] = set()
-        self.mistakes: set[str] = set()  # its own jobs that ended by the user's mistake, as it was told last
+        # Its own jobs that ended by the user's mistake, and how often it was told so: once to decide, once for the log.
+        # A driver that is told only when it fetches the log of a lost job has decided already.
+        self.mistakes: Counter[str] = Counter()
 
     def ask(self, what: str, name: str, answer: Callable[[], Any], lost: Callable[[str], Exception]) -> Any:
         if what == "submit":
@@ -32,9 +35,9 @@ class DriversNetwork(FaultyNetwork):
         if what == "read" and answered is not None:
             self.told.add(name)
         elif what == "job" and answered is None:  # a new cluster
-            self.mistakes.discard(name)
+            del self.mistakes[name]
         elif what == "job" and (answered.status, answered.exit_code) == ("FAILED", USER_MISTAKE):
-            self.mistakes |= {name} & self.submitted
+            self.mistakes.update({name} & self.submitted)
         return answered
 
     def _begins(self) -> None:
@@ -43,6 +46,6 @@ class DriversNetwork(FaultyNetwork):
     def _check_attempt(self, name: str) -> None:
         _, job, key, _, number, _ = name.split("/")
         assert f"artifacts/{job}/{key}/manifest.json" not in self.told, "an attempt at what was seen to be committed"
-        for mistake in self.mistakes:
+        for mistake in (name for name, times in self.mistakes.items() if times > 1):
             same, last = mistake.startswith(f"{job}-{key[:12]}-{self.process.name}-"), mistake.rsplit("-", 1)[1]
             assert not (same and int(last) == int(number) - 1), "an attempt after the user's mistake"
