@@ -69,7 +69,7 @@ def _with(config: Promote, newest: Newest, record: Alias | None) -> Rival:
 
 
 def settle(store: Store, run: Run, config: Promote, manifest: Manifest, expected: int) -> Alias | None:
-    """Move the alias if a comparison says so and has not done so yet; return its move, if any.
+    """Move the alias if a comparison says so, once; return the move that it led to, if any.
 
     Args:
         expected: the number of the alias's record that the comparison was planned with.

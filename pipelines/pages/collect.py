@@ -18,8 +18,7 @@ from pipelines.environment import environment
 from pipelines.identity import sha256
 from pipelines.results.accuracies import expected_optimism
 from pipelines.results.compare import measured_files, measured_line, measurements
-from pipelines.results.listing import list_kind
-from pipelines.results.lookup import recipe_and_stage
+from pipelines.results.lookup import recipe_and_stage, score
 from pipelines.schedules.schedule import Schedule, all_schedules
 from pipelines.schedules.ticks import Position, history, read_end, refresh
 from pipelines.spec import RecipeError
@@ -47,7 +46,6 @@ class SiteStage(Frozen):
     """A stage of a run."""
 
     stage: str
-    job: str
     status: str
     key: str | None = None
     detail: str = ""
@@ -109,8 +107,7 @@ def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
     settings = {_setting(line): None for each in measured for line in each.lines}
     number = {setting: place for place, setting in enumerate(settings)}
     has_lines = {each.key for each in measured if each.lines}
-    models = list_kind(store, "models")
-    shown = has_lines | {row["key"] for row in models} | {each.key for each in manifests if each.kind == "report"}
+    shown = has_lines | {each.key for each in manifests if each.kind in ("model", "report")}
     return {
         "store": store.uri,
         "made": now()[:19],
@@ -123,7 +120,7 @@ def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
             if each.lines
         },
         "boards": _boards((each.key, line) for each in measured for line in each.lines),
-        "models": [_model(row) for row in models],
+        "models": [_model(each) for each in manifests if each.kind == "model"],
         "aliases": dict(_aliases(store, manifests)),
         "schedules": [*_schedules(store)],
     }
@@ -137,7 +134,6 @@ def _artifact(manifest: Manifest) -> dict[str, Any]:
     title = {"title": str(manifest.config.get("title") or "")} if manifest.kind == "report" else {}
     return {
         "name": recipe_and_stage(manifest),
-        "kind": manifest.kind,
         "run": manifest.run,
         "finished": manifest.finished[:19],
         **title,
@@ -281,9 +277,16 @@ def _boards(lines: Iterable[tuple[str, Line]]) -> list[dict[str, Any]]:
     return sorted(boards, key=lambda each: (*(each[name] for name in names), each["labels_per_class"] or 10**9))
 
 
-def _model(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("recipe/stage", "job", "parameters", "accuracy", "finished", "run")
-    return {name: row[name] for name in names} | {"key": _short(row["key"])}
+def _model(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "key": _short(manifest.key),
+        "recipe/stage": recipe_and_stage(manifest),
+        "job": manifest.job,
+        "parameters": manifest.metrics.get("parameters"),
+        "accuracy": score(manifest),
+        "finished": manifest.finished[:19],
+        "run": manifest.run,
+    }
 
 
 def _aliases(store: Store, manifests: list[Manifest]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -307,7 +310,6 @@ def _move(record: Alias, compared: Manifest | None) -> dict[str, Any]:
         "who": record.who,
         "time": record.time[:19],
         "run": record.run,
-        "report": record.report and _short(record.report),
         "reason": None if compared is None else compared.metrics.get("reason"),
         "difference": None if compared is None else [compared.metrics.get(each) for each in _DIFFERENCE],
     }

@@ -45,7 +45,8 @@ def write(store: Store, data: dict[str, Any], reports: list[Manifest], to: Place
     """Write a site with the data of `pipelines.pages.collect`, and the reports that it does not have yet."""
     pages = {}
     for report in reports:
-        name = f"{report.key[:12]}.html"
+        key = report.key[:12]
+        name = f"{key}.html"
         if name not in to.reports:
             try:
                 path = local_file(store, report, "report.html")
@@ -55,7 +56,7 @@ def write(store: Store, data: dict[str, Any], reports: list[Manifest], to: Place
             if path is None:
                 continue
             to.write(f"{REPORTS}/{name}", path.read_bytes())
-        pages[report.key[:12]] = f"{REPORTS}/{name}"
+        pages[key] = f"{REPORTS}/{name}"
     text = json.dumps(data | {"reports": pages}, separators=(",", ":"))
     to.write(DATA, f"window.vitflowSite = {text};\n".encode())
     templates = Environment(loader=FileSystemLoader([Path(__file__).parent, _STYLE]), keep_trailing_newline=True)  # noqa: S701 (they have no variables)
@@ -92,4 +93,4 @@ def _bucket(uri: str) -> Place:
 def _check(to: str, names: set[str]) -> None:
     """Raise RecipeError if a place has files of others; the data of a site that was interrupted may be missing."""
     if names - {REPORTS} and DATA not in names:
-        raise RecipeError(f"--to {to}: there are other files; name an empty place, or that of an earlier site")
+        raise RecipeError(f"--to {to}: there are other files; name an empty place, or one with an earlier site")

@@ -212,7 +212,7 @@ class _Look:
         return not has_driver and self.moment - datetime.fromisoformat(last.time) < STARTING
 
     def is_driven(self) -> bool:
-        """Whether the last run has a driver that nobody has recorded: whoever submitted it was killed."""
+        """Whether the last run has a driver that its events do not name, because whoever submitted it was killed."""
         run = self.position.last_run
         assert run is not None
         for event in reversed(read_events(self.store, run)):
@@ -263,7 +263,7 @@ class _Look:
         return start_run(self.store, self.schedule.pipeline, tuple(self.schedule.pipeline.stages), run_id=run)
 
     def stop(self, run: str, why: str = "") -> Iterator[str]:
-        """Stop a run's jobs and record that it was stopped, and why, unless a person has stopped it meanwhile."""
+        """Stop a run's jobs and record that it was stopped, with the reason of the first request to stop it."""
         if read_plan(self.store, run) is None:
             self.start(run)
         for line in stop_run(self.store, run, self.reach.clusters(self.schedule), why):

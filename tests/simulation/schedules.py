@@ -87,7 +87,7 @@ class Episode:
         if attempt.source not in (None, "frozen", f"state {self.source.number}"):
             return Script.failed(3, log="error: source files have changed\n")
         is_storm = self.loop.now < self.weather.until
-        if is_storm and attempt.job == "promote" and self.random.random() < 0.2:  # somebody moves the alias meanwhile
+        if is_storm and attempt.job == "promote" and self.random.random() < 0.2:  # a person moves it
             self.loop.after(self.random.choice([0.1, 3.0, 20.0]), self._set_alias)
         pending, closing = self.random.choice([1.1, 2.1]), self.random.choice([0.1, 1.0, 4.0])
         timing = {"pending": pending, "closing": closing, "running": self.random.choice([0.1, 3.0, 20.0, 60.0])}

@@ -14,7 +14,7 @@ from pipelines.environment import using
 from pipelines.recipe.load import parse_pipeline
 from pipelines.schedules.schedule import Schedule, add_schedule
 from pipelines.schedules.ticks import End, Position, decide, record_end, refresh
-from pipelines.store import Layout, Store, add_event, input_ref, move_alias
+from pipelines.store import Layout, Store, add_event, input_ref, move_alias, now
 from ray_jobs.evaluation.rows import Truth
 from tests.support.records import commit_planned
 from tests.support.schedules import Clock
@@ -43,9 +43,7 @@ def put_many_runs(store: Store, numbers: range) -> None:
                 refresh(store, recipe, position)
                 decided = decide(store, recipe, position, clock.moment, "run", run, "")
                 assert decided is not None
-                end = End(
-                    status=status, stage="fewshot" if status == "FAILED" else None, time=_now(clock), who="somebody"
-                )
+                end = End(status=status, stage="fewshot" if status == "FAILED" else None, time=now(), who="somebody")
                 record_end(store, recipe, decided.number, end)
 
 
@@ -93,7 +91,3 @@ def _scores(number: int, truth: Truth, rng: np.random.Generator) -> list[Any]:
             answers = np.where(right, truth.labels, (truth.labels + 1) % 10)
             found += Scores(method, "few-shot linear", shots, answers, truth).scored()
     return found
-
-
-def _now(clock: Clock) -> str:
-    return clock.moment.isoformat()

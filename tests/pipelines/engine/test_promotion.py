@@ -1,4 +1,4 @@
-"""A comparison moves an alias once, and only if nobody else has moved it since."""
+"""A comparison moves an alias once, and only if the alias has not moved since it was planned."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -166,7 +166,7 @@ def test_a_driver_killed_anywhere_leaves_one_move_to_the_next(conflict: bool) ->
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_a_comparison_whose_driver_died_before_the_move_moves_the_alias_with_the_next(is_given_up: bool) -> None:
-    """Also if nobody continues that run: the next one finds the comparison, and moves the alias, once."""
+    """Also if that run is given up: the next one finds the comparison, and moves the alias, once."""
     made = world()
     for writes in range(1, 60):
         made = world()
