@@ -25,6 +25,7 @@ from ray_jobs.evaluation.leakage import check_labels_unseen
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
+from vit_model.contract import read_contract
 
 NAMED = 10  # classes named in a log line
 AUDITED: tuple[Split, ...] = ("train", "dev")
@@ -81,7 +82,6 @@ def audit(context: Context[Audit], run: Run = here) -> Result:
 def leave_one_out(context: Context[Audit], pool: Images, run: Run) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
     """Write each image's probabilities by a linear classifier fitted on all others; return the file and settings."""
     from ray_jobs.evaluation import features
-    from vit_model.weights import read_contract
 
     dataset = pool.dataset
     preprocessing = read_contract(context.input("backbone")).preprocessing

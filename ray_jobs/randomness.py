@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     CONTACT_SHEET = 3
     AUDIT_FOLDS = 4
     CLUSTERS = 6
+    INSPECT = 7
     GLYPHS = 0x676C7970  # "glyp"; the module of a source has its own copy, because the source's fingerprint covers it
     SHAPES = 0x73686170  # "shap"
 

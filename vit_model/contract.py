@@ -1,11 +1,17 @@
 """A model artifact's config.json: the architecture, preprocessing, class names, and the origin of the weights."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from vit_model.config import Architecture, PositiveInt
+from vit_model.errors import UserError
 from vit_model.fields import Frozen, later
+
+WEIGHTS_FILE, CONTRACT_FILE = MODEL_FILES = ("model.safetensors", "config.json")
+# The largest real ones are a few hundred kB (22,000 class names); a hostile one could claim gigabytes.
+MAX_CONTRACT_BYTES = 16 * 2**20
 
 
 class Contract(Frozen):
@@ -99,3 +105,16 @@ class ModelContract(Contract):
                 f"preprocessing.resolution is {pixels.resolution}, architecture.image_size {model.image_size}"
             )
         return self
+
+
+def read_contract(folder: Path) -> ModelContract:
+    """Read the contract of the model in `folder`. Raises UserError, naming the file, if it is missing or invalid."""
+    path = folder / CONTRACT_FILE
+    if not path.is_file():
+        raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
+    if path.stat().st_size > MAX_CONTRACT_BYTES:
+        raise UserError(f"{path} has {path.stat().st_size} bytes; the limit is {MAX_CONTRACT_BYTES}")
+    try:
+        return ModelContract.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"{path} is not a model contract: {error}") from error

@@ -1,15 +1,16 @@
 """Inspection of a ViT's attention and embeddings: the analyses of sections 4.5, D.7 and D.8 as arrays.
 
-In: a `ViT`, in any mode and on any device, and images as its `forward` takes them.
+In: a `ViT`, in any mode and on any device, and images as its `forward` takes them; or a model's folder and pixels.
 Out: numpy arrays on the CPU. The model is left unchanged: no hooks, no gradients, the same mode.
-Use: `attention_distance(model, images).shape == (blocks, heads)`.
+Use: `attention_distance(model, images).shape == (blocks, heads)`; `inspect(folder, pixels, device)` for all of them.
 
 Letters in shapes: b batch, n tokens, h heads, p patch size, c channels.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,9 +22,51 @@ from vit_model.build import Network
 from vit_model.config import ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import ViT, split_lines
+from vit_model.preprocessing import normalise
+from vit_model.weights import load_model
 
 # Attention weights of one layer that are held at a time if only a summary is needed: 256 MiB.
 _WEIGHTS_AT_A_TIME = 2**26
+
+
+class Inspection(NamedTuple):
+    """The analyses of one model; None for those that its architecture does not have."""
+
+    distance: NDArray[np.float64]
+    """`attention_distance` over all images"""
+    rollout: NDArray[np.float32] | None
+    """`attention_rollout` of the first images; None: the model is axial"""
+    components: NDArray[np.float64] | None
+    """`patch_embedding_components`; None: a hybrid's filters do not apply to pixels"""
+    similarity: NDArray[np.float32] | None
+    """`position_similarity`; None: the model has no position embeddings"""
+    uniform: float
+    """the distance of heads that attend to all patches equally"""
+
+
+def inspect(
+    folder: Path, pixels: NDArray[np.uint8], device: torch.device, rollouts: int = 12, components: int = 28
+) -> Inspection:
+    """Load the model in `folder` and analyse it on these images, [b, resolution, resolution, channels].
+
+    Args:
+        rollouts: the number of images, from the first, whose rollout is computed.
+        components: of the patch embedding, at most; the paper shows 28.
+
+    Raises UserError for a model that is not a ViT.
+    """
+    network, contract = load_model(folder)
+    config = _vit(network, "inspection").config
+    network.to(device)
+    images = normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32)
+    count = min(components, config.width, config.in_channels * config.patch_size**2)
+    return Inspection(
+        attention_distance(network, images),
+        None if config.axial else attention_rollout(network, images[:rollouts]),
+        patch_embedding_components(network, count) if config.stem is None else None,
+        position_similarity(network) if config.position not in ("none", "relative") else None,
+        _distances((1, config.grid[1]) if config.axial else config.grid, config.patch_size).mean().item(),
+    )
 
 
 def attention_weights(network: Network, images: Tensor) -> list[NDArray[np.float32]]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,14 +20,11 @@ from torch import Tensor
 from vit_model.blocks import resize_axis, resize_position_embedding
 from vit_model.build import Network, build
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract
+from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, ModelContract, read_contract
 from vit_model.errors import UserError
 from vit_model.sizes import different_encoders
 
-WEIGHTS_FILE = "model.safetensors"
-CONTRACT_FILE = "config.json"
-# The largest real ones are a few hundred kB (22,000 class names); a hostile one could claim gigabytes.
-MAX_HEADER_BYTES = MAX_CONTRACT_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 16 * 2**20  # as for contracts
 
 HEADS = ("pre_logits.", "head.", "head_dist.")
 
@@ -164,19 +160,6 @@ def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig)
         weights["pos_embed_x"] = resize_axis(weights["pos_embed_x"], new.grid[1])
     sizes = (f"{rows}x{columns}" for rows, columns in (old.grid, new.grid))
     return [f"pos_embed: resized from {' to '.join(sizes)} patches"]
-
-
-def read_contract(folder: Path) -> ModelContract:
-    """Read the contract of the model in `folder`. Raises UserError, naming the file, if it is missing or invalid."""
-    path = folder / CONTRACT_FILE
-    if not path.is_file():
-        raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
-    if path.stat().st_size > MAX_CONTRACT_BYTES:
-        raise UserError(f"{path} has {path.stat().st_size} bytes; the limit is {MAX_CONTRACT_BYTES}")
-    try:
-        return ModelContract.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{path} is not a model contract: {error}") from error
 
 
 def check_header_size(path: Path) -> None:

@@ -22,7 +22,6 @@ from pipelines.engine.history import is_run, plan_of, position_of, recipe_of, ru
 from pipelines.environment import environment
 from pipelines.spec import TRAINED
 from pipelines.store import (
-    MODEL_FILES,
     Deletes,
     Garbage,
     GcRecord,
@@ -49,6 +48,7 @@ from pipelines.store import (
     warn,
     who,
 )
+from vit_model.contract import WEIGHTS_FILE
 
 ALIAS_DEPTH = 10  # targets of each alias that are kept, the current one included
 LISTED = 50_000  # artifacts of one record, at most; the others follow with the next one
@@ -206,7 +206,7 @@ def _add(graph: Graph, manifest: Manifest) -> None:
     size = sum(file.size for file in manifest.files)
     garbage = Garbage(**_names(manifest), bytes=size, is_finished=True)
     graph.nodes[artifact] = Node(garbage, manifest.finished, _keys(manifest.inputs))
-    weights = {file.sha256 for file in manifest.files if file.path.endswith(MODEL_FILES[0])}
+    weights = {file.sha256 for file in manifest.files if file.path.endswith(WEIGHTS_FILE)}
     if manifest.job in TRAINED:
         for sha in weights:
             graph.trained[sha].append(artifact)

@@ -34,6 +34,7 @@ COLUMNS = {
     "audits": ("recipe/stage", "key", "task", "audited", "label_issues", "finished", "run"),
     "embeddings": ("recipe/stage", "key", "task", "images", "finished", "run"),
     "predictions": ("recipe/stage", "key", "task", "images", "finished", "run"),
+    "inspections": ("recipe/stage", "key", "task", "images", "finished", "run"),
     "reports": ("recipe/stage", "key", "title", "finished", "run", "page"),
     "checkpoints": ("recipe/stage", "checkpoint", "accuracy", "key", "created", "run"),
 }
@@ -194,6 +195,6 @@ def _described(store: Store, manifest: Manifest, names: dict[str, str]) -> dict[
         return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
     if manifest.kind == "audit":
         return {"task": task, **counts("audited", "label_issues")}
-    if manifest.kind in ("embedding", "prediction"):
+    if manifest.kind in ("embedding", "prediction", "inspection"):
         return {"task": task, **counts("images")}
     return {"title": manifest.config.get("title"), "page": f"{store.uri}/{manifest.folder}/report.html"}

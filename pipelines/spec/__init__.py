@@ -61,6 +61,7 @@ from pipelines.spec.stages.import_model import UNSTATED as UNSTATED
 from pipelines.spec.stages.import_model import GivenPreprocessing as GivenPreprocessing
 from pipelines.spec.stages.import_model import Import as Import
 from pipelines.spec.stages.ingest import Ingest as Ingest
+from pipelines.spec.stages.inspect import Inspect as Inspect
 from pipelines.spec.stages.pretrain import WITHOUT_LABELS as WITHOUT_LABELS
 from pipelines.spec.stages.pretrain import FewShot as FewShot
 from pipelines.spec.stages.pretrain import Objective as Objective

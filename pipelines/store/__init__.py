@@ -59,7 +59,6 @@ from pipelines.store.keeping import Keeper as Keeper
 from pipelines.store.keeping import open_record as open_record
 from pipelines.store.keeping import read_deletes as read_deletes
 from pipelines.store.keeping import retire as retire
-from pipelines.store.named_checkpoints import MODEL_FILES as MODEL_FILES
 from pipelines.store.named_checkpoints import contract_of as contract_of
 from pipelines.store.named_checkpoints import kept_checkpoints as kept_checkpoints
 from pipelines.store.named_checkpoints import model_folder as model_folder

@@ -21,10 +21,9 @@ from pipelines.store.artifacts import local_file, local_files
 from pipelines.store.objects import parse_record
 from pipelines.store.protocol import Store
 from pipelines.store.records import KEPT_WEIGHTS, Manifest
-from vit_model.contract import ModelContract
+from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, ModelContract
 from vit_model.fields import Frozen
 
-WEIGHTS, CONTRACT = MODEL_FILES = ("model.safetensors", "config.json")
 CHECKPOINTS = "checkpoints.json"
 
 
@@ -51,12 +50,12 @@ def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Pa
         StoreDamaged: a file is missing or does not match its entry.
     """
     weights = weights_file(store, manifest, checkpoint)
-    files = [file for file in manifest.files if file.path in (weights, CONTRACT)]
+    files = [file for file in manifest.files if file.path in (weights, CONTRACT_FILE)]
     folder = local_files(store, manifest, files)
-    if weights == WEIGHTS:
+    if weights == WEIGHTS_FILE:
         return folder
     # A model is a folder with these two names, so link them: nothing may be added to the store.
-    targets = {WEIGHTS: folder / weights, CONTRACT: folder / CONTRACT}
+    targets = {WEIGHTS_FILE: folder / weights, CONTRACT_FILE: folder / CONTRACT_FILE}
     linked = cache_folder() / "models" / sha256("\n".join(map(str, targets.values())))
     linked.mkdir(parents=True, exist_ok=True)
     for name, target in targets.items():
@@ -67,9 +66,9 @@ def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Pa
 
 def contract_of(store: Store, manifest: Manifest) -> ModelContract | None:
     """Return a model's contract, and fetch only that; None if the artifact does not list one. Raises StoreDamaged."""
-    if (path := local_file(store, manifest, CONTRACT)) is None:
+    if (path := local_file(store, manifest, CONTRACT_FILE)) is None:
         return None
-    return parse_record(store, f"{manifest.folder}/{CONTRACT}", path.read_bytes(), ModelContract)
+    return parse_record(store, f"{manifest.folder}/{CONTRACT_FILE}", path.read_bytes(), ModelContract)
 
 
 def weights_file(store: Store, manifest: Manifest, checkpoint: str, where: str = "") -> str:
@@ -83,7 +82,7 @@ def weights_file(store: Store, manifest: Manifest, checkpoint: str, where: str =
     except ValueError as error:
         raise RecipeError(f"{where}{error}") from None
     if checkpoint == LAST:
-        return WEIGHTS
+        return WEIGHTS_FILE
     model = f"{where}checkpoint {checkpoint}: {manifest.stage} ({manifest.job} {manifest.key[:12]})"
     if manifest.job != "pretrain":
         raise RecipeError(f"{model} is not a pretraining and has one set of weights")
@@ -100,7 +99,7 @@ def weights_file(store: Store, manifest: Manifest, checkpoint: str, where: str =
             f"{model} was made without it and has {there}. Use one of these, or rerun it with {step} in its keep_steps"
             f" and --force {manifest.stage}"
         )
-    return WEIGHTS if step == kept.steps[-1] else f"{KEPT_WEIGHTS}{step}/{WEIGHTS}"
+    return WEIGHTS_FILE if step == kept.steps[-1] else f"{KEPT_WEIGHTS}{step}/{WEIGHTS_FILE}"
 
 
 def kept_checkpoints(store: Store, manifest: Manifest) -> Kept:

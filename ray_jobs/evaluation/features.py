@@ -36,11 +36,11 @@ from ray_jobs.process.cluster import Run
 from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
 from vit_model.build import Network, build
-from vit_model.contract import ModelContract, Preprocessing
+from vit_model.contract import ModelContract, Preprocessing, read_contract
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES
-from vit_model.weights import load_model, read_contract, transfer_backbone
+from vit_model.weights import load_model, transfer_backbone
 
 # The pixels of larger images are reduced to this side; more inputs would be too many for a linear probe.
 PIXELS_SIDE = 32

@@ -40,7 +40,6 @@ from pipelines.spec import (
     Segment,
 )
 from pipelines.store import (
-    MODEL_FILES,
     InputRef,
     Manifest,
     Store,
@@ -55,6 +54,7 @@ from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
 from ray_jobs.process.context import Context
+from vit_model.contract import WEIGHTS_FILE
 from vit_model.errors import UserError
 
 # Rows use these names for a backbone that was trained on other images, and for one that was trained on these images.
@@ -62,7 +62,6 @@ PRETRAINED, SEEN = "pretrained", "trained on these images"
 COMPARED = ["content_id", "phash"]  # columns of an index
 _INDEX = "index.parquet"
 _READ = [*COMPARED, "split", "label"]
-_WEIGHTS, _ = MODEL_FILES
 _MAX_DISTANCE: int = Ingest.model_fields["max_distance"].default  # bits between near-copies
 
 
@@ -355,13 +354,13 @@ def _originals(store: Store, model: Manifest) -> list[Manifest]:
     A model that was exported and imported again has the same file of weights, with the same sha256; it may also be a
     checkpoint's file.
     """
-    weights = {file.sha256 for file in model.files if file.path == _WEIGHTS}
+    weights = {file.sha256 for file in model.files if file.path == WEIGHTS_FILE}
     return [
         other
         for job in TRAINED
         for other in all_manifests(store, job)
         if other.key != model.key
-        and any(file.sha256 in weights for file in other.files if file.path.endswith(_WEIGHTS))
+        and any(file.sha256 in weights for file in other.files if file.path.endswith(WEIGHTS_FILE))
     ]
 
 

@@ -23,10 +23,9 @@ from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
 from vit_model.build import Network
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract
+from vit_model.contract import ModelContract, read_contract
 from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES
-from vit_model.weights import read_contract
 
 BATCH = 32  # images per forward pass; their tokens are in memory in float64
 DECODED = 1024  # images per task

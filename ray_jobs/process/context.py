@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 from pipelines import identity
 from pipelines.spec import LAST, AnyStage, RecipeError, Stage
 from pipelines.store import (
-    MODEL_FILES,
     Attempt,
     FileEntry,
     Layout,
@@ -31,6 +30,7 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.data.shards import CACHE_BYTES, Dataset, open_artifact
+from vit_model.contract import MODEL_FILES
 from vit_model.errors import UserError
 
 Spec = TypeVar("Spec", bound=AnyStage, covariant=True)

@@ -16,6 +16,7 @@ from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent
 
 Line = Mapping[str, Any]
 ADVICE = "Next, start from pretrained weights: vitflow init FILE --images FOLDER --from hf:ORG/NAME"
+MOST_INSPECTED = 3  # models in one answer
 PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 
 
@@ -42,6 +43,8 @@ def answer(numbers: Line) -> dict[str, str]:
         said = "; ".join(audit["headline"] for audit in audits) + "."
     elif embeddings := numbers.get("embeddings"):
         asked, said = "What kinds of images are there?", _clustered(embeddings[0])
+    elif 0 < len(inspections := numbers.get("inspections", ())) <= MOST_INSPECTED:
+        asked, said = "What does the model look at?", " ".join(map(_inspected, inspections))
     else:
         kinds = Counter(stage["kind"] for stage in numbers["stages"])
         listed = ", ".join(quantity(count, kind) for kind, count in sorted(kinds.items()))
@@ -132,6 +135,14 @@ def _clustered(embedding: Line) -> str:
         f"this report sorts {quantity(sum(sizes), 'training image')} into {quantity(len(sizes), 'group')}{some} that"
         " look alike to the model; groups.csv beside the page lists them."
     )
+
+
+def _inspected(inspection: Line) -> str:
+    reaches = (
+        "In the first block of {backbone}, attention reaches {first_block_pixels:.1f} pixels on average, in the last"
+    )
+    said = f"{reaches} {{last_block_pixels:.1f}}; attention to all patches equally would reach {{uniform_pixels:.1f}}."
+    return said.format(**inspection)
 
 
 def _difference(verdict: Line, is_again: bool = False) -> str:

@@ -37,6 +37,10 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)
     for sweep in numbers["sweeps"]:
         figures[f"search {sweep['artifact']}"] = plots.search(sweep["trials"], chosen_trial(sweep))
+    for inspected in numbers.get("inspections", ()):
+        figures[f"attention {inspected['artifact']}"] = plots.attention(
+            inspected["distances"], inspected["uniform_pixels"]
+        )
     if numbers["mistakes"] and (matrix := numbers["mistakes"]["confusion"]):
         figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
     return figures

@@ -50,7 +50,7 @@ class ReportData:
 
     `numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVGs by
     name, `sheets` the tiles by dataset artifact, `images` the pictures of mistakes by sample id, and `looked` the same,
-    tinted by the main model's attention.
+    tinted by the main model's attention; `inside` are the pictures of each inspection.
     """
 
     numbers: dict[str, Any]
@@ -60,6 +60,7 @@ class ReportData:
     sheets: dict[str, list[pictures.Tiles]] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
     looked: dict[str, str] = field(default_factory=dict)
+    inside: dict[str, pictures.Inside] = field(default_factory=dict)
 
 
 def gather(context: Context[Report]) -> ReportData:
@@ -102,6 +103,7 @@ def gather(context: Context[Report]) -> ReportData:
         **_audits(parts),
         **_clusters(parts, embedded),
         **_promotions(parts),
+        **_inspections(parts),
     }
     about = {
         "format_version": FORMAT_VERSION,
@@ -119,6 +121,7 @@ def gather(context: Context[Report]) -> ReportData:
         | {key: clusters.sheet(tested[key], found) for key, found in embedded.items() if key in tested},
         images=_images(numbers, tested),
         looked=_looked(store, manifests, numbers["mistakes"], tested),
+        inside={manifest.key: pictures.inside(folder) for _, manifest, folder in parts if manifest.job == "inspect"},
     )
 
 
@@ -241,6 +244,16 @@ def _promotions(parts: Sequence[provenance.Part]) -> dict[str, Any]:
         if (decided := promotion_of(manifest)) is not None
     ]
     return {"promotions": decisions} if decisions else {}
+
+
+def _inspections(parts: Sequence[provenance.Part]) -> dict[str, Any]:
+    """Return what inspections found, if there are any."""
+    found = [
+        _origin(stage, manifest) | lines.inspection_line(manifest, folder)
+        for stage, manifest, folder in parts
+        if manifest.job == "inspect"
+    ]
+    return {"inspections": found} if found else {}
 
 
 def _small_files(store: Store, manifest: Manifest) -> Path:

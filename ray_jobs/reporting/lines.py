@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.spec.published import Published
+from pipelines.store import Manifest
 from ray_jobs.data.columns import CONFLICT
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.calibration import calibration_error, is_identified
@@ -251,3 +252,14 @@ def label_issues(table: pa.Table) -> dict[str, Any]:
         "issues": table.slice(0, MAX_ISSUES).to_pylist(),
         "pairs": [{"label": label, "suggested": other, "images": count} for (label, other), count in pairs[:MAX_PAIRS]],
     }
+
+
+def inspection_line(manifest: Manifest, folder: Path) -> dict[str, Any]:
+    """Return an inspection's attention distances in pixels, of each block's heads, and what they are compared with."""
+    table = pq.read_table(folder / "attention_distance.parquet").to_pydict()
+    distances: list[list[float]] = [[] for _ in range(max(table["block"]))]
+    for block, pixels in zip(table["block"], table["pixels"], strict=True):
+        distances[block - 1].append(pixels)
+    backbone = manifest.config["backbone"]
+    name = backbone if isinstance(backbone, str) else f"{backbone['stage']} at {backbone['checkpoint']}"
+    return {"backbone": name, "split": manifest.config["split"], **manifest.metrics, "distances": distances}

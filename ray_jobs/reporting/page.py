@@ -54,6 +54,7 @@ def render(data: ReportData) -> str:
         sheets=data.sheets,
         images=data.images,
         looked=data.looked,
+        inside=data.inside,
         metrics=COMPUTED,
         measured_on=measured_on(numbers["costs"]),
     )
@@ -100,6 +101,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("mistakes", "Mistakes"): numbers["mistakes"],
         ("several-1", "Results by class"): numbers.get("several_labels"),
         ("labels-1", "Likely wrong labels"): numbers.get("label_issues"),
+        ("inside", "Inside the model"): numbers.get("inspections"),
         ("data", "Data"): numbers["datasets"],
         ("provenance", "Provenance"): True,
         ("settings", "Settings"): True,

@@ -1,7 +1,7 @@
-"""Images of a dataset artifact for the page: contact sheets, images by their id, and where a model looked.
+"""Images for the page: contact sheets, images by their id, where a model looked, and what is inside of one.
 
-In: an opened dataset, and for `overlays` the artifact of a fine-tuned ViT. Out: `data:` URLs of PNG (small images) or
-JPEG images, and counts. Reads only the images that are shown.
+In: an opened dataset, and for `overlays` the artifact of a fine-tuned ViT; or the tables of an inspection. Out: `data:`
+URLs of PNG (small images) or JPEG images, and counts. Reads only the images that are shown.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.columns import each_label
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.randomness import Purpose
-from vit_model.contract import Preprocessing
+from vit_model.contract import MODEL_FILES, Preprocessing
 from vit_model.inspection import attention_rollout
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
-from vit_model.weights import CONTRACT_FILE, WEIGHTS_FILE, load_model
+from vit_model.weights import load_model
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # approximate number of images on a sheet
@@ -35,6 +37,7 @@ SMALL = 32  # images up to this side in pixels are enlarged without interpolatio
 PHOTO = 112  # larger images are cropped to a square and resized to this side
 MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 24 images takes 0.8 TFLOPs
 TINT, STRENGTH = (255, 90, 0), 0.65
+COOL, NEUTRAL = (30, 80, 160), (240, 240, 240)  # of cosines -1 and 0; 1 is TINT
 LEVELS = 16  # of attention, so that a last bit of difference does not show
 
 
@@ -44,6 +47,15 @@ class Tiles:
 
     name: str
     images: tuple[str, ...]
+
+
+class Inside(NamedTuple):
+    """The pictures of an `inspect` stage; empty where the model does not have them."""
+
+    filters: list[str]
+    positions: str
+    seen: list[tuple[str, str]]
+    """images as the model sees them, and the same tinted by attention rollout"""
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
@@ -100,7 +112,7 @@ def sample_rows(labels: np.ndarray) -> dict[int, np.ndarray]:
 
 def data_urls(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
     """Return the images of these rows of a split as `data:` URLs: centre squares, enlarged without blur if small."""
-    return [_data_url(pixels) for pixels in squares(dataset, split, rows)]
+    return [data_url(pixels) for pixels in squares(dataset, split, rows)]
 
 
 def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -112,7 +124,7 @@ def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) ->
     return dataset.images(split, preprocessing, np.asarray(rows, int))
 
 
-def _data_url(pixels: np.ndarray) -> str:
+def data_url(pixels: np.ndarray) -> str:
     """Encode one image, uint8 [side, side, channels], as a `data:` URL."""
     image = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
     if image.width > SMALL:
@@ -138,7 +150,7 @@ def overlays(store: Store, model: Manifest, dataset: Dataset, rows: Sequence[int
     By attention rollout (Abnar and Zuidema 2020), with one read of the model's file and a forward pass. None for a
     model above MOST_BYTES, or one that is no plain ViT.
     """
-    files = [file for file in model.files if file.path in (WEIGHTS_FILE, CONTRACT_FILE)]
+    files = [file for file in model.files if file.path in MODEL_FILES]
     size = sum(file.size for file in files)
     if len(files) < 2 or size > MOST_BYTES or not rows:
         return []
@@ -148,10 +160,10 @@ def overlays(store: Store, model: Manifest, dataset: Dataset, rows: Sequence[int
         return []
     pixels = dataset.images("test", contract.preprocessing, np.asarray(rows))
     looked = attention_rollout(network, normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
-    return [_tinted(image, attention) for image, attention in zip(pixels, looked, strict=True)]
+    return [tinted(image, attention) for image, attention in zip(pixels, looked, strict=True)]
 
 
-def _tinted(pixels: np.ndarray, attention: np.ndarray) -> str:
+def tinted(pixels: np.ndarray, attention: np.ndarray) -> str:
     """Tint an image, uint8 [side, side, channels], by its attention [rows, columns], the highest most."""
     side = min(PHOTO, pixels.shape[0] * max(1, 64 // pixels.shape[0]))
     image = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).convert("RGB")
@@ -161,3 +173,35 @@ def _tinted(pixels: np.ndarray, attention: np.ndarray) -> str:
     weight = np.asarray(level.resize((side, side), Image.Resampling.BILINEAR))[..., None] / 255 * STRENGTH
     mixed = np.asarray(image.resize((side, side), kind)) * (1 - weight) + np.array(TINT) * weight
     return jpeg_url(Image.fromarray(np.round(mixed).astype(np.uint8)))
+
+
+def inside(folder: Path) -> Inside:
+    """Return the pictures of an inspection, from the folder of its tables (`ray_jobs.inspect`)."""
+    filters = [data_url(_grey_at_zero(np.array(each))) for each in _column(folder / "filters.parquet", "pixels")]
+    positions = _column(folder / "positions.parquet", "cosines")
+    seen = []
+    if (path := folder / "rollout.parquet").is_file():
+        for image, rollout in zip(_column(path, "image"), _column(path, "rollout"), strict=True):
+            with Image.open(io.BytesIO(image)) as opened:
+                pixels = np.atleast_3d(np.asarray(opened))
+            seen.append((data_url(pixels), tinted(pixels, np.array(rollout, np.float32))))
+    return Inside(filters, data_url(tiles(np.array(positions))) if positions else "", seen)
+
+
+def _column(path: Path, name: str) -> list[Any]:
+    return list(pq.read_table(path, columns=[name])[name].to_pylist()) if path.is_file() else []
+
+
+def _grey_at_zero(values: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return a filter as an image: zero is grey, and the value farthest from zero is black or white."""
+    return np.round(127.5 + 127.5 * values / max(float(np.abs(values).max()), 1e-12)).astype(np.uint8)
+
+
+def tiles(cosines: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Return a tile for each patch's cosines [patches, rows, columns], in the patches' places, with white lines."""
+    _, rows, columns = cosines.shape
+    ends = np.array([COOL, NEUTRAL, TINT], float)
+    colours = np.stack([np.interp(cosines, (-1, 0, 1), channel) for channel in ends.T], axis=-1)
+    framed = np.pad(colours, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=255)
+    grid = framed.reshape(rows, columns, rows + 1, columns + 1, 3).swapaxes(1, 2)
+    return np.round(grid.reshape(rows * (rows + 1), columns * (columns + 1), 3)[:-1, :-1]).astype(np.uint8)

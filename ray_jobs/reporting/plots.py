@@ -200,6 +200,29 @@ def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_c
     return [*spans, panel.mark(place, mean, 0, title, style="hollow" if is_ended else ""), *ring]
 
 
+def attention(distances: Sequence[Sequence[float]], uniform: float) -> Markup:
+    """Plot the mean distance in pixels from a patch to those it attends to, a mark per head of each block.
+
+    Args:
+        uniform: the distance of a head that attends to all patches equally.
+    """
+    blocks, every = range(1, len(distances) + 1), [*chain(*distances)]
+    x = Scale(0.5, len(distances) + 0.5, LEFT, RIGHT)
+    panel = Panel(x, Scale(0, 1.06 * max(*every, uniform), 250, 24))
+    shown = [block for block in blocks if block == 1 or block % max(1, len(distances) // 8) == 0]
+    parts = [panel.axes(svg.numbers(shown), svg.numbers(svg.ticks(0, panel.y.high)), "block", "pixels")]
+    parts.append(
+        panel.line([x.low, x.high], [uniform, uniform], 1, f"all patches equally: {uniform:.1f} pixels", "dotted")
+    )
+    for block, heads in zip(blocks, distances, strict=True):
+        for head, pixels in enumerate(heads, 1):
+            parts.append(
+                panel.mark(block, pixels, 0, f"block {block}, head {head}: {pixels:.1f} pixels", style="hollow")
+            )
+    legend = [("a head", 0, 0), ("attends to all patches equally", 1, 0)]
+    return svg.figure("Attention distance of each head by block", 288, *parts, legend=legend)
+
+
 def interval(value: float, line: Mapping[str, Any], scale: Scale, colour: int) -> Markup:
     """Draw a value with its line's interval as a dot and a line; the scale's positions are percents."""
     title = f"{value:.1%}, 95% interval {line['low']:.1%} to {line['high']:.1%}"

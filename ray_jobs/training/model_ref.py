@@ -18,9 +18,9 @@ from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.process.context import Context
 from ray_jobs.training.contract import continued_contract, model_contract
 from vit_model.build import Network
-from vit_model.contract import ModelContract
+from vit_model.contract import ModelContract, read_contract
 from vit_model.errors import UserError, reasons
-from vit_model.weights import load_model, read_contract, transfer_backbone
+from vit_model.weights import load_model, transfer_backbone
 
 
 class ModelRef(NamedTuple):

@@ -19,7 +19,7 @@ from pipelines.store import FitName
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
 from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract
+from vit_model.contract import ModelContract, read_contract
 from vit_model.errors import UserError, reasons
 
 Indices = NDArray[np.int64]
@@ -155,8 +155,6 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
         check_settings(config, contract)
         return Task(config, contract, None)
-    from vit_model.weights import read_contract
-
     source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
     try:

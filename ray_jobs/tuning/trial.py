@@ -15,9 +15,10 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveIn
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.spec.search import Point
-from pipelines.store import MODEL_FILES, FileEntry
+from pipelines.store import FileEntry
 from ray_jobs.evaluation.rows import MEAN_AP
 from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank, selecting
+from vit_model.contract import MODEL_FILES
 from vit_model.fields import Frozen
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.metrics import average_precision_score, f1_score
 
 from tests.conftest import Vitflow
-from vit_model.weights import read_contract
+from vit_model.contract import read_contract
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit_model.config import ViTConfig
+from vit_model.contract import MAX_CONTRACT_BYTES
 from vit_model.errors import UserError
 from vit_model.model import ViT
-from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite, require_shapes
+from vit_model.weights import check_header_size, require_finite, require_shapes
 
 TENSOR_NAMES = re.compile(
     r"collections OrderedDict|torch (\w+Storage|\w*float\w*|Size)|torch\._utils _rebuild_(tensor|tensor_v2|parameter)"

@@ -12,13 +12,26 @@ from pipelines.spec.stages.evaluate import Evaluate
 from pipelines.spec.stages.finetune import Finetune
 from pipelines.spec.stages.import_model import Import
 from pipelines.spec.stages.ingest import Ingest
+from pipelines.spec.stages.inspect import Inspect
 from pipelines.spec.stages.pretrain import Pretrain
 from pipelines.spec.stages.promote import Promote
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 
 AnyStage = (
-    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Embed | Predict | Promote | Report
+    Ingest
+    | Import
+    | Pretrain
+    | Finetune
+    | Evaluate
+    | Segment
+    | Baselines
+    | Audit
+    | Embed
+    | Predict
+    | Inspect
+    | Promote
+    | Report
 )
 """All stages. Everything else that lists them is derived from this union."""
 Stage = Annotated[AnyStage, Field(discriminator="job")]

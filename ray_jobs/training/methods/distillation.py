@@ -15,11 +15,11 @@ from ray_jobs.training.model_ref import ModelRef
 from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
 from vit_model.build import Network
-from vit_model.contract import ModelContract
+from vit_model.contract import ModelContract, read_contract
 from vit_model.errors import UserError
 from vit_model.objectives.distillation import Student, Teacher, imitation
 from vit_model.parts import ParameterGroups
-from vit_model.weights import load_model, read_contract
+from vit_model.weights import load_model
 
 _NAMED = 5  # classes in a message
 

@@ -38,7 +38,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     commit(store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75}))
     commit(store, make_manifest("report", key="ra", config={"title": "Zoo"}))
     commit(store, make_manifest("audit", key="la", inputs=taken, metrics={"audited": 9, "label_issues": 2}))
-    for job in ("embed", "predict"):
+    for job in ("embed", "predict", "inspect"):
         commit(store, make_manifest(job, key=job, inputs=taken, metrics={"images": 7}))
     create_run(store, "p-1-1-a", make_plan("p-1-1-a", "x", "y"))
     add_event(store, "p-1-1-a", "stage", stage="x", status="CACHED")
@@ -60,7 +60,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     assert (evaluation["task"], evaluation["best"]) == ("zoo", "75.0% SVM @ 5")
     (audit,) = list_kind(store, "audits")
     assert (audit["task"], audit["audited"], audit["label_issues"]) == ("zoo", 9, 2)
-    for kind in ("embeddings", "predictions"):
+    for kind in ("embeddings", "predictions", "inspections"):
         (made,) = list_kind(store, kind)
         assert (made["task"], made["images"]) == ("zoo", 7)
     (run,) = list_kind(store, "runs")
