@@ -140,8 +140,17 @@ def inside(field: str, other: str) -> bool:
 
 
 def _labels(values: list[Any]) -> list[str]:
-    """Return the spelling of an axis's values in names: the values if they are short and distinct, else 1, 2, 3."""
+    """Return the spelling of an axis's values in names: the values if they are short and distinct, else 1, 2, 3.
+
+    Mappings without names are spelled by the first field that differs in all of them: width-32, width-64.
+    """
     labels = [_label(value) for value in values]
+    if not any(labels) and all(isinstance(value, dict) for value in values):
+        for field in values[0]:
+            spelled = [_label(value.get(field)) if field in value else "" for value in values]
+            if all(spelled) and len(set(spelled)) == len(values):
+                labels = [f"{field}-{label}" for label in spelled]
+                break
     plain = all(0 < len(label) <= LABEL_LENGTH for label in labels) and len(set(labels)) == len(labels)
     return labels if plain else [str(position) for position in range(1, len(values) + 1)]
 

@@ -20,7 +20,7 @@ from pipelines.spec import quantity
 from ray_jobs.data.columns import CONFLICT, each_label
 from ray_jobs.data.shards import SPLITS, Dataset, Images, Split
 from ray_jobs.ingesting.splits import Trainable
-from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
+from ray_jobs.reporting.drawing.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Unusable
 from ray_jobs.sources.readers.features import listed
 from vit_model.contract import Preprocessing

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MOST_FREQUENT, is_reference
+from ray_jobs.reporting.studies import headline
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
@@ -45,6 +46,8 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "What kinds of images are there?", _clustered(embeddings[0])
     elif 0 < len(inspections := numbers.get("inspections", ())) <= MOST_INSPECTED:
         asked, said = "What does the model look at?", " ".join(map(_inspected, inspections))
+    elif studied := numbers.get("studies"):
+        asked, said = f"Which {studied[0]['x']} is best?", headline(studied[0])
     else:
         kinds = Counter(stage["kind"] for stage in numbers["stages"])
         listed = ", ".join(quantity(count, kind) for kind, count in sorted(kinds.items()))

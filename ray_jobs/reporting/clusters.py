@@ -24,7 +24,7 @@ from pipelines.spec import quantity
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.shards import Dataset
 from ray_jobs.randomness import Purpose
-from ray_jobs.reporting.pictures import Tiles, data_urls
+from ray_jobs.reporting.drawing.pictures import Tiles, data_urls
 
 MAX_IMAGES = 10_000
 MAX_CLUSTERS, IMAGES_PER_CLUSTER = 12, 10  # fewer clusters if they would have fewer images on average

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray_jobs.evaluation.cost import COST, Cost
 from ray_jobs.evaluation.intervals import paired_difference
-from ray_jobs.reporting import plots
+from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import Part
 from ray_jobs.reporting.verdicts import comparable, is_compared, kind, labels_text, paired

@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from pipelines.store import FitName, LogLine, Manifest
 from ray_jobs.evaluation.rows import ACCURACY
-from ray_jobs.reporting import costs, plots
+from ray_jobs.reporting import costs
+from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.lines import chosen_trial
 from ray_jobs.reporting.measures import Entry
 
@@ -37,6 +38,8 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)
     for sweep in numbers["sweeps"]:
         figures[f"search {sweep['artifact']}"] = plots.search(sweep["trials"], chosen_trial(sweep))
+    for number, study in enumerate(numbers.get("studies", ())):
+        figures |= {f"study {number} {place}": drawn for place, drawn in enumerate(plots.study(study))}
     for inspected in numbers.get("inspections", ()):
         figures[f"attention {inspected['artifact']}"] = plots.attention(
             inspected["distances"], inspected["uniform_pixels"]

@@ -14,7 +14,7 @@ from typing import Any
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import ACCURACY, CHOSEN_ON_TEST, MEAN_AP
 from ray_jobs.reporting.answer import Line, settings
-from ray_jobs.reporting.pictures import FEW, FEW_DEV
+from ray_jobs.reporting.drawing.pictures import FEW, FEW_DEV
 from ray_jobs.reporting.verdicts import points, quoted
 
 FEW_TO_PRETRAIN = 10_000  # images; as for init, which says that a model of its own will be weak

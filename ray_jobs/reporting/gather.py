@@ -33,11 +33,12 @@ from ray_jobs.reporting import (
     measures,
     mistakes,
     multi_label,
-    pictures,
     provenance,
+    studies,
     vtab,
 )
 from ray_jobs.reporting.answer import answer
+from ray_jobs.reporting.drawing import pictures
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import AnyEntry, kind, labels_text, verdicts
 
@@ -82,11 +83,7 @@ def gather(context: Context[Report]) -> ReportData:
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"}
     tested = _tested_datasets(manifests, datasets)
-    measured = {
-        manifest.key: curves
-        for manifest in manifests
-        if (curves := figures.measured_in_training(finished_log(store, manifest), manifest))
-    }
+    measured = _measured(store, manifests)
     embedded = _embedded(store, manifests)
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
@@ -105,6 +102,7 @@ def gather(context: Context[Report]) -> ReportData:
         **_promotions(parts),
         **_inspections(parts),
     }
+    numbers |= _studies(numbers)
     about = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
@@ -217,6 +215,15 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
     return {"label_issues": audits} if audits else {}
 
 
+def _measured(store: Store, manifests: Iterable[Manifest]) -> figures.Measured:
+    """Return artifact -> the curves on held-out images of each training."""
+    return {
+        manifest.key: curves
+        for manifest in manifests
+        if (curves := figures.measured_in_training(finished_log(store, manifest), manifest))
+    }
+
+
 def _embedded(store: Store, manifests: Iterable[Manifest]) -> dict[str, list[clusters.Cluster]]:
     """Return artifact -> the clusters of each embedding."""
     return {
@@ -254,6 +261,12 @@ def _inspections(parts: Sequence[provenance.Part]) -> dict[str, Any]:
         if manifest.job == "inspect"
     ]
     return {"inspections": found} if found else {}
+
+
+def _studies(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the members of matrices measured, by the number that they differ in, if there are any."""
+    found = studies.studies(numbers)
+    return {"studies": found} if found else {}
 
 
 def _small_files(store: Store, manifest: Manifest) -> Path:

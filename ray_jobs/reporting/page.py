@@ -17,10 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.metrics import COMPUTED
-from ray_jobs.reporting import plots
+from ray_jobs.reporting.drawing import plots
+from ray_jobs.reporting.drawing.svg import Scale, spread
 from ray_jobs.reporting.first_screen import SHOWN, first_screen
 from ray_jobs.reporting.gather import ReportData
-from ray_jobs.reporting.svg import Scale, spread
+from ray_jobs.reporting.studies import best
 from ray_jobs.reporting.verdicts import labels_text, percent, points, quoted, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
@@ -57,6 +58,7 @@ def render(data: ReportData) -> str:
         inside=data.inside,
         metrics=COMPUTED,
         measured_on=measured_on(numbers["costs"]),
+        best=best,
     )
 
 
@@ -94,6 +96,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("answer", "Answer"): True,
         ("groups", "Groups"): numbers.get("embeddings"),
         ("vtab", "VTAB-1k"): numbers["vtab"],
+        ("studies", "By setting"): numbers.get("studies"),
         ("cost", "Accuracy and cost"): numbers["costs"],
         ("accuracy", "Test accuracy"): numbers["accuracies"],
         ("accuracy", "Metrics on test"): "other_metrics" in numbers and not numbers["accuracies"],

@@ -16,7 +16,7 @@ from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs.data.shards import open_artifact
 from ray_jobs.inspect import SHOWN, inspect
 from ray_jobs.process.context import Context, Result
-from ray_jobs.reporting import pictures
+from ray_jobs.reporting.drawing import pictures
 from tests.support.checkpoints import SIZE, put_untrained
 from tests.support.digits import put_digits
 from tests.support.records import make_context, make_manifest

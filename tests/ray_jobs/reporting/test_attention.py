@@ -11,7 +11,7 @@ from PIL import Image
 
 from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs.data.shards import Dataset, open_artifact
-from ray_jobs.reporting import pictures
+from ray_jobs.reporting.drawing import pictures
 from tests.support.checkpoints import put_untrained
 from tests.support.digits import put_digits
 from tests.support.records import make_manifest

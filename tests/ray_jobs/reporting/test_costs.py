@@ -8,7 +8,8 @@ import pytest
 
 from pipelines.store import InputRef
 from ray_jobs.evaluation.cost import Cost, Speed, write_cost
-from ray_jobs.reporting import costs, plots
+from ray_jobs.reporting import costs
+from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import Part
 from tests.support.records import make_manifest

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from ray_jobs.reporting import plots, svg
-from ray_jobs.reporting.plots import Curve, Measured
+from ray_jobs.reporting.drawing import plots, svg
+from ray_jobs.reporting.drawing.plots import Curve, Measured
 
 POINTS = [{"step": step, "loss": 1.0 / step, "learning_rate": 0.1} for step in range(1, 11)]
 HOSTILE = "</title><script>alert(1)</script>\"' onload='x"

@@ -1,4 +1,4 @@
-"""The plots of the page as inline SVG (`ray_jobs.reporting.svg`).
+"""The plots of the page as inline SVG (`ray_jobs.reporting.drawing.svg`).
 
 In: plain numbers and names. Out: SVG with its legend, the same for the same input.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from markupsafe import Markup
 
 from ray_jobs.evaluation.rows import ACCURACY
-from ray_jobs.reporting import svg
-from ray_jobs.reporting.svg import LEFT, RIGHT, WIDTH, Panel, Scale, element, fractions, spread
+from ray_jobs.reporting.drawing import svg
+from ray_jobs.reporting.drawing.svg import LEFT, RIGHT, WIDTH, Panel, Scale, element, fractions, spread
 
 BOX = 130  # the width of a stage in the drawing of the lineage
 
@@ -198,6 +198,38 @@ def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_c
     spans = [panel.line([place, place], [min(values), max(values)], 0, "")] if folds else []
     ring = [panel.mark(place, mean, 1, "", style="ring")] if is_chosen else []
     return [*spans, panel.mark(place, mean, 0, title, style="hollow" if is_ended else ""), *ring]
+
+
+def study(found: Mapping[str, Any]) -> list[Markup]:
+    """Plot a metric by the number that the members of a matrix differ in: a plot per panel, on the same scales.
+
+    Args:
+        found: as `ray_jobs.reporting.studies` returns it.
+    """
+    lines = [line for panel in found["panels"] for line in panel["lines"]]
+    every = [point["mean"] for line in lines for point in line["points"]]
+    places = [*found["ticks"].values()]
+    x = spread(places, LEFT, RIGHT, is_log=places[0] > 0 and places[-1] >= 10 * places[0])
+    is_percent = found["metric"].startswith(ACCURACY)
+    panel = Panel(x, fractions(every, 230, 24) if is_percent else spread(every, 230, 24))
+    heights = svg.percents(panel.y) if is_percent else svg.numbers(svg.ticks(panel.y.low, panel.y.high))
+    few = svg.numbers(places if len(places) <= 6 else places[:: -(-len(places) // 6)])
+    colours = _numbered(line["name"] for line in lines)
+    drawn = []
+    for each in found["panels"]:
+        parts = [panel.axes(few, heights, found["x"].replace("_", " "), found["metric"])]
+        for line in each["lines"]:
+            colour, points = colours[line["name"]], line["points"]
+            parts.append(panel.line([point["x"] for point in points], [point["mean"] for point in points], colour, ""))
+            for point in points:
+                margin = "" if point["margin"] is None else f" ± {point['margin']:.3g}"
+                title = f"{line['name']} at {point['x']:g}: {point['mean']:.4g}{margin}".strip()
+                parts.append(panel.mark(point["x"], point["mean"], colour, title, shape=colour))
+        legend = [
+            (line["name"], colours[line["name"]], colours[line["name"]]) for line in each["lines"] if line["name"]
+        ]
+        drawn.append(svg.figure(f"{found['metric']} by {found['x']}", 268, *parts, legend=legend))
+    return drawn
 
 
 def attention(distances: Sequence[Sequence[float]], uniform: float) -> Markup:

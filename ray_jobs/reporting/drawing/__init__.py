@@ -1,0 +1,1 @@
+"""What the page draws: SVG plots, and pictures of images."""

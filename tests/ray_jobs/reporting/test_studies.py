@@ -1,0 +1,103 @@
+"""Studies: members of a matrix by the number that they differ in, averaged over seeds."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ray_jobs.reporting.drawing import plots
+from ray_jobs.reporting.studies import best, headline, studies
+
+NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": []}
+
+
+def pretrained(losses: dict[str, float]) -> dict[str, Any]:
+    """The lines of report.json of pretrainings with these losses on dev."""
+    curves = [{"stage": stage, "artifact": stage} for stage in losses]
+    measured = {stage: [{"name": "dev", "losses": [9.0, loss], "accuracies": []}] for stage, loss in losses.items()}
+    return NOTHING | {"pretraining": curves, "measured_in_training": measured}
+
+
+def scored(stage: str, value: float, method: str = "ViT, pretrained", apart: str | None = None) -> dict[str, Any]:
+    line = {"stage": stage, "accuracy": value, "method": method, "apart": apart, "task": "digits"}
+    return line | {"protocol": "few-shot linear", "labels": "5 labels per class (10 classes)"}
+
+
+def test_a_line_is_the_mean_over_seeds_with_the_interval_of_their_mean() -> None:
+    rng, widths, rates, seeds = np.random.default_rng(0), ("32", "64"), ("0.01", "0.002"), range(3)
+    drawn = {
+        f"train@width={width},learning_rate={rate},seed={seed}": float(rng.normal())
+        for width, rate, seed in itertools.product(widths, rates, seeds)
+    }
+    (study,) = studies(pretrained(drawn))
+    assert study["metric"] == "loss on dev" and study["x"] in ("width", "learning_rate")
+    (panel,) = study["panels"]
+    other = "learning_rate" if study["x"] == "width" else "width"
+    assert {line["name"].partition("=")[0] for line in panel["lines"]} == {other}
+    for line in panel["lines"]:
+        assert [point["x"] for point in line["points"]] == sorted(study["ticks"].values())
+        for point in line["points"]:
+            label = next(label for label, x in study["ticks"].items() if x == point["x"])
+            of = [v for name, v in drawn.items() if line["name"] in name and f"{study['x']}={label}" in name]
+            low, high = stats.t.interval(0.95, 2, np.mean(of), stats.sem(of))
+            assert point["mean"] == pytest.approx(np.mean(of)) and point["repeats"] == 3
+            assert point["margin"] == pytest.approx((high - low) / 2)
+
+
+def test_the_longest_axis_of_numbers_is_across_and_the_shorter_ones_are_panels() -> None:
+    places = itertools.product(("null", "32"), ("narrow", "wide", "huge"), ("1", "2", "4", "8"))
+    losses = {f"t@base={base},model={model},rate={rate}": float(rate) for base, model, rate in places}
+    (study,) = studies(pretrained(losses))
+    assert study["x"] == "rate" and [panel["name"] for panel in study["panels"]] == ["base=null", "base=32"]
+    for panel in study["panels"]:
+        assert [line["name"] for line in panel["lines"]] == ["model=narrow", "model=wide", "model=huge"]
+        assert all(point["margin"] is None for line in panel["lines"] for point in line["points"])
+    assert len(plots.study(study)) == 2
+
+
+def test_without_two_numbers_there_is_no_study() -> None:
+    for members in (["t"], ["t@seed=0", "t@seed=1"], ["t@kind=a", "t@kind=b"], ["t@rate=1,seed=0", "t@rate=1,seed=1"]):
+        assert studies(pretrained(dict.fromkeys(members, 1.0))) == []
+
+
+def test_a_missing_member_leaves_a_gap() -> None:
+    (study,) = studies(pretrained({"t@rate=1,model=a": 1.0, "t@rate=2,model=a": 2.0, "t@rate=1,model=b": 3.0}))
+    a, b = study["panels"][0]["lines"]
+    assert [point["x"] for point in a["points"]] == [1.0, 2.0] and [point["x"] for point in b["points"]] == [1.0]
+
+
+def test_models_are_studied_on_test_and_references_are_not() -> None:
+    lines = [
+        each
+        for images, value in (("100", 0.25), ("200", 0.5))
+        for each in (
+            scored(f"few@images={images}", value),
+            scored(f"few@images={images}", 0.9, method="pixels"),
+            scored(f"few@images={images}", 0.9, apart="seen in training"),
+        )
+    ]
+    (study,) = studies(NOTHING | {"accuracies": lines})
+    assert (study["metric"], study["setting"].partition(" on ")[0]) == ("accuracy on test", "ViT, pretrained")
+    (line,) = study["panels"][0]["lines"]
+    assert [(point["x"], point["mean"]) for point in line["points"]] == [(100, 0.25), (200, 0.5)]
+    assert headline(study) == "the highest accuracy on test of few is at images 200."
+
+
+@pytest.mark.parametrize(
+    ("lowest", "said"),
+    [
+        ((2, 2), "is at rate 2 in all 2 settings."),
+        ((1, 2), "is at rate 1 in 1 and 2 in 1 of 2 settings."),
+    ],
+)
+def test_the_headline_counts_where_the_lines_are_lowest(lowest: tuple[int, int], said: str) -> None:
+    losses = {
+        f"t@model={model},rate={rate}": abs(rate - at)
+        for model, at in zip("ab", lowest, strict=True)
+        for rate in (1, 2, 3)
+    }
+    (study,) = studies(pretrained(losses))
+    assert headline(study) == f"the lowest loss on dev of t {said}"
+    assert [best(study, line) for line in study["panels"][0]["lines"]] == [*lowest]
