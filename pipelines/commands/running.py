@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
 from pipelines.machine.budget import estimate_unmeasured
 from pipelines.recipe.load import load_pipeline
-from pipelines.recipe.pipeline import Pipeline, members, pin
+from pipelines.recipe.pipeline import Pipeline, base, members, pin
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import (
@@ -94,7 +95,6 @@ STOPPED = (
     " To continue: "
 )
 NOT_STOPPED = "interrupted before the run's jobs were stopped; to stop them: vitflow stop {}"
-NAMED = 10  # stages in a line
 CORES = os.cpu_count() or 1
 
 
@@ -399,8 +399,8 @@ def plan(
     if seconds:
         say(f"longest the last time: {longest(seconds)}")
     if unmeasured := [stage.name for stage in to_make if stage.name not in seconds]:
-        more = len(unmeasured) - NAMED
-        named = ", ".join(unmeasured[:NAMED]) + (f" and {more} more" if more > 0 else "")
+        counts = Counter(map(base, unmeasured))
+        named = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
         say(f"time not yet measured: {named}")
         if estimated := estimate_unmeasured({name: loaded.stages[name] for name in unmeasured}):
             say(estimated)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelines.environment import environment
 from pipelines.errors import StoreDamaged
-from pipelines.store.objects import check_name, parse_record, read_record, warn
+from pipelines.store.objects import Record, check_name, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
 from pipelines.store.records import Event, Layout, Over, RunPlan, StopRequest, now, who
 
@@ -37,14 +37,8 @@ def read_events(store: Store, run: str, newest: int | None = None) -> list[dict[
     """Read a run's history, oldest first, or only the newest events; skip damaged events with a warning."""
     folder = f"{Layout.run(run)}/events"
     names = [f"{folder}/{name}" for name in store.names(folder)[-(newest or 0) :]]
-    events = []
-    for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
-        if data is None:
-            continue
-        try:
-            events.append(parse_record(store, name, data, Event).model_dump(exclude_unset=True))
-        except StoreDamaged as error:
-            warn(f"{error}; ignoring it. Run `vitflow verify`")
+    found = filter(None, _read_or_warn(store, names, Event))
+    events = [event.model_dump(exclude_unset=True) for event in found]
     return sorted(events, key=lambda event: event["time"])  # ULIDs within a millisecond are not ordered
 
 
@@ -60,18 +54,7 @@ def read_over(store: Store, run: str) -> Over | None:
 
 def read_overs(store: Store, runs: Sequence[str]) -> list[Over | None]:
     """Do the same for several runs, with concurrent requests."""
-    names = [f"{Layout.run(run)}/over.json" for run in runs]
-    return [
-        _parse_over(store, name, data) for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True)
-    ]
-
-
-def _parse_over(store: Store, name: str, data: bytes | StoreDamaged | None) -> Over | None:
-    try:
-        return None if data is None else parse_record(store, name, data, Over)
-    except StoreDamaged as error:
-        warn(f"{error}; ignoring it. Run `vitflow verify`")
-        return None
+    return _read_or_warn(store, [f"{Layout.run(run)}/over.json" for run in runs], Over)
 
 
 def request_stop(store: Store, run: str, why: str = "") -> None:
@@ -90,9 +73,17 @@ def stop_requested(store: Store, run: str) -> bool:
 
 def stop_reason(store: Store, run: str) -> str:
     """Return why the run was requested to stop; empty, if a person did that, or the record is damaged."""
-    try:
-        request = read_record(store, f"{Layout.run(run)}/stop.json", StopRequest)
-    except StoreDamaged as error:
-        warn(f"{error}; ignoring it. Run `vitflow verify`")
-        return ""
+    (request,) = _read_or_warn(store, [f"{Layout.run(run)}/stop.json"], StopRequest)
     return "" if request is None else request.why
+
+
+def _read_or_warn(store: Store, names: Sequence[str], model: type[Record]) -> list[Record | None]:
+    """Read records with concurrent requests; None for each that is missing, or damaged, which a warning says."""
+    records: list[Record | None] = []
+    for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
+        try:
+            records.append(None if data is None else parse_record(store, name, data, model))
+        except StoreDamaged as error:
+            warn(f"{error}; ignoring it. Run `vitflow verify`")
+            records.append(None)
+    return records
