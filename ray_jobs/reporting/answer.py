@@ -18,15 +18,19 @@ from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent
 Line = Mapping[str, Any]
 ADVICE = "Next, start from pretrained weights: vitflow init FILE --images FOLDER --from hf:ORG/NAME"
 MOST_INSPECTED = 3  # models in one answer
+MANY_VALUES = 3  # of a number in a matrix, so that the report is about this number
 PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 
 
 def answer(numbers: Line) -> dict[str, str]:
     """Return the question of a report, the sentence that answers it, and advice, which may be empty."""
     trained = [score for score in numbers["vtab"] if score["trained"]]
+    studied = numbers.get("studies", ())
     whole = [line for line in numbers["accuracies"] if not line["apart"]]
     if trained:
         asked, said = "How good is the model on VTAB-1k?", _on_vtab(trained)
+    elif along := [study for study in studied if study["has_order"] and len(study["ticks"]) >= MANY_VALUES]:
+        asked, said = f"Which {along[0]['x']} is best?", headline(along[0])
     elif numbers["costs"] and len({group["task"] for group in numbers["costs"]}) == 1:
         asked, said = "Which backbone is best?", _best_backbone(numbers)
     elif numbers["verdicts"]:
@@ -46,7 +50,7 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "What kinds of images are there?", _clustered(embeddings[0])
     elif 0 < len(inspections := numbers.get("inspections", ())) <= MOST_INSPECTED:
         asked, said = "What does the model look at?", " ".join(map(_inspected, inspections))
-    elif studied := numbers.get("studies"):
+    elif studied:
         asked, said = f"Which {studied[0]['x']} is best?", headline(studied[0])
     else:
         kinds = Counter(stage["kind"] for stage in numbers["stages"])

@@ -1,7 +1,8 @@
-"""Studies: what the members of a matrix measured, by the number that they differ in.
+"""Studies: what the members of a matrix measured, by what they differ in.
 
 In: lines of report.json. Out: plain dictionaries, one per stage with a matrix and metric. `x` is the axis with the most
-numbers; a line is a combination of the other axes, apart from seeds, over which its values are averaged.
+numbers, or without numbers the one with the most values; a line is a combination of the other axes, apart from seeds,
+over which its values are averaged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Measured]] = {}
     for each in _measured(numbers):
         groups.setdefault((each.stage, each.metric, each.setting), []).append(each)
-    return [study for group in groups.values() if (study := _study(group)) is not None]
+    found = [study for group in groups.values() if (study := _study(group)) is not None]
+    # the section about accuracy and cost compares backbones
+    return [each for each in found if each["has_order"] or each["metric"] != TEST_ACCURACY or not numbers["costs"]]
 
 
 def _measured(numbers: Mapping[str, Any]) -> Iterator[Measured]:
@@ -65,16 +68,17 @@ def _measured(numbers: Mapping[str, Any]) -> Iterator[Measured]:
 
 
 def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
-    """Return the study of a stage's metric; None if its members do not differ in a number."""
+    """Return the study of a stage's metric; None if its members differ in their seeds alone."""
     labels: dict[str, dict[str, None]] = {}  # axis -> its labels
     for each in group:
         for axis, label in each.place.items():
             labels.setdefault(axis, {})[label] = None
     axes = {axis: [*found] for axis, found in labels.items() if len(found) > 1 and not is_seed(axis)}
-    numeric = [axis for axis, found in axes.items() if all(map(is_number, found))]
-    if not numeric:
+    if not axes:
         return None
-    x = max(numeric, key=lambda axis: len(axes[axis]))
+    numeric = [axis for axis, found in axes.items() if all(map(is_number, found))]
+    x = max(numeric or axes, key=lambda axis: len(axes[axis]))
+    ticks = {label: float(label) for label in sorted(axes[x], key=float)} if numeric else _numbered(axes[x])
     others = sorted((axis for axis in axes if axis != x), key=lambda axis: len(axes[axis]))
     *panel_axes, line_axis = others or [x]
     panels: dict[str, dict[str, dict[float, list[float]]]] = {}
@@ -82,18 +86,23 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
         place = each.place
         panel = ", ".join(f"{axis}={place.get(axis)}" for axis in panel_axes)
         line = f"{line_axis}={place.get(line_axis)}" if others else ""
-        panels.setdefault(panel, {}).setdefault(line, {}).setdefault(float(place[x]), []).append(each.value)
+        panels.setdefault(panel, {}).setdefault(line, {}).setdefault(ticks[place[x]], []).append(each.value)
     return {
         "stage": group[0].stage,
         "metric": group[0].metric,
         "setting": group[0].setting,
         "x": x,
-        "ticks": {label: float(label) for label in sorted(axes[x], key=float)},
+        "ticks": ticks,
+        "has_order": bool(numeric),
         "panels": [
             {"name": panel, "lines": [{"name": line, "points": _points(values)} for line, values in lines.items()]}
             for panel, lines in panels.items()
         ],
     }
+
+
+def _numbered(labels: Sequence[str]) -> dict[str, float]:
+    return {label: float(number) for number, label in enumerate(labels)}
 
 
 def _points(values: Mapping[float, Sequence[float]]) -> list[dict[str, Any]]:
@@ -119,7 +128,7 @@ def headline(study: Mapping[str, Any]) -> str:
     places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
     counts = {place: places.count(place) for place in sorted(set(places))}
     which = "lowest" if study["metric"] == DEV_LOSS else "highest"
-    said = f"the {which} {study['metric']} of {study['stage']} is at {study['x']} "
+    said = f"the {which} {study['metric']} of {study['stage']} is at {study['x']}="
     if len(places) == 1:
         return f"{said}{names[places[0]]}."
     if len(counts) == 1:

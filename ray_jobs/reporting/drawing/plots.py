@@ -201,7 +201,7 @@ def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_c
 
 
 def study(found: Mapping[str, Any]) -> list[Markup]:
-    """Plot a metric by the number that the members of a matrix differ in: a plot per panel, on the same scales.
+    """Plot a metric by what the members of a matrix differ in: a plot per panel, on the same scales.
 
     Args:
         found: as `ray_jobs.reporting.studies` returns it.
@@ -214,13 +214,17 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
     panel = Panel(x, fractions(every, 230, 24) if is_percent else spread(every, 230, 24))
     heights = svg.percents(panel.y) if is_percent else svg.numbers(svg.ticks(panel.y.low, panel.y.high))
     few = svg.numbers(places if len(places) <= 6 else places[:: -(-len(places) // 6)])
+    if not found["has_order"]:
+        few = {place: _cut(label) for label, place in found["ticks"].items()}
     colours = _numbered(line["name"] for line in lines)
     drawn = []
     for each in found["panels"]:
         parts = [panel.axes(few, heights, found["x"].replace("_", " "), found["metric"])]
         for line in each["lines"]:
             colour, points = colours[line["name"]], line["points"]
-            parts.append(panel.line([point["x"] for point in points], [point["mean"] for point in points], colour, ""))
+            if found["has_order"]:
+                means = [point["mean"] for point in points]
+                parts.append(panel.line([point["x"] for point in points], means, colour, ""))
             for point in points:
                 margin = "" if point["margin"] is None else f" ± {point['margin']:.3g}"
                 title = f"{line['name']} at {point['x']:g}: {point['mean']:.4g}{margin}".strip()

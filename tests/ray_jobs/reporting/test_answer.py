@@ -291,3 +291,16 @@ def test_methods_become_subjects() -> None:
     assert subject("ViT, pretrained, LoRA") == "the pretrained ViT (LoRA)"
     assert subject("ViT, from scratch") == "the ViT trained from scratch"
     assert subject("pixels, standardised") == "pixels, standardised"
+
+
+def test_a_report_of_many_values_is_about_them_and_one_of_two_about_its_models() -> None:
+    def study(*values: float) -> dict[str, Any]:
+        points = [{"x": value, "mean": -value} for value in values]
+        said = {"stage": "vit", "metric": "loss on dev", "x": "width", "has_order": True}
+        return said | {"ticks": {f"{value:g}": value for value in values}, "panels": [{"lines": [{"points": points}]}]}
+
+    numbers = NOTHING | {"accuracies": [accuracy("s")]}
+    assert answer(numbers | {"studies": [study(16, 32, 64)]})["question"] == "Which width is best?"
+    assert answer(numbers | {"studies": [study(16, 32)]})["question"] == "How good is the model?"
+    alone = answer(NOTHING | {"studies": [study(16, 32)]})
+    assert alone["headline"] == "The lowest loss on dev of vit is at width=32."

@@ -10,13 +10,15 @@ from scipy import stats
 from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.studies import best, headline, studies
 
-NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": []}
+NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": [], "costs": []}
 
 
 def pretrained(losses: dict[str, float]) -> dict[str, Any]:
     """The lines of report.json of pretrainings with these losses on dev."""
     curves = [{"stage": stage, "artifact": stage} for stage in losses]
-    measured = {stage: [{"name": "dev", "losses": [9.0, loss], "accuracies": []}] for stage, loss in losses.items()}
+    measured = {
+        stage: [{"name": "dev", "losses": [9.0, loss], "accuracies": [], "costs": []}] for stage, loss in losses.items()
+    }
     return NOTHING | {"pretraining": curves, "measured_in_training": measured}
 
 
@@ -57,9 +59,23 @@ def test_the_longest_axis_of_numbers_is_across_and_the_shorter_ones_are_panels()
     assert len(plots.study(study)) == 2
 
 
-def test_without_two_numbers_there_is_no_study() -> None:
-    for members in (["t"], ["t@seed=0", "t@seed=1"], ["t@kind=a", "t@kind=b"], ["t@rate=1,seed=0", "t@rate=1,seed=1"]):
+def test_seeds_alone_are_no_study() -> None:
+    for members in (["t"], ["t@seed=0", "t@seed=1"], ["t@rate=1,seed=0", "t@rate=1,seed=1"]):
         assert studies(pretrained(dict.fromkeys(members, 1.0))) == []
+
+
+def test_values_without_numbers_keep_their_order_and_are_not_joined_by_a_line() -> None:
+    (study,) = studies(pretrained({"t@position=none": 3.0, "t@position=learned1d": 1.0, "t@position=10": 2.0}))
+    assert study["ticks"] == {"none": 0, "learned1d": 1, "10": 2} and not study["has_order"]
+    assert headline(study) == "the lowest loss on dev of t is at position=learned1d."
+    (plot,) = plots.study(study)
+    assert plot.count('class="mark') == 3 and 'class="line' not in plot and "learned1d" in plot
+
+
+def test_backbones_are_compared_by_their_cost_if_that_is_known() -> None:
+    lines = [scored(f"few@backbone={name}", 0.5) for name in ("vit", "resnet")]
+    assert len(studies(NOTHING | {"accuracies": lines})) == 1
+    assert studies(NOTHING | {"accuracies": lines, "costs": [{"lines": []}]}) == []
 
 
 def test_a_missing_member_leaves_a_gap() -> None:
@@ -82,14 +98,14 @@ def test_models_are_studied_on_test_and_references_are_not() -> None:
     assert (study["metric"], study["setting"].partition(" on ")[0]) == ("accuracy on test", "ViT, pretrained")
     (line,) = study["panels"][0]["lines"]
     assert [(point["x"], point["mean"]) for point in line["points"]] == [(100, 0.25), (200, 0.5)]
-    assert headline(study) == "the highest accuracy on test of few is at images 200."
+    assert headline(study) == "the highest accuracy on test of few is at images=200."
 
 
 @pytest.mark.parametrize(
     ("lowest", "said"),
     [
-        ((2, 2), "is at rate 2 in all 2 settings."),
-        ((1, 2), "is at rate 1 in 1 and 2 in 1 of 2 settings."),
+        ((2, 2), "is at rate=2 in all 2 settings."),
+        ((1, 2), "is at rate=1 in 1 and 2 in 1 of 2 settings."),
     ],
 )
 def test_the_headline_counts_where_the_lines_are_lowest(lowest: tuple[int, int], said: str) -> None:
