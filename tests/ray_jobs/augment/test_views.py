@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from ray_jobs.augment import augment, colour, uniform
-from ray_jobs.augment.views import VIEWS, View, coloured, jitter, two_views
+from ray_jobs.augment.views import VIEWS, View, coloured, jitter, make_views
 
 NOTHING = [0.99, *[0.5] * 4, *[0.1, 0.2, 0.3, 0.4], 0.99, 0.99, 0.5, 0.99, 0, 0, 0]
 
@@ -65,7 +65,7 @@ def test_each_change_is_made_where_its_draw_says_so() -> None:
     images, view = pictures(5, 224), View(blur=0.5, solarize=0.5)
     draws = np.array([NOTHING] * 5)
     draws[1, 9], draws[2, 10:12], draws[3, 12], draws[4, 0] = 0.1, (0.4, 0.75), 0.4, 0.1
-    result = coloured(images, view, draws)
+    result = coloured(images, view, draws, scale=1.0)
     assert torch.equal(result[0], images[0])
     luma = np.asarray(Image.fromarray(images[1].numpy()).convert("L"))
     assert (result[1].numpy() == luma[:, :, None]).all()
@@ -81,14 +81,14 @@ def test_the_views_are_the_authors() -> None:
 
 def test_views_differ_are_cropped_as_the_policy_says_and_depend_on_their_sample_alone() -> None:
     images, positions = pictures(24, 32), np.arange(100, 124)
-    one, other = two_views(images, "resized_crop_flip", 5, positions)
+    one, other = make_views(images, VIEWS, "resized_crop_flip", 5, positions)
     assert one.shape == other.shape == images.shape and one.dtype == other.dtype == torch.uint8
     assert all(not torch.equal(first, second) for first, second in zip(one, other, strict=True))
     for part in (slice(0, 8), slice(8, 24), slice(3, 4)):
-        parts = two_views(images[part], "resized_crop_flip", 5, positions[part])
+        parts = make_views(images[part], VIEWS, "resized_crop_flip", 5, positions[part])
         for found, whole in zip(parts, (one, other), strict=True):
             assert (found.int() - whole[part].int()).abs().max() <= 1, "a convolution may round otherwise"
-    again = two_views(images, "resized_crop_flip", 5, positions + 24)
+    again = make_views(images, VIEWS, "resized_crop_flip", 5, positions + 24)
     assert not torch.equal(again[0], one)
     cropped = augment(images, "resized_crop_flip", 5, positions, "view 1")
     plain = [torch.equal(first, second) for first, second in zip(cropped, other, strict=True)]
@@ -96,6 +96,6 @@ def test_views_differ_are_cropped_as_the_policy_says_and_depend_on_their_sample_
 
 
 def test_grey_images_have_views_too() -> None:
-    one, other = two_views(pictures(20, 8, channels=1), "shift", 0, np.arange(20))
+    one, other = make_views(pictures(20, 8, channels=1), VIEWS, "shift", 0, np.arange(20))
     assert one.shape == other.shape == (20, 8, 8, 1)
     assert not torch.equal(one, other)
