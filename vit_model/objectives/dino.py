@@ -30,8 +30,8 @@ from vit_model.objectives.workers import mean_over_workers
 from vit_model.parts import AroundModel, check_headless, empty_linear, generator_of
 from vit_model.weights import resize_positions
 
-UNIFORM, CONSTANT, RANK = 0.995, 0.05, 1.05
-"""The limits of a sound teacher: its entropy, that of its mean, and the effective rank of its features."""
+INFORMATION, RANK = 0.001, 2.0
+"""What a sound teacher has more of: the difference of the two entropies, and the effective rank of its features."""
 
 
 def dino_loss(outputs: Tensor, taught: Tensor, temperature: float = 0.1) -> Tensor:
@@ -187,22 +187,27 @@ def measures(features: Tensor, taught: Tensor) -> dict[str, float]:
 
 
 def alarms(measured: dict[str, float]) -> dict[str, str]:
-    """Return a sentence for each kind of collapse that `measures` shows."""
+    """Return a sentence for each kind of collapse that `measures` shows.
+
+    The difference of the entropies is the information that an output has about its image. Without sharpening it
+    vanishes at an entropy of 1, without centring at 0 or between.
+    """
     each, mean, rank = (measured[name] for name in ("teacher_entropy", "mean_entropy", "feature_rank"))
     found = {}
-    if each > UNIFORM:
+    if mean - each < INFORMATION and each > 0.9:
         found["uniform"] = (
-            f"the teacher's outputs have become uniform (entropy {each:.4f} of 1), so nothing more is learned: lower"
-            " dino.teacher_temperature, or start from a lower dino.warmup_teacher_temperature"
+            f"the teacher's outputs are nearly uniform for all images (entropy {each:.4f} of at most 1). While this"
+            " lasts, nothing is learned; lower dino.teacher_temperature and dino.warmup_teacher_temperature"
         )
-    if mean < CONSTANT:
+    elif mean - each < INFORMATION:
         found["constant"] = (
-            f"the teacher has the same output for all images (entropy of the mean {mean:.4f} of 1), so nothing more is"
-            " learned: lower dino.centre_momentum, so that the centre follows, or raise dino.teacher_temperature"
+            f"the teacher's outputs are nearly the same for all images (entropy {each:.4f}, of their mean {mean:.4f}, of"
+            " at most 1). While this lasts, nothing is learned; lower dino.centre_momentum, so that the centre follows,"
+            " or raise dino.momentum"
         )
     if rank < RANK:
         found["rank"] = (
-            f"the features of all images point in the same direction (effective rank {rank:.2f}): lower learning_rate,"
-            " or raise dino.momentum"
+            f"the features of all images are nearly the same (effective rank {rank:.2f}); lower learning_rate, or raise"
+            " dino.momentum"
         )
     return found

@@ -34,7 +34,7 @@ class SelfDistillation(Method):
         self.passes = len(config.view_sides)
         self._means: list[Tensor] = []  # of the teacher's outputs in this step's micro-batches
         self._seen: tuple[Tensor, Tensor] | None = None  # the last features and probabilities of the teacher
-        self._alarmed: set[str] = set()
+        self._alarmed: set[str] = set()  # kinds, each of which is warned of once
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)
@@ -74,7 +74,7 @@ class SelfDistillation(Method):
         found = alarms(measured) if step > warmup_steps(self.config.optimizer, self.config.steps) else {}
         for kind in found.keys() - self._alarmed if rank() == 0 else ():
             warn(f"step {step}: {found[kind]}")
-        self._alarmed = {*found}
+        self._alarmed |= found.keys()
         return measured
 
     @property
