@@ -8,8 +8,9 @@ import scipy
 import torch
 from PIL import Image, ImageEnhance
 
-from ray_jobs.augment import augment, colour, uniform
-from ray_jobs.augment.views import VIEWS, View, coloured, jitter, make_views
+from ray_jobs.augment import augment, colour, crops, uniform
+from ray_jobs.augment.views import VIEWS, View, coloured, jitter, make_views, views_of
+from tests.support.pretraining import pretraining
 
 NOTHING = [0.99, *[0.5] * 4, *[0.1, 0.2, 0.3, 0.4], 0.99, 0.99, 0.5, 0.99, 0, 0, 0]
 
@@ -93,6 +94,34 @@ def test_views_differ_are_cropped_as_the_policy_says_and_depend_on_their_sample_
     cropped = augment(images, "resized_crop_flip", 5, positions, "view 1")
     plain = [torch.equal(first, second) for first, second in zip(cropped, other, strict=True)]
     assert any(plain) and not all(plain), "a tenth is neither blurred nor coloured"
+
+
+def test_dinos_views_are_the_authors() -> None:
+    """Two of MoCo's, from 40 to 100 % of an image; eight of 96 pixels from 5 to 40 %, half of them blurred."""
+    fields = {"model": "Ti/16", "resolution": 224, "objective": "dino", "augment": "resized_crop_flip"}
+    one, other, *local = views_of(pretraining(**fields))
+    assert (one, other) == (View(1.0, 0.0, (0.4, 1.0)), View(0.1, 0.2, (0.4, 1.0)))
+    assert local == [View(0.5, 0.0, (0.05, 0.4), 96)] * 8
+    assert views_of(pretraining(**fields | {"objective": "contrastive"})) == VIEWS
+
+
+def test_a_local_view_is_a_small_crop_at_its_own_size() -> None:
+    """The values of a ramp tell where each pixel comes from."""
+    ramp, positions = (
+        torch.arange(64, dtype=torch.uint8).mul(4)[None, None, :, None].expand(500, 64, 64, 1),
+        np.arange(500),
+    )
+    boxes = crops("resized_crop_flip", 0, positions, 64, 64, "view 2", (0.05, 0.4))
+    shares = boxes.height * boxes.width / 64**2
+    assert 0.04 < shares.min() < 0.07 and 0.38 < shares.max() < 0.42
+    assert shares.mean() == pytest.approx(0.225, abs=0.02)
+    rows = augment(ramp, "resized_crop_flip", 0, positions, "view 2", (0.05, 0.4), 16)[:, 8, :, 0].numpy()
+    along = (np.arange(16) + 0.5) / 16 * boxes.width[:, None] + boxes.left[:, None] - 0.5
+    expected = 4 * np.where(boxes.flipped[:, None], along[:, ::-1], along).clip(0, 63)
+    assert np.abs(rows - expected).max() <= 0.51
+    local = View(0.0, 0.0, (0.05, 0.4), 16)
+    shapes = [view.shape for view in make_views(ramp, (*VIEWS, local, local), "resized_crop_flip", 0, positions)]
+    assert shapes == [(500, 64, 64, 1)] * 2 + [(500, 16, 16, 1)] * 2
 
 
 def test_grey_images_have_views_too() -> None:
