@@ -201,8 +201,8 @@ def alarms(measured: dict[str, float]) -> dict[str, str]:
         )
     elif mean - each < INFORMATION:
         found["constant"] = (
-            f"the teacher's outputs are nearly the same for all images (entropy {each:.4f}, of their mean {mean:.4f}, of"
-            " at most 1). While this lasts, nothing is learned; lower dino.centre_momentum, so that the centre follows,"
+            f"the teacher's outputs are nearly the same for all images (entropy {each:.4f}, of their mean {mean:.4f})."
+            " While this lasts, nothing is learned; lower dino.centre_momentum, so that the centre follows,"
             " or raise dino.momentum"
         )
     if rank < RANK:
