@@ -99,6 +99,16 @@ def test_a_training_is_a_loop_by_hand_and_its_result_the_teacher(dataset: Path, 
     assert {"teacher_entropy", "mean_entropy", "feature_rank"} <= metrics.keys()
 
 
+def test_nothing_is_alarmed_while_the_rate_warms_up(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = FIELDS | {"dino": NORMAL | {"teacher_temperature": 100, "warmup_teacher_temperature": 100}}
+    for warmup in (4, 0):
+        config = configuration(**fields, steps=4, optimizer={"warmup_steps": warmup})
+        loop.train(config, open_dataset(dataset), tmp_path)
+        assert ("warning: step 1: " in capsys.readouterr().err) == (not warmup)
+
+
 @pytest.mark.parametrize(
     ("planted", "alarm"),
     [
