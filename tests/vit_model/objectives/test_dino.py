@@ -175,8 +175,8 @@ def test_the_teacher_follows_the_student_and_its_centre_the_outputs() -> None:
         torch.testing.assert_close(weight, before[name] + 0.1)
     assert not teacher.centre.any()
     teacher.recentre(torch.ones(10), 0.9)
-    teacher.recentre(torch.zeros(10), 0.9)
-    torch.testing.assert_close(teacher.centre, torch.full((10,), 0.09))
+    teacher.recentre(torch.ones(10), 0.9)
+    torch.testing.assert_close(teacher.centre, torch.full((10,), 0.19))
 
 
 def test_only_the_last_layer_waits() -> None:
