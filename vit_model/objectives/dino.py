@@ -1,6 +1,6 @@
 """DINO: self-distillation without labels (Caron et al. 2021, arXiv 2104.14294).
 
-In: a ViT without a classifier; two global and some smaller local views of each image. Out: a loss.
+In: a ViT without a classifier; two global views of each image, and any number of smaller local ones. Out: a loss.
 Use: `task = Dino(model)`; `teacher = Teacher(task)`; at each step `_, outputs = teacher(torch.cat(views[:2]))`,
 `loss = task(teacher.targets(outputs, 0.04), *views)`, a step of the optimizer over `task`,
 `teacher.update(task, momentum(step, steps, 0.996))` (`vit_model.objectives.momentum`) and

@@ -72,8 +72,9 @@ class SelfDistillation(Method):
         measured = measures(*self._seen)
         # Untrained features are alike, so at first the centred outputs of a sound training are nearly uniform, too.
         found = alarms(measured) if step > warmup_steps(self.config.optimizer, self.config.steps) else {}
-        for kind in found.keys() - self._alarmed if rank() == 0 else ():
-            warn(f"step {step}: {found[kind]}")
+        for kind, sentence in found.items():
+            if kind not in self._alarmed and rank() == 0:
+                warn(f"step {step}: {sentence}")
         self._alarmed |= found.keys()
         return measured
 
