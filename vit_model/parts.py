@@ -1,7 +1,8 @@
 """Code shared by the model families and objectives: groups of weights for the optimizer, the input check, the
-initialisation of kernels.
+initialisation of layers.
 """
 
+import hashlib
 import math
 
 import torch
@@ -28,6 +29,10 @@ class ParameterGroups(nn.Module):
     def layer_of(self, name: str) -> int:
         """Return the number of a parameter's layer."""
         return self.last_layer
+
+    def first_step(self, name: str) -> int:
+        """Return the number of the first step that changes a parameter, counted from 0."""
+        return 0
 
     def is_block_matrix(self, name: str) -> bool:
         """Return whether a parameter is a matrix in a block of a ViT; Muon updates these."""
@@ -77,8 +82,30 @@ def check_images(images: Tensor, config: ViTConfig | ResNetConfig, dtype: torch.
         raise ValueError(f"images are {images.dtype}, but the model's weights are {dtype}")
 
 
+def check_headless(config: ViTConfig) -> None:
+    """Raise ValueError for a ViT with a classifier, which an objective without labels would not train."""
+    if config.num_classes or config.representation_head:
+        raise ValueError(
+            f"the projector replaces the classifier: num_classes is {config.num_classes} and "
+            f"representation_head {config.representation_head}; use 0 and False"
+        )
+
+
 def lecun_normal_(drawn: Tensor, generator: torch.Generator) -> None:
     """Draw a kernel [out, in, ...] with variance 1 / fan-in, truncated at two standard deviations."""
     # Truncation there leaves 0.8796 of a normal's standard deviation.
     std = math.sqrt(1 / drawn[0].numel()) / 0.87962566103423978
     nn.init.trunc_normal_(drawn, std=std, a=-2 * std, b=2 * std, generator=generator)
+
+
+def empty_linear(inputs: int, outputs: int, bias: bool = True, device: torch.device | None = None) -> nn.Linear:
+    """Return a layer whose weights are not set yet; torch's own initialisation would advance the global generator."""
+    with torch.device("meta"):
+        layer = nn.Linear(inputs, outputs, bias=bias)
+    return layer.to_empty(device=device or torch.get_default_device())
+
+
+def generator_of(part: str, seed: int) -> torch.Generator:
+    """Return the generator of an objective's own part, because the model is drawn from the seed itself."""
+    digest = hashlib.sha256(f"{part}/{seed}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)

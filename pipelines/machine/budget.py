@@ -83,7 +83,7 @@ class Fits(NamedTuple):
         """Return the trainings of a stage; None if its fields alone do not tell their model and number."""
         trials, mae = 0, None
         if isinstance(stage, Pretrain):
-            if stage.objective in {"contrastive", "distillation"} or stage.auxiliary is not None:
+            if stage.objective == "distillation" or len(stage.view_sides) > 1 or stage.auxiliary is not None:
                 return None
             mae = stage.mae if stage.objective == "mae" else None
         else:

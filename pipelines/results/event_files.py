@@ -99,4 +99,5 @@ def scalars(line: LogLine) -> dict[str, float]:
     """Return a line's measurements by tag."""
     values = {tag: getattr(line, name) for name, tag in TAGS.items()}
     values |= {f"few-shot/{name}": accuracy for name, accuracy in (line.few_shot or {}).items()}
+    values |= {f"objective/{name}": value for name, value in (line.measures or {}).items()}
     return {tag: value for tag, value in values.items() if value is not None}

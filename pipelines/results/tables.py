@@ -150,6 +150,7 @@ TABLES = {
         Column("dev_loss", "DOUBLE", "loss on dev, or on a trial's held-out images"),
         Column("dev_accuracy", "DOUBLE", "accuracy on dev, or on a trial's held-out images"),
         Column("few_shot", "JSON", "few-shot accuracies on dev by name; NULL if not measured"),
+        Column("measures", "JSON", "the objective's measures by name; NULL if there are none"),
     ),
     "trials": (
         *_ORIGIN,

@@ -71,6 +71,8 @@ class LogLine(Frozen):
     """Measured on dev, or on a trial's held-out images."""
     few_shot: dict[str, float] | None = None
     """Few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy}, means over draws of labels."""
+    measures: dict[str, float] | None = None
+    """Measures of the objective at a point of the curve, by name, such as dino's `feature_rank`."""
 
 
 def describe_line(line: LogLine, steps: int, unit: str = "step", may_end_before: bool = False) -> str:
@@ -92,6 +94,7 @@ def describe_line(line: LogLine, steps: int, unit: str = "step", may_end_before:
         ("{:,.0f} images/s", line.images_per_second),
         ("MFU {:.0%}", line.mfu),
         ("waiting for images {:.0%}", line.data_wait),
+        *((f"{name.replace('_', ' ')} {{:.3g}}", value) for name, value in (line.measures or {}).items()),
     ]
     parts = [f"{unit} {line.step}/{steps} ({line.step / steps:.0%})"]
     parts += [form.format(value) for form, value in values if value is not None]

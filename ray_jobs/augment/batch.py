@@ -10,25 +10,32 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from ray_jobs.augment.crops import CROPPING, crops
+from ray_jobs.augment.crops import CROPPING, RESIZED_CROP_AREA, crops
 from ray_jobs.augment.random import uniform
 from ray_jobs.data.crops import crop
 
 
 def augment(
-    images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.int64], purpose: str = "augment"
+    images: torch.Tensor,
+    policy: str,
+    seed: int,
+    positions: NDArray[np.int64],
+    purpose: str = "augment",
+    area: tuple[float, float] = RESIZED_CROP_AREA,
+    side: int | None = None,
 ) -> torch.Tensor:
     """Augment each image [n, h, w, c] by `policy`, see `pipelines.spec.Augmentation`.
 
     `positions` [n] number the samples over the whole training; `purpose` gives several views of an image different
-    random numbers. Crops are taken from the loaded image, not from the original file.
+    random numbers. Crops are taken from the loaded image, not from the original file; they get its size, or `side`.
+    `area` has the limits of resized_crop_flip.
     """
     if policy == "none":
         return images
     if policy in CROPPING:
         _, height, width, _ = images.shape
-        boxes = crops(policy, seed, positions, height, width, purpose)
-        return flip(images, boxes.flipped) if policy == "flip" else crop(images, boxes)
+        boxes = crops(policy, seed, positions, height, width, purpose, area)
+        return flip(images, boxes.flipped) if policy == "flip" else crop(images, boxes, side)
     draws = uniform(seed, positions, purpose=purpose)
     shifted = shift(images, draws)
     return flip(shifted, draws[:, 4] < 0.5) if policy == "shift_flip" else shifted

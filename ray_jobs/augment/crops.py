@@ -33,17 +33,25 @@ CROPPING = frozenset(_DRAWS)
 that is already at the model's resolution."""
 
 
-def crops(policy: str, seed: int, positions: Pixels, height: Size, width: Size, purpose: str = "augment") -> Crops:
+def crops(
+    policy: str,
+    seed: int,
+    positions: Pixels,
+    height: Size,
+    width: Size,
+    purpose: str = "augment",
+    area: tuple[float, float] = RESIZED_CROP_AREA,
+) -> Crops:
     """Draw the crops of a policy of `CROPPING` for images of these sizes (an int, or [n]).
 
     `positions` [n] number the samples over the whole training; `purpose` gives several views of an image different
-    random numbers.
+    random numbers; `area` has the limits of resized_crop_flip's shares of the image.
     """
     draws = uniform(seed, positions, _DRAWS[policy], purpose)
     if policy == "crop_flip":
         box = crop_boxes(draws, height, width)
     elif policy == "resized_crop_flip":
-        box = resized_crop_boxes(draws, height, width)
+        box = resized_crop_boxes(draws, height, width, area)
     elif policy == "flip":
         zero = np.zeros(len(draws), np.int64)
         box = (zero, zero, zero + height, zero + width)
@@ -80,19 +88,21 @@ def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixel
     return *_placed(draws[:, 2:4], height, width, crop_height, crop_width), crop_height, crop_width
 
 
-def resized_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
+def resized_crop_boxes(
+    draws: Numbers, height: Size, width: Size, area: tuple[float, float] = RESIZED_CROP_AREA
+) -> tuple[Pixels, Pixels, Pixels, Pixels]:
     """Return (top, left, height, width) of torchvision's RandomResizedCrop, from a sample's first 22 draws.
 
-    Area uniform from 8 to 100%, aspect log-uniform from 3/4 to 4/3. The first of ten tries that fits the image is used,
-    otherwise a centre crop with the aspect clipped to that range.
+    Area uniform between its limits (by default 8 to 100%), aspect log-uniform from 3/4 to 4/3. The first of ten tries
+    that fits the image is used, otherwise a centre crop with the aspect clipped to that range.
     """
     tries = draws[:, : 2 * RESIZED_CROP_TRIES].reshape(len(draws), RESIZED_CROP_TRIES, 2)
     heights, widths = (np.broadcast_to(size, len(draws))[:, None] for size in (height, width))
-    smallest, largest = RESIZED_CROP_AREA
-    area = heights * widths * (smallest + tries[:, :, 0] * (largest - smallest))
+    smallest, largest = area
+    pixels = heights * widths * (smallest + tries[:, :, 0] * (largest - smallest))
     low, high = (math.log(limit) for limit in CROP_ASPECT)
     aspect = np.exp(low + tries[:, :, 1] * (high - low))
-    tall, wide = np.round(np.sqrt(area / aspect)), np.round(np.sqrt(area * aspect))
+    tall, wide = np.round(np.sqrt(pixels / aspect)), np.round(np.sqrt(pixels * aspect))
     fits = (tall > 0) & (tall <= heights) & (wide > 0) & (wide <= widths)
     has_fit, first = fits.any(axis=1), fits.argmax(axis=1)
     every = np.arange(len(draws))

@@ -23,15 +23,15 @@ from ray_jobs.augment import mixing
 from ray_jobs.augment.batch import augment
 from ray_jobs.augment.crops import CROPPING, RandomCrop
 from ray_jobs.augment.randaugment import randaugment
-from ray_jobs.augment.views import two_views
+from ray_jobs.augment.views import View, make_views, views_of
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """The configured augmentation: random crop and flip, RandAugment, then mixup or CutMix; or MoCo's views.
+    """The configured augmentation: random crop and flip, RandAugment, then mixup or CutMix; or an objective's views.
 
     `from_files` says that the dataset stores image files, not pixels. Files are cropped while they are decoded, at full
-    resolution. Stored pixels are cropped on the device, and so are MoCo's two views, because they need the whole image.
+    resolution. Stored pixels are cropped on the device, and so are several views, because they need the whole image.
     """
 
     config: Pretrain | Finetune
@@ -40,16 +40,18 @@ class TrainTransform:
     from_files: bool
 
     @property
-    def has_two_views(self) -> bool:
-        """Whether each image becomes two views."""
-        return isinstance(self.config, Pretrain) and objective_properties(self.config.objective).views > 1
+    def views(self) -> tuple[View, ...]:
+        """The views that each image becomes; () if the objective compares none."""
+        if isinstance(self.config, Pretrain) and objective_properties(self.config.objective).views > 1:
+            return views_of(self.config)
+        return ()
 
     @property
     def crop(self) -> RandomCrop | None:
         """The loader's crop; None if it delivers whole images."""
         policy = self.config.augment
         # A flip alone does not need the original image.
-        if not self.from_files or self.has_two_views or policy not in CROPPING or policy == "flip":
+        if not self.from_files or self.views or policy not in CROPPING or policy == "flip":
             return None
         return RandomCrop(policy, self.seed)
 
@@ -64,12 +66,12 @@ class TrainTransform:
             positions: [n], the numbers of the samples over the whole training.
 
         Returns:
-            One or two views, uint8 [n, h, w, c]; and the targets: the labels, or probabilities [n, num_classes] of
+            One or more views, uint8 [n, h, w, c]; and the targets: the labels, or probabilities [n, num_classes] of
             mixed images.
         """
         config, seed = self.config, self.seed
-        if self.has_two_views:
-            return two_views(images, config.augment, seed, positions), labels
+        if self.views:
+            return make_views(images, self.views, config.augment, seed, positions), labels
         if self.crop is None:
             images = augment(images, config.augment, seed, positions)
         if config.randaugment is not None:

@@ -83,8 +83,8 @@ def decode_crop(image: Stored, preprocessing: Preprocessing, crops: Crops, numbe
     return (output.flip(1) if flipped else output).numpy()
 
 
-def crop(images: torch.Tensor, crops: Crops) -> torch.Tensor:
-    """Crop images [n, h, w, c], resize to [h, w] and mirror as `crops` says.
+def crop(images: torch.Tensor, crops: Crops, side: int | None = None) -> torch.Tensor:
+    """Crop images [n, h, w, c], resize to [h, w], or to [side, side], and mirror as `crops` says.
 
     Resizing is bilinear without antialiasing, as in TensorFlow.
     """
@@ -95,9 +95,8 @@ def crop(images: torch.Tensor, crops: Crops) -> torch.Tensor:
     matrix = np.zeros((n, 2, 3), np.float32)
     matrix[:, 0, 0], matrix[:, 0, 2] = scale_x, (2 * left + crop_width) / width - 1
     matrix[:, 1, 1], matrix[:, 1, 2] = (crop_height / height, (2 * top + crop_height) / height - 1)
-    grid = functional.affine_grid(
-        torch.from_numpy(matrix).to(images.device), [n, channels, height, width], align_corners=False
-    )
+    size = [n, channels, side or height, side or width]
+    grid = functional.affine_grid(torch.from_numpy(matrix).to(images.device), size, align_corners=False)
     pixels = images.permute(0, 3, 1, 2).float()
     cropped = functional.grid_sample(pixels, grid, "bilinear", "border", align_corners=False)
     return cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)

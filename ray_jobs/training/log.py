@@ -201,6 +201,7 @@ class Log:
         loss: float | None = None,
         evaluation: Evaluation | None = None,
         few_shot: dict[str, float] | None = None,
+        measures: dict[str, float] | None = None,
     ) -> None:
         """Log a step, if a line is due or if there is a mean loss or an evaluation."""
         if self._is_silent:
@@ -236,6 +237,7 @@ class Log:
             dev_loss=None if evaluation is None else finite(evaluation.loss),
             dev_accuracy=None if evaluation is None else evaluation.accuracy,
             few_shot=few_shot,
+            measures=measures,
         )
         if is_shown:
             total, unit = self.last, self._unit

@@ -49,6 +49,7 @@ from ray_jobs.training.workers.process_group import COLLECTIVE_SECONDS
 from vit_model.build import Network, build
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
+from vit_model.objectives.momentum import MovingAverage
 from vit_model.weights import save_model, save_weights
 
 _CURVE_POINTS = 100
@@ -123,16 +124,15 @@ def train(
     with _without_torchs_warnings():
         training = prepare(method, dataset, worker, saved, init_from)
         began, first = time.monotonic(), 0 if saved is None else saved.step
-        curve, loading = _run_steps(training, manager, saved, writer)
+        curve, loading, measured = _run_steps(training, manager, saved, writer)
         seconds = time.monotonic() - began
         loading = _summed(loading, training)
-        weights = training.engine.full_weights()
+        weights = result_weights(training)
     if output is not None:
-        prefix = training.engine.module.model_prefix
-        save_model(output, as_model(contract, weights, prefix), contract)
+        save_model(output, as_model(contract, weights), contract)
         (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
-        write_named(output, contract, prefix, config.steps, curve.best, manager)
-    metrics = _speed(training, first, seconds) | {"final_loss": curve.points[-1]["loss"]} | loading
+        write_named(output, training, curve.best, manager)
+    metrics = _speed(training, first, seconds) | {"final_loss": curve.points[-1]["loss"]} | loading | measured
     if (accuracy := curve.points[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = accuracy
     return metrics | ({"continued_at_step": first} if first else {})
@@ -174,21 +174,16 @@ def _speed(training: Training, first: int, seconds: float) -> dict[str, float | 
     }
 
 
-def write_named(
-    output: Path,
-    contract: ModelContract,
-    prefix: str,
-    steps: int,
-    best: int | None,
-    manager: CheckpointManager | None,
-) -> None:
+def write_named(output: Path, training: Training, best: int | None, manager: CheckpointManager | None) -> None:
     """Write the weights of the earlier steps that consumers can name, and checkpoints.json {best, steps}."""
-    named = [] if manager is None else manager.named(best)
+    named, contract = [] if manager is None else manager.named(best), training.method.contract
+    result = training.method.result
+    kinds = (EMA, WEIGHTS) if result is None else (result,)
     for saved in named:
         model = build(contract.architecture)
-        saved.load(model, EMA, WEIGHTS, prefix=prefix)
+        saved.load(model, *kinds, prefix=result_prefix(training))
         save_weights(output / "checkpoints" / str(saved.step), model, contract)
-    listed = {"best": best, "steps": [*(saved.step for saved in named), steps]}
+    listed = {"best": best, "steps": [*(saved.step for saved in named), training.method.config.steps]}
     (output / "checkpoints.json").write_text(json.dumps(listed, indent=1) + "\n")
 
 
@@ -258,26 +253,35 @@ def start(method: Method, worker: Worker, saved: TrainState | None, init_from: M
     return engine
 
 
-def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: str) -> Network:
-    """Return the model with the weights that have this prefix, without the prefix."""
+def as_model(contract: ModelContract, weights: dict[str, torch.Tensor]) -> Network:
+    """Return the model with these weights."""
     model = build(contract.architecture)
-    model.load_state_dict(
-        {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
-    )
+    model.load_state_dict(weights)
     return model
+
+
+def result_weights(training: Training) -> dict[str, torch.Tensor]:
+    """Return the weights of the model that training would end with now; all workers call this together."""
+    method, prefix = training.method, result_prefix(training)
+    weights = training.engine.full_weights() if method.result is None else method.beside[method.result].state_dict()
+    return {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
+
+
+def result_prefix(training: Training) -> str:
+    """Return the prefix of the result's weights in the names of the module that contains it."""
+    trained: Any = training.engine.module
+    return trained.model_prefix if training.method.result is None else MovingAverage.model_prefix
 
 
 def full_model(training: Training) -> Network:
     """Return the model as it would be saved now, in float32 and evaluation mode; all workers call this together."""
-    weights = training.engine.full_weights()
-    model = as_model(training.method.contract, weights, training.engine.module.model_prefix)
-    return model.to(training.method.device).eval()
+    return as_model(training.method.contract, result_weights(training)).to(training.method.device).eval()
 
 
 def _run_steps(
     training: Training, manager: CheckpointManager | None, saved: TrainState | None, writer: LogWriter | None
-) -> tuple[Curve, dict[str, float | int]]:
-    """Run the remaining steps; return the curve, and the metrics of this worker's loader."""
+) -> tuple[Curve, dict[str, float | int], dict[str, float]]:
+    """Run the remaining steps; return the curve, the metrics of this worker's loader, and the last measures."""
     method, engine, worker, dataset = training.method, training.engine, training.worker, training.dataset
     config, preprocessing = method.config, method.contract.preprocessing
     from_files, images = dataset.info.image is None, Images(dataset, dataset.index("train"))
@@ -300,10 +304,10 @@ def _run_steps(
             curve.load(worker_state(saved.states, worker))
             log.continue_from(saved.step, saved.states[0].log)
         devices.let_gloo_yield()
-        _take_steps(training, setup, batches, curve, log, manager)
+        measured = _take_steps(training, setup, batches, curve, log, manager)
     if manager is not None:
         manager.wait()
-    return curve, batches.metrics()
+    return curve, batches.metrics(), measured
 
 
 def _take_steps(
@@ -313,24 +317,29 @@ def _take_steps(
     curve: Curve,
     log: Log,
     manager: CheckpointManager | None,
-) -> None:
-    """Take the steps; extend the curve and the log, and write checkpoints if there is a manager."""
+) -> dict[str, float]:
+    """Take the steps; extend the curve and the log, and write checkpoints if there is a manager.
+
+    Returns the method's measures after the last step.
+    """
     last = training.method.config.steps
     points, evaluations = evenly(last, _CURVE_POINTS), evenly(last, _DEV_EVALUATIONS)
     for step in steps(setup, batches, log.first, last):
         training.method.after_step(training.engine.module, step.done - 1)
         curve.add(step.losses)
-        loss, evaluation, few_shot = None, None, None
+        loss, evaluation, few_shot, measured = None, None, None, dict[str, float]()
         if step.done in evaluations:
             evaluation = evaluate(training, step.done)
             few_shot = None if training.probe is None else training.probe.score(full_model(training))
         if step.done in points | evaluations:
             loss = curve.add_point(step, dev_accuracy=None if evaluation is None else evaluation.accuracy)
-        log.add(step, loss, evaluation, few_shot)
+            measured = training.method.measures(step.done)
+        log.add(step, loss, evaluation, few_shot, measured or None)
         is_best = evaluation is not None and curve.best == step.done
         if manager is not None and step.done < last and (manager.is_due(step.done) or is_best):
             setup.guard.check()
             manager.save(step.done, curve.best, _state_shards(training), curve.state(batches, log.unsaved()))
+    return measured
 
 
 def _state_shards(training: Training) -> Iterator[StateShard]:

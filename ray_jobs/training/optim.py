@@ -112,29 +112,29 @@ def make_optimizer(
     """
     _skip_dynamo()
     for_matrices, for_others = OPTIMIZERS[optimizer.name]
-    groups: dict[tuple[bool, int, bool, bool, float], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[bool, int, bool, int, float], list[torch.nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             is_apart = for_matrices != for_others and module.is_block_matrix(name)
             above = module.last_layer - module.layer_of(name) if optimizer.layer_decay < 1 else 0
-            waits = head_first > 0 and not name.startswith(HEADS)
+            first = module.first_step(name) if name.startswith(HEADS) else max(head_first, module.first_step(name))
             narrower = 1.0
             if optimizer.base_width is not None and (width := module.width_of(name)) is not None:
                 narrower = optimizer.base_width / width
-            groups.setdefault((is_apart, above, not module.is_decayed(name), waits, narrower), []).append(parameter)
+            groups.setdefault((is_apart, above, not module.is_decayed(name), first, narrower), []).append(parameter)
     settings: list[dict[str, Any]] = []
     matrices: list[dict[str, Any]] = []
-    for is_apart, above, is_spared, waits, narrower in sorted(groups):
+    for is_apart, above, is_spared, first, narrower in sorted(groups):
         scale = optimizer.layer_decay**above
         decay = 0.0 if is_spared else optimizer.weight_decay / narrower  # the rate multiplies it by that
         if optimizer.decay == "times_schedule":
             decay /= base * scale
         (matrices if is_apart else settings).append(
             {
-                "params": groups[is_apart, above, is_spared, waits, narrower],
+                "params": groups[is_apart, above, is_spared, first, narrower],
                 "weight_decay": decay,
                 "scale": scale * narrower,
-                "first_step": head_first if waits else 0,
+                "first_step": first,
                 "ema": optimizer.ema,
             }
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipelines.spec import objective_properties
 from pipelines.spec.stages.pretrain import ObjectiveProperties
+from vit_model.objectives.dino import at_side
 
 
 class Case(NamedTuple):
@@ -36,10 +37,36 @@ def softmax(module: Any, views: tuple[Tensor, ...]) -> Tensor:
     return -F.one_hot(labels).mul(module(images).log_softmax(1)).sum(1).mean()
 
 
+def dino(module: Any, views: tuple[Tensor, ...]) -> Tensor:
+    """The authors' loop over pairs of views in numpy, in the first step: the teacher is the student, the centre 0."""
+    outputs = [module.projector(at_side(module.model, view.shape[-1])(view)).detach().double() for view in views]
+    taught = [(output / 0.04).softmax(1).numpy() for output in outputs[:2]]
+    learned = [(output / 0.1).log_softmax(1).numpy() for output in outputs]
+    pairs = [
+        -(given * answer).sum(1).mean()
+        for number, given in enumerate(taught)
+        for other, answer in enumerate(learned)
+        if other != number
+    ]
+    return torch.tensor(np.mean(pairs), dtype=torch.float32)
+
+
 MOCO = {
     "objective": "contrastive",
     "augment": "resized_crop_flip",
     "contrastive": {"hidden_width": 32, "output_width": 8},
+}
+DINO = {
+    "objective": "dino",
+    "augment": "resized_crop_flip",
+    "dino": {
+        "local_crops": 3,
+        "local_size": 4,
+        "hidden_width": 32,
+        "bottleneck_width": 8,
+        "output_width": 24,
+        "freeze_last_layer": 0.05,
+    },
 }
 MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}}
 SOFT = {"kind": "soft", "temperature": 3.0}
@@ -50,5 +77,6 @@ CASES: dict[str, Case] = {
     "labels and patches": Case({"auxiliary": {"masked_patches": 0.5}}, zero_stage=3),
     "contrastive": Case(MOCO, zero_stage=1),
     "mae": Case(MAE, zero_stage=3),
+    "dino": Case(DINO, zero_stage=2, loss=dino),
     "distillation": Case({"objective": "distillation", "teacher": "first", "distillation": SOFT}, zero_stage=3),
 }

@@ -105,7 +105,8 @@ CASES += [
     if case.properties.compares_images
 ]
 CASES += [
-    Case(3, dtype, 4, True, optimizer, 2, objective)
+    # DINO's teacher needs whole weights.
+    Case(1 if objective == "dino" else 3, dtype, 4, True, optimizer, 2, objective)
     for objective, case in OBJECTIVES.items()
     if objective != "softmax" and not case.properties.compares_images
     for dtype, optimizer in (("float32", "SGD"), ("bfloat16", "AdamW"))
@@ -263,7 +264,8 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def loss_of(network: Callable[..., Any], method: Method, pixels: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
     """The loss of part of a batch, or of a whole batch in one of the two processes."""
-    views = (pixels, pixels.flip(2))[: objective_properties(method.config.objective).views]
+    sides = zip(method.config.view_sides, itertools.cycle((pixels, pixels.flip(2))), strict=False)
+    views = tuple(view[:, :side, :side] for side, view in sides)
     part = optim.MicroBatch(views, labels, positions.numpy())
     if len(pixels) < BATCH:
         return method.loss(network, part)

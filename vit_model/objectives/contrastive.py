@@ -3,7 +3,8 @@
 In: a ViT without a classifier and two views of each image. Out: a loss.
 Use: `task = MoCo(model)`; `momentum_encoder = MomentumEncoder(task)`; at each step
 `loss = task(one, other, *momentum_encoder.keys(one, other))`, a step of the optimizer over `task`, and
-`momentum_encoder.update(task, momentum(step, steps))`; the pretrained model is `task.model`.
+`momentum_encoder.update(task, momentum(step, steps))` (`vit_model.objectives.momentum`); the pretrained model is
+`task.model`.
 
 The defaults follow the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands
 for ViTs in CONFIG.md); docs/training.md has the rest of their recipe and the differences. The module works in one
@@ -13,23 +14,15 @@ is the loss of the whole batch in one process.
 Letters in shapes: b a worker's share of the batch, B the whole batch, d width, c channels.
 """
 
-import copy
-import itertools
-import math
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
+from vit_model.objectives.momentum import MovingAverage
 from vit_model.objectives.workers import gather, projector, rank
-from vit_model.parts import AroundModel
-
-
-def momentum(step: int, steps: int, base: float = 0.99) -> float:
-    """Return the momentum at update `step` of `steps`: from `base` to 1 on half a cosine."""
-    return 1 - (1 - base) * (1 + math.cos(math.pi * step / steps)) / 2
+from vit_model.parts import AroundModel, check_headless
 
 
 def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
@@ -62,16 +55,11 @@ class MoCo(AroundModel):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        config = model.config
-        if config.num_classes or config.representation_head:
-            raise ValueError(
-                f"the projector replaces the classifier: num_classes is {config.num_classes} and "
-                f"representation_head {config.representation_head}; use 0 and False"
-            )
+        check_headless(model.config)
         model.patch_embed.proj.requires_grad_(False)
         generator = torch.Generator().manual_seed(seed)
         self.model = model
-        self.projector = projector((config.width, hidden_width, hidden_width, output_width), generator)
+        self.projector = projector((model.config.width, hidden_width, hidden_width, output_width), generator)
         self.predictor = projector((output_width, hidden_width, output_width), generator)
         self.temperature = temperature
 
@@ -104,15 +92,8 @@ class MoCo(AroundModel):
         return first + second
 
 
-class MomentumEncoder(nn.Module):
-    """A moving average of the trained ViT and projector (He et al. 2020), which gives the keys.
-
-    Keep it in float32, because bfloat16 rounds its small steps to nothing.
-    """
-
-    def __init__(self, task: MoCo) -> None:
-        super().__init__()
-        self.encoder = copy.deepcopy(nn.Sequential(task.model, task.projector)).requires_grad_(False)
+class MomentumEncoder(MovingAverage):
+    """The moving average that gives the keys."""
 
     @torch.no_grad()
     def keys(
@@ -129,10 +110,3 @@ class MomentumEncoder(nn.Module):
         """
         model, projector = self.encoder
         return gather(projector(model(one, draws_of_one))), gather(projector(model(other, draws_of_other)))
-
-    @torch.no_grad()
-    def update(self, task: MoCo, kept: float) -> None:
-        """Move each weight towards the trained one: `kept` of itself plus 1 - `kept` of the trained weight."""
-        trained_weights = itertools.chain(task.model.parameters(), task.projector.parameters())
-        for weight, trained in zip(self.encoder.parameters(), trained_weights, strict=True):
-            weight.lerp_(trained.to(weight.dtype), 1 - kept)

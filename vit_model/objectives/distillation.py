@@ -14,7 +14,6 @@ Letters in shapes: b batch, d width, t the teacher's width, c channels.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,7 +25,7 @@ from vit_model.build import Network
 from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.objectives.losses import in_full
-from vit_model.parts import AroundModel, lecun_normal_
+from vit_model.parts import AroundModel, empty_linear, generator_of, lecun_normal_
 from vit_model.preprocessing import normalise
 
 Kind = Literal["soft", "hard", "features"]
@@ -62,15 +61,11 @@ class Student(AroundModel):
         self.projection: nn.Linear | None = None
         if teacher_width is None:
             return
-        with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            projection = nn.Linear(model.config.width, teacher_width)
-        self.projection = projection.to_empty(device=next(model.parameters()).device)
-        # the model is drawn from the seed itself
-        digest = hashlib.sha256(f"projection/{seed}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+        device = next(model.parameters()).device
+        self.projection = empty_linear(model.config.width, teacher_width, device=device)
         with torch.no_grad():
-            drawn = torch.empty(projection.weight.shape, device="cpu")
-            lecun_normal_(drawn, generator)
+            drawn = torch.empty(self.projection.weight.shape, device="cpu")
+            lecun_normal_(drawn, generator_of("projection", seed))
             self.projection.weight.copy_(drawn)
             self.projection.bias.zero_()
 

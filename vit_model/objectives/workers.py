@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vit_model.objectives.losses import in_full
+from vit_model.parts import empty_linear
 
 
 class BatchNorm(nn.Module):
@@ -45,9 +46,7 @@ def projector(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequent
     """
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
-        with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            linear = nn.Linear(inputs, outputs, bias=False)
-        linear.to_empty(device=torch.get_default_device())
+        linear = empty_linear(inputs, outputs, bias=False)
         nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
         last = number == len(widths) - 1
         layers += [linear, BatchNorm(outputs, affine=not last)]

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
+from pipelines.spec.dino import DinoOptions
 from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
 from pipelines.spec.optimizer import check_optimizer
 from pipelines.spec.stages.base import Rate, Shots, Steps, TrainingStage, has_stochastic_depth, threads
@@ -17,7 +18,7 @@ from vit_model.errors import reasons
 from vit_model.fields import Frozen, execution, later, takes
 from vit_model.sizes import Model, ModelSize, ResNetSize, different_encoders, size_of
 
-Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
+Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation", "dino"]
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 
 
@@ -27,7 +28,7 @@ class ObjectiveProperties(NamedTuple):
     classifier: Literal["softmax", "sigmoid"] | None
     """the cross-entropy that trains the classifier; None: the objective uses no labels, the model has no classifier"""
     views: int = 1
-    """differently augmented views of each image that a step compares"""
+    """differently augmented views of each image that a step compares, at the model's resolution"""
     compares_images: bool = False
     """whether the loss compares the images of a batch, which then cannot be divided into micro-batches"""
     settings: str | None = None
@@ -49,6 +50,8 @@ def objective_properties(objective: Objective) -> ObjectiveProperties:
             return ObjectiveProperties(None, settings="mae")
         case "distillation":
             return ObjectiveProperties("softmax", settings="distillation")
+        case "dino":
+            return ObjectiveProperties(None, views=2, settings="dino")
         case _:
             assert_never(objective)
 
@@ -155,8 +158,9 @@ class Pretrain(TrainingStage):
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
         " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
         " a model without a classifier as the result, the colours of corrupted patches (section 4.6), MoCo v3: which of"
-        " two views are of the same image, or a masked autoencoder: the pixels of masked patches; or"
-        " cross-entropy by softmax beside the answers of a teacher to the same pixels",
+        " two views are of the same image, or a masked autoencoder: the pixels of masked patches, or"
+        " DINO: what a moving average of the model answers to other views of the image; or cross-entropy by softmax"
+        " beside the answers of a teacher to the same pixels",
     )
     teacher: Backbone | None = takes(
         "model",
@@ -174,6 +178,7 @@ class Pretrain(TrainingStage):
     )
     contrastive: Contrastive = later(Contrastive())
     mae: MaeOptions = later(MaeOptions())
+    dino: DinoOptions = later(DinoOptions())
     auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
     zero_stage: Literal[0, 1, 2, 3] = 1
     order: Literal["global", "window"] = later(
@@ -213,6 +218,12 @@ class Pretrain(TrainingStage):
 
     def uses_labels(self) -> bool:
         return self.objective not in WITHOUT_LABELS or self.fewshot is not None
+
+    @property
+    def view_sides(self) -> tuple[int, ...]:
+        """The side in pixels of each view of an image that a step computes."""
+        local = (self.dino.local_size,) * self.dino.local_crops if self.objective == "dino" else ()
+        return (self.resolution,) * objective_properties(self.objective).views + local
 
     def with_model(self, start: Architecture) -> Self:
         """Return the stage with the shape of the model that it starts from, if it gives none.
@@ -356,7 +367,9 @@ class Pretrain(TrainingStage):
         """Raise ValueError for fields that do not apply to an objective without labels."""
         model = self.model
         if isinstance(model, ResNetSize):
-            reason = "MoCo v3 is only implemented for ViTs" if self.objective == "contrastive" else "it uses patches"
+            names = {"contrastive": "MoCo v3", "dino": "DINO"}
+            name = names.get(self.objective)
+            reason = "it uses patches" if name is None else f"{name} is only implemented for ViTs"
             raise ValueError(f"objective {self.objective} needs a ViT, because {reason}; model is a {model.family}")
         classifier = (False, 0.0) if model is None else (model.representation_head, model.head_bias)
         if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
@@ -364,6 +377,8 @@ class Pretrain(TrainingStage):
                 "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias need labels and a"
                 f" classifier, which objective {self.objective} does not use; remove them"
             )
+        if self.objective == "dino":
+            self._check_dino()
         if model is None:
             return
         if self.objective == "mae":
@@ -375,6 +390,21 @@ class Pretrain(TrainingStage):
                 raise ValueError(
                     f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
                 )
+
+    def _check_dino(self) -> None:
+        """Raise ValueError for fields that do not go with DINO's views and teacher, whose weights are the result."""
+        assert not isinstance(self.model, ResNetSize)
+        self.dino.check(self.resolution, self.model)
+        if self.augment not in ("none", "resized_crop_flip"):
+            raise ValueError(
+                f"augment {self.augment}: objective dino has crops of its own, dino.global_scale and"
+                " dino.local_scale; use resized_crop_flip"
+            )
+        if self.optimizer.ema is not None:
+            raise ValueError(
+                f"optimizer.ema {self.optimizer.ema}: the result of objective dino is its teacher, which is a moving"
+                " average already (dino.momentum); remove it"
+            )
 
     def _check_compared_images(self) -> None:
         """Raise ValueError for fields that do not apply to an objective that compares views or images."""
@@ -395,7 +425,7 @@ class Pretrain(TrainingStage):
             )
         if properties.compares_images and self.batch_size < 2:
             raise ValueError(f"batch_size 1: objective {self.objective} compares the images of a batch; use 2 or more")
-        if self.objective == "contrastive" and self.zero_stage == 3:
+        if self.objective in ("contrastive", "dino") and self.zero_stage == 3:
             raise ValueError(
-                "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"
+                f"zero_stage 3: the moving average of objective {self.objective} needs whole weights; use 1 or 2"
             )

@@ -13,6 +13,7 @@ import torch
 from pipelines.spec import Pretrain
 from ray_jobs.training.methods.base import Method
 from ray_jobs.training.methods.contrastive import Contrastive
+from ray_jobs.training.methods.dino import SelfDistillation
 from ray_jobs.training.methods.distillation import Distillation
 from ray_jobs.training.methods.mae import Autoencoder
 from ray_jobs.training.methods.masked_patches import LabelsAndPatches, Patches
@@ -44,5 +45,7 @@ def make_method(
         case "distillation":
             assert teacher is not None, "the configuration names one"
             return Distillation(config, contract, device, teacher)
+        case "dino":
+            return SelfDistillation(config, contract, device)
         case _:
             assert_never(config.objective)

@@ -30,6 +30,8 @@ class Method(ABC):
 
     passes = 1
     """how often a step runs the model on each image"""
+    result: str | None = None
+    """the key in `beside` of the moving average whose model is the result; None: the trained model is the result"""
 
     def __init__(self, config: Pretrain, contract: ModelContract, device: torch.device) -> None:
         self.config, self.contract, self.device = config, contract, device
@@ -54,6 +56,10 @@ class Method(ABC):
     def after_step(self, module: Any, step: int) -> None:
         """Update the modules in `beside` after step number `step`, counted from 0."""
         return
+
+    def measures(self, step: int) -> dict[str, float]:
+        """Measure the last of `step` steps for the log, and warn of what is wrong; all workers call this together."""
+        return {}
 
     @property
     def teacher_flops(self) -> int:

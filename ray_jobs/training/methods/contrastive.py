@@ -13,7 +13,8 @@ from ray_jobs.training.optim import MicroBatch
 from vit_model import compute
 from vit_model.build import Network
 from vit_model.model import ViT
-from vit_model.objectives.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.objectives.contrastive import MoCo, MomentumEncoder
+from vit_model.objectives.momentum import momentum
 from vit_model.parts import ParameterGroups
 
 

@@ -43,7 +43,12 @@ def history(uri: str, run: Any, tag: str) -> list[tuple[int, float]]:
 def test_each_training_is_a_run_and_a_second_export_adds_what_is_new(tmp_path: Path, uri: str) -> None:
     store = open_store(str(tmp_path / "s"))
     put_run(store, digits="SUCCEEDED", pretrain="RUNNING", finetune="RUNNING")
-    put_lines(store, "pretrain", line(8), line(16, dev_accuracy=0.5, few_shot={"5-shot dev": 0.25}))
+    put_lines(
+        store,
+        "pretrain",
+        line(8),
+        line(16, dev_accuracy=0.5, few_shot={"5-shot dev": 0.25}, measures={"feature_rank": 3.5}),
+    )
     put_lines(store, "finetune", line(4, "trial-0-0"))
     assert "pretrain: 2 new of 2 lines" in export(store, uri)
     put_lines(store, "pretrain", line(24, mfu=None), number=2)
@@ -58,6 +63,7 @@ def test_each_training_is_a_run_and_a_second_export_adds_what_is_new(tmp_path: P
     assert history(uri, pretrain, "train/loss") == [(8, 1 / 8), (16, 1 / 16), (24, 1 / 24)]
     assert history(uri, pretrain, "dev/accuracy") == [(16, 0.5)]
     assert history(uri, pretrain, "few-shot/5-shot dev") == [(16, 0.25)]
+    assert history(uri, pretrain, "objective/feature_rank") == [(16, 3.5)]
     assert [step for step, _ in history(uri, pretrain, "speed/mfu")] == [8, 16]
 
 

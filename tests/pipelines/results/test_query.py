@@ -179,7 +179,9 @@ def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None
     line = {"time": "2026-01-01T00:00:00+00:00", "epoch": 0.5, "loss": 2.5, "learning_rate": 0.1}
     log = [
         LogLine.model_validate(line | {"step": 1, "fit": "trial-0-0"}),
-        LogLine.model_validate(line | {"step": 2, "loss": None, "few_shot": {"5-shot dev": 0.25}}),
+        LogLine.model_validate(
+            line | {"step": 2, "loss": None, "few_shot": {"5-shot dev": 0.25}, "measures": {"rank": 3.5}}
+        ),
     ]
     searched = {"number": 3, "point": {"mixup": 0.2}, "pruned_at": 4}
     trial = {"learning_rate": 0.1, "accuracies": [0.5, 0.75], "losses": [1.0, 2.0]}
@@ -205,6 +207,7 @@ def test_a_training_has_its_log_its_trials_and_its_costs(tmp_path: Path) -> None
         ("trial-0-0", 1, 2.5, None),
         (None, 2, None, "0.25"),
     ]
+    assert ask(store, "SELECT DISTINCT measures->>'rank' FROM training_log WHERE step = 2") == [("3.5",)]
     assert ask(store, "SELECT count(*) FROM training_log WHERE few_shot IS NULL AND stage = 'tune'") == [(2,)]
     assert ask(
         store,

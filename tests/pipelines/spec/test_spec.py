@@ -253,6 +253,7 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
 VIT = yaml.safe_load(TINY.read_text())["stages"]["pretrain"]["model"]
 MASKED, MAE, DISTILLED = ({"objective": name} for name in ("masked_patches", "mae", "distillation"))
 MOCO = {"objective": "contrastive", "augment": "crop_flip"}
+DINO = {"objective": "dino", "augment": "resized_crop_flip", "dino": {"local_size": 4}}
 BESIDE, R50 = {"auxiliary": {"masked_patches": 1}}, {"model": "R50x1"}
 PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
@@ -280,6 +281,17 @@ PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     ({"workers": 2, "gradient_accumulation_steps": 32}, "batch_size 32, which is 16 for each of 2 workers"),
     (R50 | {"activation_checkpointing": True}, "the blocks of a ViT; model is a resnet"),
     (MOCO | R50, "MoCo v3 is only implemented for ViTs; model is a resnet"),
+    (DINO | R50, "DINO is only implemented for ViTs; model is a resnet"),
+    (DINO | {"dino": {}}, "dino.local_size 96 is more than resolution 8; use a smaller multiple of the patch size"),
+    (DINO | {"dino": {"local_size": 6}}, "dino.local_size 6 is not a multiple of patch_size 4; 4 or 8 would fit"),
+    (DINO | {"dino": {"local_scale": [0.5, 0.1]}}, "local_scale [0.5, 0.1] is not ascending; use [0.1, 0.5]"),
+    (DINO | {"dino": {"local_scale": [0, 0.1]}}, "should be greater than 0"),
+    (DINO | {"model": VIT | {"position": "relative"}}, "model.position relative cannot be resized to the local views"),
+    (DINO | {"augment": "crop_flip"}, "augment crop_flip: objective dino has crops of its own"),
+    (DINO | {"augment": "none"}, "augment none: both views of objective dino"),
+    (DINO | {"optimizer": {"ema": 0.9}}, "optimizer.ema 0.9: the result of objective dino is its teacher"),
+    (DINO | {"zero_stage": 3}, "zero_stage 3: the moving average of objective dino needs whole weights; use 1 or 2"),
+    ({"dino": {"local_crops": 2}}, "dino has settings that only objective dino uses; remove it"),
     (MASKED | {"model": VIT | {"pooling": "map"}}, "does not train model.pooling map"),
     (MASKED | {"resolution": 4}, "resolution 4 is a single patch"),
     (MASKED | {"optimizer": {"base_width": 64}}, "base_width 64 is for objectives softmax and sigmoid"),

@@ -170,6 +170,8 @@ def test_a_line_of_a_later_version_is_read() -> None:
 
 def test_what_was_not_measured_is_left_out() -> None:
     assert describe_line(line(10), 40) == "step 10/40 (25%) · epoch 1 · loss 1 · rate 0.1"
+    measured = line(10, measures={"feature_rank": 12.345})
+    assert describe_line(measured, 40) == "step 10/40 (25%) · epoch 1 · loss 1 · rate 0.1 · feature rank 12.3"
 
 
 @given(

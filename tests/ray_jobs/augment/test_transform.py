@@ -8,7 +8,7 @@ import torch
 
 from pipelines.spec import Augmentation
 from ray_jobs.augment import TrainTransform, augment, crops
-from ray_jobs.augment.views import two_views
+from ray_jobs.augment.views import VIEWS, make_views
 from tests.support.pretraining import pretraining
 
 POSITIONS = np.arange(70, 78)
@@ -53,5 +53,5 @@ def test_both_of_mocos_views_are_cut_from_the_whole_image(from_files: bool) -> N
     )
     assert training.crop is None
     views, _ = training(IMAGES, LABELS, POSITIONS, 0)
-    expected = two_views(IMAGES, "resized_crop_flip", 3, POSITIONS)
+    expected = make_views(IMAGES, VIEWS, "resized_crop_flip", 3, POSITIONS)
     assert [torch.equal(*pair) for pair in zip(views, expected, strict=True)] == [True, True]

@@ -8,8 +8,9 @@ import scipy
 import torch
 from PIL import Image, ImageEnhance
 
-from ray_jobs.augment import augment, colour, uniform
-from ray_jobs.augment.views import VIEWS, View, coloured, jitter, two_views
+from ray_jobs.augment import augment, colour, crops, uniform
+from ray_jobs.augment.views import VIEWS, View, coloured, jitter, make_views, views_of
+from tests.support.pretraining import pretraining
 
 NOTHING = [0.99, *[0.5] * 4, *[0.1, 0.2, 0.3, 0.4], 0.99, 0.99, 0.5, 0.99, 0, 0, 0]
 
@@ -65,7 +66,7 @@ def test_each_change_is_made_where_its_draw_says_so() -> None:
     images, view = pictures(5, 224), View(blur=0.5, solarize=0.5)
     draws = np.array([NOTHING] * 5)
     draws[1, 9], draws[2, 10:12], draws[3, 12], draws[4, 0] = 0.1, (0.4, 0.75), 0.4, 0.1
-    result = coloured(images, view, draws)
+    result = coloured(images, view, draws, scale=1.0)
     assert torch.equal(result[0], images[0])
     luma = np.asarray(Image.fromarray(images[1].numpy()).convert("L"))
     assert (result[1].numpy() == luma[:, :, None]).all()
@@ -81,21 +82,49 @@ def test_the_views_are_the_authors() -> None:
 
 def test_views_differ_are_cropped_as_the_policy_says_and_depend_on_their_sample_alone() -> None:
     images, positions = pictures(24, 32), np.arange(100, 124)
-    one, other = two_views(images, "resized_crop_flip", 5, positions)
+    one, other = make_views(images, VIEWS, "resized_crop_flip", 5, positions)
     assert one.shape == other.shape == images.shape and one.dtype == other.dtype == torch.uint8
     assert all(not torch.equal(first, second) for first, second in zip(one, other, strict=True))
     for part in (slice(0, 8), slice(8, 24), slice(3, 4)):
-        parts = two_views(images[part], "resized_crop_flip", 5, positions[part])
+        parts = make_views(images[part], VIEWS, "resized_crop_flip", 5, positions[part])
         for found, whole in zip(parts, (one, other), strict=True):
             assert (found.int() - whole[part].int()).abs().max() <= 1, "a convolution may round otherwise"
-    again = two_views(images, "resized_crop_flip", 5, positions + 24)
+    again = make_views(images, VIEWS, "resized_crop_flip", 5, positions + 24)
     assert not torch.equal(again[0], one)
     cropped = augment(images, "resized_crop_flip", 5, positions, "view 1")
     plain = [torch.equal(first, second) for first, second in zip(cropped, other, strict=True)]
     assert any(plain) and not all(plain), "a tenth is neither blurred nor coloured"
 
 
+def test_dinos_views_are_the_authors() -> None:
+    """Two of MoCo's, from 40 to 100 % of an image; eight of 96 pixels from 5 to 40 %, half of them blurred."""
+    fields = {"model": "Ti/16", "resolution": 224, "objective": "dino", "augment": "resized_crop_flip"}
+    one, other, *local = views_of(pretraining(**fields))
+    assert (one, other) == (View(1.0, 0.0, (0.4, 1.0)), View(0.1, 0.2, (0.4, 1.0)))
+    assert local == [View(0.5, 0.0, (0.05, 0.4), 96)] * 8
+    assert views_of(pretraining(**fields | {"objective": "contrastive"})) == VIEWS
+
+
+def test_a_local_view_is_a_small_crop_at_its_own_size() -> None:
+    """The values of a ramp tell where each pixel comes from."""
+    ramp, positions = (
+        torch.arange(64, dtype=torch.uint8).mul(4)[None, None, :, None].expand(500, 64, 64, 1),
+        np.arange(500),
+    )
+    boxes = crops("resized_crop_flip", 0, positions, 64, 64, "view 2", (0.05, 0.4))
+    shares = boxes.height * boxes.width / 64**2
+    assert 0.04 < shares.min() < 0.07 and 0.38 < shares.max() < 0.42
+    assert shares.mean() == pytest.approx(0.225, abs=0.02)
+    rows = augment(ramp, "resized_crop_flip", 0, positions, "view 2", (0.05, 0.4), 16)[:, 8, :, 0].numpy()
+    along = (np.arange(16) + 0.5) / 16 * boxes.width[:, None] + boxes.left[:, None] - 0.5
+    expected = 4 * np.where(boxes.flipped[:, None], along[:, ::-1], along).clip(0, 63)
+    assert np.abs(rows - expected).max() <= 0.51
+    local = View(0.0, 0.0, (0.05, 0.4), 16)
+    shapes = [view.shape for view in make_views(ramp, (*VIEWS, local, local), "resized_crop_flip", 0, positions)]
+    assert shapes == [(500, 64, 64, 1)] * 2 + [(500, 16, 16, 1)] * 2
+
+
 def test_grey_images_have_views_too() -> None:
-    one, other = two_views(pictures(20, 8, channels=1), "shift", 0, np.arange(20))
+    one, other = make_views(pictures(20, 8, channels=1), VIEWS, "shift", 0, np.arange(20))
     assert one.shape == other.shape == (20, 8, 8, 1)
     assert not torch.equal(one, other)

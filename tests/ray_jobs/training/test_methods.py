@@ -28,6 +28,7 @@ from vit_model.build import Network, build
 from vit_model.weights import load_model
 
 CPU = torch.device("cpu")
+BATCH = 12
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,13 @@ def method_of(config: Pretrain, teacher: ModelRef) -> tuple[Method, Network]:
     names = tuple("abc"[:classes])
     method = make_method(config, contract.model_copy(update={"class_names": names}), CPU, teacher)
     return method, build(contract.architecture)
+
+
+def random_batch(method: Method) -> MicroBatch:
+    """Random grey pixels in the views of the method, the first of the training."""
+    sides, positions = method.config.view_sides, torch.arange(BATCH)
+    views = tuple(torch.randint(256, (BATCH, side, side, 1), dtype=torch.uint8) for side in sides)
+    return MicroBatch(views, positions % 3, positions.numpy())
 
 
 def test_every_objective_has_a_case_and_a_row_in_the_docs() -> None:
@@ -69,33 +77,30 @@ def test_the_loss_is_what_is_computed_by_hand(case: str, teacher: ModelRef) -> N
     method, model = method_of(configuration(**CASES[case].fields, dtype="float32"), teacher)
     module, by_hand = method.module(model), CASES[case].loss
     assert by_hand is not None
-    views = tuple(torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8))
-    positions = torch.arange(12)
-    ours = method.loss(module, MicroBatch(views, positions % 3, positions.numpy()))
-    torch.testing.assert_close(ours, by_hand(module, tuple(map(method.inputs, views))), rtol=1e-3, atol=1e-5)
+    batch = random_batch(method)
+    ours = method.loss(module, batch)
+    torch.testing.assert_close(ours, by_hand(module, tuple(map(method.inputs, batch.views))), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_operations_are_those_that_torch_counts(case: str, teacher: ModelRef) -> None:
     """The gradient by the pixels, which is not computed, is small in a deep model; the loss itself is not counted.
 
-    The settings are the default ones, up to 1024, because the parts of a small case cost less than the tolerance.
+    The settings are the default ones, up to 1024, because the parts of a small case cost less than the tolerance. Only
+    the size of views is the case's.
     """
     size = SIZE | {"width": 96, "depth": 4, "pooling": "gap"}
     fields, settings = dict(CASES[case].fields), CASES[case].properties.settings
     if settings is not None:
         usual = type(getattr(configuration(**fields), settings))().model_dump()
-        fields[settings] = {
-            name: min(value, 1024) if isinstance(value, int) else value for name, value in usual.items()
-        }
+        small = {name: min(value, 1024) if isinstance(value, int) else value for name, value in usual.items()}
+        fields[settings] = small | {name: fields[settings][name] for name in {"local_size"} & fields[settings].keys()}
     method, model = method_of(configuration(**fields, model=size, dtype="float32"), teacher)
     module = method.module(model)
-    views = torch.randint(256, (CASES[case].properties.views, 12, 8, 8, 1), dtype=torch.uint8)
-    positions = torch.arange(12)
     with FlopCounterMode(display=False) as counter:
-        method.loss(module, MicroBatch(tuple(views), positions % 3, positions.numpy())).backward()
+        method.loss(module, random_batch(method)).backward()
     expected = pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert 12 * method.train_flops == expected, "train_flops of the method"
+    assert BATCH * method.train_flops == expected, "train_flops of the method"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ from pipelines.spec import Finetune, Labels, Pretrain
 from ray_jobs.augment import augment, uniform
 from ray_jobs.augment.mixing import mix, plan
 from ray_jobs.augment.randaugment import randaugment
-from ray_jobs.augment.views import two_views
+from ray_jobs.augment.views import VIEWS, make_views
 from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
 from ray_jobs.training.evaluators import predict, score
@@ -26,10 +26,11 @@ from vit_model.config import MaeOptions, ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
 from vit_model.errors import UserError
 from vit_model.model import ViT
-from vit_model.objectives.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.objectives.contrastive import MoCo, MomentumEncoder
 from vit_model.objectives.distillation import Student, imitation
 from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
 from vit_model.objectives.masked_patches import MaskedPatches
+from vit_model.objectives.momentum import momentum
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, save_model
 
@@ -299,7 +300,7 @@ def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path)
     momentum_encoder, reference = MomentumEncoder(task), Reference(config, dataset, tmp_path, task)
     projection = task.model.patch_embed.proj.weight.clone()
     for step, images, _, positions in reference.batches():
-        one, other = map(reference.inputs, two_views(images, "resized_crop_flip", 0, positions))
+        one, other = map(reference.inputs, make_views(images, VIEWS, "resized_crop_flip", 0, positions))
         reference.update(step, task(one, other, *momentum_encoder.keys(one, other)))
         momentum_encoder.update(task, momentum(step, config.steps))
     # the projector's batch normalisation takes the mean away

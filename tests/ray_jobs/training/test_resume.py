@@ -38,7 +38,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
-ALWAYS = ("plain bf16, dropout", "contrastive, ZeRO-1 bf16", "ZeRO-3 fp32", "ZeRO-1 bf16, continued")
+ALWAYS = (
+    "plain bf16, dropout",
+    "contrastive, ZeRO-1 bf16",
+    "dino, ZeRO-2 bf16",
+    "ZeRO-3 fp32",
+    "ZeRO-1 bf16, continued",
+)
 KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES]
 
 

@@ -15,7 +15,8 @@ from tests.support.vits import TINY
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
-from vit_model.objectives.contrastive import MoCo, MomentumEncoder, info_nce, momentum
+from vit_model.objectives.contrastive import MoCo, MomentumEncoder, info_nce
+from vit_model.objectives.momentum import momentum
 from vit_model.objectives.workers import BatchNorm
 
 GREY: dict[str, Any] = TINY | {"in_channels": 1, "position": "sincos2d_moco"}
