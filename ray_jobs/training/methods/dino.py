@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from vit_model.objectives.momentum import momentum
 from vit_model.objectives.workers import mean_over_workers, rank
 from vit_model.parts import ParameterGroups
 
+ALARMED = 3  # measures in a row, because sound trainings pass through such states
+
 
 class SelfDistillation(Method):
     """Learns the teacher's outputs for two global views from all other views. The result is the teacher."""
@@ -34,7 +37,7 @@ class SelfDistillation(Method):
         self.passes = len(config.view_sides)
         self._means: list[Tensor] = []  # of the teacher's outputs in this step's micro-batches
         self._seen: tuple[Tensor, Tensor] | None = None  # the last features and probabilities of the teacher
-        self._alarmed: set[str] = set()  # kinds, each of which is warned of once
+        self._in_a_row: Counter[str] = Counter()  # measures that showed a collapse, by its kind
 
     def module(self, model: Network) -> ParameterGroups:
         assert isinstance(model, ViT)
@@ -73,9 +76,12 @@ class SelfDistillation(Method):
         # Untrained features are alike, so at first the centred outputs of a sound training are nearly uniform, too.
         found = alarms(measured) if step > warmup_steps(self.config.optimizer, self.config.steps) else {}
         for kind, sentence in found.items():
-            if kind not in self._alarmed and rank() == 0:
+            self._in_a_row[kind] += 1
+            if self._in_a_row[kind] == ALARMED and rank() == 0:
                 warn(f"step {step}: {sentence}")
-        self._alarmed |= found.keys()
+        for kind, times in self._in_a_row.items():
+            if kind not in found and times < ALARMED:  # each kind is warned of once
+                self._in_a_row[kind] = 0
         return measured
 
     @property
