@@ -339,6 +339,7 @@ FIRST = {
     "audit": ({"data": "d", "backbone": "b"}, "cross_validation seed"),
     "embed": ({"data": "d", "backbone": "b"}, "splits"),
     "predict": ({"data": "d", "backbone": "b"}, "splits"),
+    "inspect": ({"data": "d", "backbone": "b"}, "split images seed"),
     "promote": (
         {"data": "d", "candidate": "c", "against": "@production", "floor": 0.5},
         "against max_loss floor anchor max_total_loss",
