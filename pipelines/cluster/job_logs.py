@@ -67,9 +67,13 @@ class Lines:
 async def _receive(
     socket: aiohttp.ClientWebSocketResponse, lines: Lines, stop: Flag, ended: Callable[[], bool]
 ) -> None:
-    """Receive until the stream ends or `stop` is set. Ray ends a job's stream 5 s late, so `ended` is asked, too."""
+    """Receive until the stream ends or `stop` is set.
+
+    Ray ends a job's stream 5 s late, so `ended` is asked, too: if the job has ended and nothing comes until the next
+    time to ask, that was all. Ray reads the job's last lines later than it knows of the end.
+    """
     receiving = asyncio.ensure_future(socket.receive())
-    asked = time.monotonic()
+    asked, has_ended = time.monotonic(), False
     while not stop.is_set():
         # not wait_for: cancelling a receive loses data that has just arrived
         done, _ = await asyncio.wait({receiving}, timeout=STOP_SECONDS)
@@ -78,10 +82,11 @@ async def _receive(
             if message.type is not aiohttp.WSMsgType.TEXT:
                 return
             lines.add(message.data)
+            has_ended = False
             receiving = asyncio.ensure_future(socket.receive())
         elif time.monotonic() - asked > ASK_SECONDS:
-            if ended():
+            if has_ended:
                 break
-            asked = time.monotonic()
+            asked, has_ended = time.monotonic(), ended()
     receiving.cancel()
     await asyncio.wait({receiving})
