@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch import nn
-from training import CLASSES, entry
+from training import CLASSES, convolution, entry
 
 
 def build(settings: argparse.Namespace) -> nn.Module:
@@ -13,7 +13,7 @@ def build(settings: argparse.Namespace) -> nn.Module:
     width, before, layers = settings.width, 1, []
     for stage in range(3):
         for _ in range(2):
-            layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            layers += convolution(before, width)
             before = width
         layers += [nn.MaxPool2d(2)] if stage < 2 else []
         width *= 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from training import CLASSES, SIDE, entry
+from training import CLASSES, SIDE, convolution, entry
 
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -50,10 +50,6 @@ class Hybrid(nn.Module):
         """[b, 1, 28, 28] -> logits [b, 10]."""
         tokens, _ = self.vit.forward_features(self.stem(images).float())
         return self.head((self.score(tokens).softmax(1) * tokens).sum(1))  # type: ignore[no-any-return]
-
-
-def convolution(before: int, after: int) -> list[nn.Module]:
-    return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torch import Tensor, nn
-from training import CLASSES, entry
+from training import CLASSES, convolution, entry
 
 
 class Residual(nn.Module):
@@ -31,10 +31,6 @@ def build(settings: argparse.Namespace) -> nn.Module:
         ]
         width *= 2
     return nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES))
-
-
-def convolution(before: int, after: int) -> list[nn.Module]:
-    return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
 
 
 if __name__ == "__main__":

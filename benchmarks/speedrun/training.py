@@ -111,6 +111,11 @@ def optimizers_of(module: nn.Module, settings: argparse.Namespace) -> Iterator[t
         yield torch.optim.AdamW(groups, settings.rate, betas=(0.9, 0.95), fused=True)
 
 
+def convolution(before: int, after: int) -> list[nn.Module]:
+    """Return a 3 x 3 convolution with batch normalisation."""
+    return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+
+
 def batches(count: int, size: int) -> Iterator[Tensor]:
     """Yield rows of shuffled epochs without end; the last batch of an epoch goes on into the next one."""
     order = torch.empty(0, dtype=torch.long)

@@ -73,10 +73,10 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     for each in group:
         for axis, label in each.place.items():
             labels.setdefault(axis, {})[label] = None
-    axes = {axis: [*found] for axis, found in labels.items() if len(found) > 1 and not is_seed(axis)}
+    axes = {axis: [*found] for axis, found in labels.items() if len(found) > 1 and not _is_seed(axis)}
     if not axes:
         return None
-    numeric = [axis for axis, found in axes.items() if all(map(is_number, found))]
+    numeric = [axis for axis, found in axes.items() if all(map(_is_number, found))]
     x = max(numeric or axes, key=lambda axis: len(axes[axis]))
     ticks = {label: float(label) for label in sorted(axes[x], key=float)} if numeric else _numbered(axes[x])
     others = sorted((axis for axis in axes if axis != x), key=lambda axis: len(axes[axis]))
@@ -142,12 +142,12 @@ def _listed(parts: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def is_seed(axis: str) -> bool:
+def _is_seed(axis: str) -> bool:
     """Return whether an axis's values are seeds, which are averaged over."""
     return axis.rpartition(".")[2] == "seed"
 
 
-def is_number(label: str) -> bool:
+def _is_number(label: str) -> bool:
     """Return whether a label is a finite number."""
     try:
         return abs(float(label)) < float("inf")

@@ -183,10 +183,15 @@ def _searched(values: Sequence[Any], left: float, right: float) -> tuple[Scale, 
         ticks = {float(number): name for number, name in enumerate(names)}
         return Scale(-0.5, len(names) - 0.5, left, right), places, ticks
     distinct = sorted(set(values))
-    is_log = distinct[0] > 0 and distinct[-1] >= 10 * distinct[0]
+    is_log = _spans_decades(distinct)
     scale = spread(values, left, right, is_log)
     few = svg.log_ticks(scale.low, scale.high, (1,)) if is_log else svg.ticks(scale.low, scale.high, 4)
     return scale, list(values), svg.numbers(distinct if len(distinct) <= 4 else few)
+
+
+def _spans_decades(ascending: Sequence[float]) -> bool:
+    """Return whether these numbers are better seen on a logarithmic scale."""
+    return ascending[0] > 0 and ascending[-1] >= 10 * ascending[0]
 
 
 def _trial(panel: Panel, place: float, name: str, trial: Mapping[str, Any], is_chosen: bool) -> list[Markup]:
@@ -209,7 +214,7 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
     lines = [line for panel in found["panels"] for line in panel["lines"]]
     every = [point["mean"] for line in lines for point in line["points"]]
     places = [*found["ticks"].values()]
-    x = spread(places, LEFT, RIGHT, is_log=places[0] > 0 and places[-1] >= 10 * places[0])
+    x = spread(places, LEFT, RIGHT, _spans_decades(places))
     is_percent = found["metric"].startswith(ACCURACY)
     panel = Panel(x, fractions(every, 230, 24) if is_percent else spread(every, 230, 24))
     heights = svg.percents(panel.y) if is_percent else svg.numbers(svg.ticks(panel.y.low, panel.y.high))
