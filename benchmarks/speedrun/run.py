@@ -57,7 +57,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, given_on = arguments.parse_args(sys.argv[1:place]), sys.argv[place + 1 :]
-    beside = Path(__file__).with_name(options.entry)
+    beside = Path(__file__).parent / options.entry
     entry = beside if beside.exists() else Path(options.entry)
     images, labels = read("train")
     scored = (images[-DEV:], labels[-DEV:]) if options.dev else read("t10k")

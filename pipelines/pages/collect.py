@@ -95,24 +95,25 @@ def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
     Returns:
         store, made: its URI, and when this was collected.
         runs: sorted by time, each with the fields of its stages that changed since the recipe's previous run.
-        artifacts: those with results, models, and reports, by key.
+        artifacts: those with results, models, and reports, by key; those with results name the models `of` them.
         settings: (task, test images, protocol, method, labels per class, metric) of the results, and whether they are
             left out of the boards (`is_apart`).
         results: key -> lines (number of the setting, value, low, high, draws, images).
         boards: (task, test images, protocol, labels per class, metric), the best result, and how often these images
             were looked at.
-        models, aliases with their moves, schedules with their ticks.
+        models with their inputs, aliases with their moves, schedules with their ticks.
     """
     measured = _measured(store, manifests)
     settings = {_setting(line): None for each in measured for line in each.lines}
     number = {setting: place for place, setting in enumerate(settings)}
     has_lines = {each.key for each in measured if each.lines}
     shown = has_lines | {each.key for each in manifests if each.kind in ("model", "report")}
+    made = {each.key: each for each in manifests}
     return {
         "store": store.uri,
         "made": now()[:19],
         "runs": [*_changes(_runs(store))],
-        "artifacts": {_short(each.key): _artifact(each) for each in manifests if each.key in shown},
+        "artifacts": {_short(each.key): _artifact(each, made) for each in manifests if each.key in shown},
         "settings": [(*setting, is_apart(setting[3])) for setting in settings],
         "results": {
             _short(each.key): [_numbers(line, number[_setting(line)]) for line in each.lines]
@@ -120,7 +121,7 @@ def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
             if each.lines
         },
         "boards": _boards((each.key, line) for each in measured for line in each.lines),
-        "models": [_model(each) for each in manifests if each.kind == "model"],
+        "models": [_model(each, made) for each in manifests if each.kind == "model"],
         "aliases": dict(_aliases(store, manifests)),
         "schedules": [*_schedules(store)],
     }
@@ -130,14 +131,24 @@ def _short(key: str) -> str:
     return key[:12]
 
 
-def _artifact(manifest: Manifest) -> dict[str, Any]:
+def _artifact(manifest: Manifest, made: Mapping[str, Manifest]) -> dict[str, Any]:
+    """Return what is shown of an artifact; `of` are the models that it measured."""
+    of = [_short(key) for _, key in _inputs(manifest) if key in made and made[key].kind == "model"]
     title = {"title": str(manifest.config.get("title") or "")} if manifest.kind == "report" else {}
     return {
         "name": recipe_and_stage(manifest),
         "run": manifest.run,
         "finished": manifest.finished[:19],
+        **({"of": of} if of and manifest.kind not in ("model", "report") else {}),
         **title,
     }
+
+
+def _inputs(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield (role, key) of each input."""
+    for role, inputs in manifest.inputs.items():
+        for each in inputs:
+            yield role, each.key
 
 
 def _setting(line: Line) -> tuple[str, str, str, str, int | None, str]:
@@ -277,7 +288,8 @@ def _boards(lines: Iterable[tuple[str, Line]]) -> list[dict[str, Any]]:
     return sorted(boards, key=lambda each: (*(each[name] for name in names), each["labels_per_class"] or 10**9))
 
 
-def _model(manifest: Manifest) -> dict[str, Any]:
+def _model(manifest: Manifest, made: Mapping[str, Manifest]) -> dict[str, Any]:
+    names = {key: recipe_and_stage(made[key]) if key in made else "deleted" for _, key in _inputs(manifest)}
     return {
         "key": _short(manifest.key),
         "recipe/stage": recipe_and_stage(manifest),
@@ -286,6 +298,7 @@ def _model(manifest: Manifest) -> dict[str, Any]:
         "accuracy": score(manifest),
         "finished": manifest.finished[:19],
         "run": manifest.run,
+        "inputs": [(role, _short(key), names[key]) for role, key in _inputs(manifest)],
     }
 
 

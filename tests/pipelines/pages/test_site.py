@@ -25,6 +25,7 @@ from tests.support.s3 import Server
 WIDTHS, SCHEMES = (390, 900, 1200), ("light", "dark")
 ODD = "x'; reboot; '"  # the name of an alias in a store that somebody else has written
 PAGES = ("overview", "runs", "models", "schedules", "reports", "task/digits", "run/{run}", "compare/{run}/{other}")
+PAGES += ("model/{model}", "search/{model}")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,15 @@ def test_results_on_other_test_images_are_on_another_board(data: dict[str, Any])
     few_shot = [each for each in data["boards"] if each["protocol"] == "few-shot linear"]
     judged = {(each["images"], each["labels_per_class"]): each["judged"] for each in few_shot}
     assert judged == {(539, 1): 1, (539, 5): 1, (539, 10): 1, (539, 25): 1, (400, 1): 18, (400, 5): 18}
+
+
+def test_a_model_has_its_inputs_and_the_results_that_others_measured_on_it(data: dict[str, Any]) -> None:
+    models = {each["key"]: each for each in data["models"]}
+    assert all(model["inputs"] for model in models.values())
+    measured = {key for key in data["results"] if data["artifacts"][key]["name"].endswith("/fewshot")}
+    for key in measured:
+        (model,) = data["artifacts"][key]["of"]
+        assert models[model]["run"] == data["artifacts"][key]["run"]
 
 
 def test_a_schedule_shows_the_failures_up_to_its_last_run(data: dict[str, Any]) -> None:
@@ -123,13 +133,15 @@ def seen(filled: Store, vitflow: Vitflow, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("site") / "site"
     vitflow("site", "--store", filled.uri, "--to", folder)
     *_, other, run = (name for name in filled.names("runs") if name.startswith("nightly"))
+    model = next(each["key"] for each in site_of(filled)["models"] if each["run"] == other)
 
     async def look(tab: Tab) -> dict[str, Any]:
         await tab.open(folder / "index.html")
-        found: dict[str, Any] = {"run": run}
+        found: dict[str, Any] = {"run": run, "other": other, "model": model}
         for page, width, scheme in product(PAGES, WIDTHS, SCHEMES):
             await tab.show(width, scheme)
-            await tab.evaluate(f"location.hash = {json.dumps(page.format(run=run, other=other))}; show();")
+            place = page.format(run=run, other=other, model=model)
+            await tab.evaluate(f"location.hash = {json.dumps(place)}; show();")
             found[page, width, scheme] = [await tab.evaluate(OVERFLOW), await tab.evaluate(CONTRAST)]
             found[page] = await tab.evaluate("document.body.innerText")
         fields = (
@@ -169,6 +181,14 @@ def test_it_reads_its_own_files_only_and_a_hostile_name_runs_nothing(seen: dict[
     urls = {event["request"]["url"] for method, event in seen["events"] if method == "Network.requestWillBeSent"}
     own = {(seen["folder"] / name).as_uri() for name in ("index.html", "site.css", "data.js", "site.js")}
     assert {url.partition("#")[0] for url in urls if not url.startswith("data:")} == own
+
+
+@pytest.mark.slow
+@in_browser
+def test_a_search_for_a_key_finds_the_model_and_its_run(seen: dict[str, Any]) -> None:
+    rows = [line.split("\t") for line in seen["search/{model}"].splitlines() if "\t" in line]
+    assert {("model", f"nightly/train {seen['model']}"), ("run", seen["other"])} == {tuple(row[:2]) for row in rows[1:]}
+    assert "few-shot linear, 5 labels per class" in seen["model/{model}"]
 
 
 @pytest.mark.slow
