@@ -36,14 +36,14 @@ class Measured(NamedTuple):
 def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the studies among the stages of report.json."""
     groups: dict[tuple[str, str, str], list[Measured]] = {}
-    for each in _measured(numbers):
+    for each in members(numbers):
         groups.setdefault((each.stage, each.metric, each.setting), []).append(each)
     found = [study for group in groups.values() if (study := _study(group)) is not None]
     # the section about accuracy and cost compares backbones
     return [each for each in found if each["has_order"] or each["metric"] != TEST_ACCURACY or not numbers["costs"]]
 
 
-def _measured(numbers: Mapping[str, Any]) -> Iterator[Measured]:
+def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
     """Yield the results on dev of pretrainings, and the accuracies on test of models, of members of a matrix."""
 
     def of(member: str, metric: str, setting: str, value: float) -> Iterator[Measured]:

@@ -1,0 +1,75 @@
+"""A study of docs/claims.md: `python benchmarks/studies.py RECIPE --store FOLDER`.
+
+Runs a shipped recipe with a matrix, or what is left of it, and keeps in docs/claims the number of each member
+(RECIPE.parquet: stage, metric, setting, a column per axis, value) and the picture of the report's section about them
+(RECIPE.png; needs Debian's package chromium). Prints the report's headline, its seconds of training, and the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from common import ROOT, query, setting, vitflow
+
+from pipelines.results.lookup import recipe_and_stage
+from pipelines.store import all_manifests, local_file, open_store
+from ray_jobs.reporting.studies import members
+from tests.support.browser import chromium
+
+KEPT = ROOT / "docs" / "claims"
+ONLY = """document.querySelectorAll('main > :not(#studies), header').forEach(each => each.remove())"""
+
+
+def main() -> None:
+    """Run a study and keep its numbers and its picture."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("recipe", help="a shipped recipe")
+    arguments.add_argument("--store", type=Path, required=True, help="a folder, in which an interrupted study goes on")
+    options = arguments.parse_args()
+    load = os.getloadavg()[0]
+    vitflow("run", options.recipe, store=options.store)
+    store = open_store(str(options.store))
+    reports = [each for each in all_manifests(store) if each.kind == "report"]
+    report = max(
+        (each for each in reports if recipe_and_stage(each).startswith(f"{options.recipe}/")),
+        key=lambda each: each.finished,
+    )
+    page, found = (local_file(store, report, name) for name in ("report.html", "report.json"))
+    assert page is not None and found is not None
+    numbers = json.loads(found.read_text())
+    KEPT.mkdir(exist_ok=True)
+    pq.write_table(table(numbers), KEPT / f"{options.recipe}.parquet")
+    (KEPT / f"{options.recipe}.png").write_bytes(asyncio.run(picture(page)))
+    (trained,) = query(options.store, "SELECT sum((metrics->>'train_seconds')::DOUBLE) AS seconds FROM artifacts")
+    print(f"{numbers['answer']}\n{trained['seconds'] / 60:.0f} minutes of training; {setting(load)}")
+
+
+def table(numbers: dict[str, Any]) -> pa.Table:
+    """Return a row per member and metric."""
+    rows = [each._asdict() for each in members(numbers)]
+    axes = sorted({axis for row in rows for axis in row["place"]})
+    columns = {name: [row[name] for row in rows] for name in ("stage", "metric", "setting")}
+    columns |= {axis: [row["place"].get(axis) for row in rows] for axis in axes}
+    return pa.table(columns | {"value": [row["value"] for row in rows]})
+
+
+async def picture(page: Path) -> bytes:
+    """Return a PNG of a report's section of studies."""
+    with tempfile.TemporaryDirectory(prefix="vfb-") as profile:
+        async with chromium(Path(profile)) as tab:
+            await tab.open(page)
+            await tab.show(900, "light")
+            await tab.evaluate(ONLY)
+            return await tab.picture(whole=True)
+
+
+if __name__ == "__main__":
+    main()
