@@ -34,4 +34,4 @@ def build(settings: argparse.Namespace) -> nn.Module:
 
 
 if __name__ == "__main__":
-    entry(build, width=32, stages=3, pairs=1, optimizer="sgd", rate=0.1, decay=5e-4, batch=256, epochs=15.0)
+    entry(build, width=16, stages=3, pairs=1, optimizer="sgd", rate=0.1, decay=5e-4, epochs=12.0, flips=True)

@@ -13,37 +13,43 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training import CLASSES, SIDE, entry
 
+from vit_model.blocks import Attention
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
-
-class Sampled(nn.Module):
-    """A ViT that trains on some of the patches, drawn anew for each batch, and predicts from all of them."""
-
-    def __init__(self, vit: ViT, kept: float) -> None:
-        super().__init__()
-        self.vit, self.kept = vit, round(kept * vit.config.num_patches)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[b, 1, 28, 28] -> logits [b, 10]."""
-        tokens = self.vit.embed(images)
-        if self.training and self.kept < tokens.shape[1]:
-            tokens = tokens[:, torch.randperm(tokens.shape[1])[: self.kept]]
-        representation = self.vit.represent(self.vit.encode(tokens))
-        return self.vit.classify(representation)
+NEIGHBOURS = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1]])  # (row, column), of one head each
 
 
-def build(settings: argparse.Namespace) -> Sampled:
+class NearAttention(Attention):
+    """Attention whose heads begin at the neighbours of a patch: a table is added to the scores, and trained.
+
+    It is -strength times the squared distance from the neighbour of the head, as ConViT's heads begin (d'Ascoli et al.
+    2021, section 3).
+    """
+
+    def __init__(self, config: ViTConfig, strength: float) -> None:
+        super().__init__(config)
+        patches = torch.cartesian_prod(*map(torch.arange, config.grid))  # [n, 2]
+        distances = patches[None] - patches[:, None] - NEIGHBOURS[:, None, None]  # [heads, n, n, 2]
+        self.near = nn.Parameter(-strength * distances.square().sum(dim=-1)[None].float())
+
+    def bias(self, query: Tensor) -> Tensor:
+        """Return what is added to the scores, [1, heads, n, n]."""
+        return self.near.to(query.dtype)
+
+
+def build(settings: argparse.Namespace) -> ViT:
     """Return a ViT on 28 x 28 pixels, with the mean of the tokens."""
-    shape = {"width": settings.width, "depth": settings.depth, "num_heads": settings.heads}
+    shape = {"width": settings.width, "depth": settings.depth, "num_heads": len(NEIGHBOURS)}
     image = {"image_size": SIDE, "in_channels": 1, "num_classes": CLASSES, "patch_size": settings.patch}
-    config = ViTConfig(
-        **image, **shape, mlp_dim=settings.mlp * settings.width, pooling="gap", stochastic_depth=settings.drop
-    )
+    config = ViTConfig(**image, **shape, mlp_dim=4 * settings.width, pooling="gap")
     vit = ViT(config)
     vit.initialise(seed=torch.initial_seed() % 2**32)
-    return Sampled(vit, settings.kept)
+    for block in vit.blocks:
+        drawn, block.attn = block.attn.state_dict(), NearAttention(config, settings.near)
+        block.attn.load_state_dict(drawn, strict=False)
+    return vit
 
 
 if __name__ == "__main__":
-    entry(build, patch=4, width=128, depth=6, heads=4, mlp=4, drop=0.0, kept=1.0)
+    entry(build, patch=4, width=64, depth=6, near=4.0, optimizer="muon", rate=5e-3, shift=1, epochs=15.0, flips=True)

@@ -1,0 +1,95 @@
+"""95% intervals of AP, and of the difference of two detectors on the same images, over test images.
+
+AP of few images is biased: the envelope of the precision and classes with few boxes raise it. The bootstrap sees a
+part of this only, and its percentile intervals are too short. Here AP is taken again of random halves of the images. If
+the bias falls with 1 / n, the mean over halves is as far above AP as AP is above that of all images. The variance over
+halves estimates the variance of AP, because a half, drawn without repetition, is as far from the whole as the whole is
+from its source. Student's t has the degrees of freedom of a sum over classes of different sizes (Satterthwaite 1946).
+The interval of an AP is computed on the scale of its logit, which keeps it between 0 and 1; if all halves agree, it is
+Wilson's for a share of the images.
+
+An interval says how far AP could move with other test images from the same source. It does not cover another training.
+Coverage: benchmarks/results/ap_intervals.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, logit, stdtrit
+
+from ray_jobs.detection.average_precision import Matches, class_ap
+from ray_jobs.evaluation.intervals import Interval, accuracy_interval
+
+HALVES = 400
+LEVEL = 0.95
+_SEED_PURPOSE = 0x68616C66  # "half": keeps this stream apart from others
+_AT_ONCE = 50
+_INSIDE = 1e-3  # an AP is moved so far from 0 and 1 before its logit is taken
+
+
+class _Halves(NamedTuple):
+    """The APs of the classes: of all images [k], and of halves of them [h, k]; NaN where there are no boxes."""
+
+    whole: NDArray[np.float64]
+    halves: NDArray[np.float64]
+
+
+def ap_interval(matches: Sequence[Matches]) -> Interval:
+    """Return AP, averaged over thresholds and classes, with its interval; at least two images have boxes."""
+    taken = _taken(matches)
+    value = float(np.nanmean(taken.whole))
+    centre, margin = _estimate(matches, taken)
+    if margin == 0:  # everything is right, or wrong, in each half
+        images = np.count_nonzero(np.sum([each.boxes for each in matches], axis=0))
+        return accuracy_interval(np.full((1, images), value))
+    inside = min(max(centre, _INSIDE), 1 - _INSIDE)
+    scaled = margin / (inside * (1 - inside))
+    low, high = (float(expit(logit(inside) + sign * scaled)) for sign in (-1, 1))
+    return Interval(value, min(low, value), max(high, value))
+
+
+def difference_interval(new: Sequence[Matches], old: Sequence[Matches]) -> Interval:
+    """Return the AP of `new` minus that of `old` on the same images, with its interval."""
+    one, other = _taken(new), _taken(old)
+    taken = _Halves(one.whole - other.whole, one.halves - other.halves)
+    centre, margin = _estimate(new, taken)
+    return Interval(float(np.nanmean(taken.whole)), centre - margin, centre + margin)
+
+
+def _taken(matches: Sequence[Matches]) -> _Halves:
+    """Return the AP of each class; the same halves for every detector on these images."""
+    images = len(matches[0].boxes)
+    rng = np.random.default_rng([_SEED_PURPOSE, images])
+    parts = []
+    for _ in range(HALVES // _AT_ONCE):
+        weights = np.zeros((_AT_ONCE, images))
+        for row in weights:
+            row[rng.choice(images, images // 2, replace=False)] = 1.0
+        parts.append(_of_classes(matches, weights))
+    return _Halves(_of_classes(matches, None), np.concatenate(parts))
+
+
+def _of_classes(matches: Sequence[Matches], weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    return np.stack([class_ap(each, weights).mean(axis=-1) for each in matches], axis=-1)
+
+
+def _estimate(matches: Sequence[Matches], taken: _Halves) -> tuple[float, float]:
+    """Return the mean over classes without its bias, and half of the interval around it."""
+    known = ~np.isnan(taken.whole)
+    whole, halves = taken.whole[known], taken.halves[:, known]
+    halves = halves[~np.isnan(halves).all(axis=1)]
+    of_halves = np.nanmean(halves, axis=1)
+    value: Any = whole.mean()
+    centre = float(2 * value - of_halves.mean())
+    variances = np.nanvar(halves, axis=0, ddof=1)
+    images = np.array([np.count_nonzero(each.boxes) for each, is_known in zip(matches, known, strict=True) if is_known])
+    counts = (images > 1) & (variances > 0)
+    freedom = 1.0
+    if counts.any():
+        shares = variances[counts]
+        freedom = float(shares.sum() ** 2 / (shares**2 / (images[counts] - 1)).sum())
+    return centre, float(stdtrit(max(1.0, freedom), (1 + LEVEL) / 2) * of_halves.std(ddof=1))
