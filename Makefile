@@ -13,7 +13,7 @@ PARALLEL := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --d
 WITH_RAY := $(BIN)/pytest -n 2 --dist loadfile --durations=20
 export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
-.PHONY: quickstart test test-all test-fast test-faults test-schedule test-hosts test-cluster check format accept-code install lock benchmarks clean
+.PHONY: quickstart test test-all test-fast test-faults test-schedule test-hosts test-cluster check format accept-code install lock benchmarks speedrun clean
 
 quickstart: .venv/installed
 	$(BIN)/vitflow run quickstart
@@ -89,6 +89,10 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/sweep.py
 	$(BIN)/python benchmarks/label_audit.py
+
+speedrun: install  # the two-core record on Fashion-MNIST (apt-get install dataset-fashion-mnist): two hours, idle machine
+	$(BIN)/python benchmarks/speedrun/run.py resnet.py
+	$(BIN)/python benchmarks/speedrun/run.py vit.py
 
 clean:
 	rm -rf .venv build *.egg-info
