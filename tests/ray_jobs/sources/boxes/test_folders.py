@@ -1,0 +1,85 @@
+"""The layouts of detection data sets: each image gets its own boxes, and faults are named."""
+
+import pytest
+
+from ray_jobs.data.boxes import Box
+from ray_jobs.sources.boxes.folders import Annotated, Format, annotated
+from tests.ray_jobs.sources.boxes.test_formats import KITTI, VOC, dataset
+from vit_model.errors import UserError
+
+DOG = Box(10, 5, 30, 40, label=1)
+NAMES = b"names: {0: cat, 1: dog}\ntrain: images/train\n"
+YOLO = b"1 0.2 0.45 0.2 0.7\n"
+
+
+def read(form: Format, files: dict[str, bytes]) -> Annotated:
+    images = [key for key in files if key.endswith((".jpg", ".png"))]
+    return annotated(form, sorted(files), images, files.__getitem__)
+
+
+def boxes(found: Annotated) -> dict[str, list[Box]]:
+    return {image: of(100, 50) for image, of in found.boxes.items()}
+
+
+LAYOUTS: list[tuple[Format, dict[str, bytes], dict[str, list[Box]]]] = [
+    ("coco", {"train/_annotations.coco.json": dataset()}, {"train/a.jpg": [DOG], "train/b.jpg": []}),
+    ("coco", {"annotations/instances_val2017.json": dataset()}, {"val2017/a.jpg": [DOG], "val2017/b.jpg": []}),
+    ("yolo", {"labels/train/a.txt": YOLO, "data.yaml": NAMES}, {"images/train/a.jpg": [DOG], "images/train/b.jpg": []}),
+    ("yolo", {"train/labels/a.txt": YOLO, "data.yaml": NAMES}, {"train/images/a.jpg": [DOG]}),
+    ("yolo", {"a.txt": YOLO, "classes.txt": b"cat\r\ndog\r\n"}, {"a.jpg": [DOG]}),
+    ("voc", {"VOC2007/Annotations/a.xml": VOC.encode()}, {"VOC2007/JPEGImages/a.jpg": [Box(10, 5, 30, 40, 0, True)]}),
+    ("kitti", {"training/label_2/1.txt": KITTI.encode()}, {"training/image_2/1.png": [Box(10, 5, 30, 40, 0)]}),
+]
+
+
+@pytest.mark.parametrize(("form", "files", "expected"), LAYOUTS)
+def test_each_image_has_its_boxes(form: Format, files: dict[str, bytes], expected: dict[str, list[Box]]) -> None:
+    found = read(form, files | dict.fromkeys(expected, b""))
+    assert {image: [pytest.approx(box) for box in some] for image, some in boxes(found).items()} == expected
+
+
+def test_two_splits_of_coco_have_images_of_one_name() -> None:
+    files = {
+        "annotations/instances_train2017.json": dataset(),
+        "annotations/instances_val2017.json": dataset(annotations=[], categories=[{"id": 1, "name": "owl"}]),
+        **dict.fromkeys([f"{split}2017/{name}.jpg" for split in ("train", "val") for name in "ab"], b""),
+    }
+    found = read("coco", files)
+    assert found.class_names == ("cat", "dog", "owl")
+    assert boxes(found) == {"train2017/a.jpg": [DOG], "train2017/b.jpg": [], "val2017/a.jpg": [], "val2017/b.jpg": []}
+
+
+def test_annotations_of_another_size_are_refused() -> None:
+    found = read("coco", {"a.json": dataset(), "a.jpg": b"", "b.jpg": b""})
+    with pytest.raises(UserError, match="its annotations are of 100 x 50 pixels, the image has 50 x 100"):
+        found.boxes["a.jpg"](50, 100)
+
+
+FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
+    ("coco", {"a.jpg": b""}, "no JSON file with COCO's annotations"),
+    ("coco", {"a.json": dataset(), "a.jpg": b""}, "a.json: image b.jpg: there is none"),
+    (
+        "coco",
+        {"a.json": dataset(), "x/a.jpg": b"", "y/a.jpg": b"", "b.jpg": b""},
+        "image a.jpg: there are 2, such as x/",
+    ),
+    (
+        "coco",
+        {"a.json": dataset(), "b.json": dataset(), "a.jpg": b"", "b.jpg": b""},
+        "annotated in a.json and in b.json",
+    ),
+    ("yolo", {"a.jpg": b"", "a.txt": YOLO}, "no names of classes: add data.yaml"),
+    ("yolo", {"a.jpg": b"", "data.yaml": NAMES}, "no text files with YOLO's labels"),
+    ("yolo", {"a.jpg": b"", "a.txt": b"9 1 1 1 1", "data.yaml": NAMES}, "a.txt: '9 1 1 1 1' is of class 9"),
+    ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"names: {1: cat}"}, "names is not a list"),
+    ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"names: [a, a]"}, "two classes have one name"),
+    ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"]"}, "not YAML"),
+    ("voc", {"a.jpg": b""}, "no .xml files with annotations, such as Annotations/1.xml"),
+    ("kitti", {"a.png": b"", "a.txt": b"Car"}, "a.txt: 'Car' has 1 columns"),
+]
+
+
+@pytest.mark.parametrize(("form", "files", "message"), FAULTS)
+def test_a_fault_is_named(form: Format, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(form, files)
