@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
-"""Of the maps of features, in terms of the grid of patches."""
+"""The sides of the maps, as multiples of the grid of patches."""
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -26,7 +26,7 @@ class SimpleFeaturePyramid(nn.Module):
     """From a ViT's last map to a map for each scale, as in detectron2 (modeling/backbone/vit.py)."""
 
     def __init__(self, width: int, channels: int, scales: Sequence[float] = SCALES) -> None:
-        """`width` is the ViT's, `channels` that of the maps; scales are 4, 2, 1 or 0.5."""
+        """`width` is the ViT's; the maps have `channels` channels; scales are 4, 2, 1 or 0.5."""
         super().__init__()
         self.levels = nn.ModuleList(_level(width, channels, scale) for scale in scales)
 
