@@ -111,7 +111,7 @@ class FCOSHead(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw kernels from a normal distribution of std 0.01; biases are 0, except that the classes have `PRIOR` at first."""
+        """Draw kernels from a normal distribution of std 0.01; biases are 0, but the classes begin at `PRIOR`."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 4:
                 parameter.copy_(torch.empty(parameter.shape).normal_(std=0.01, generator=generator))
