@@ -1,8 +1,9 @@
-"""A study of docs/claims.md: `python benchmarks/studies.py RECIPE --store FOLDER`.
+"""Keeps a study in docs/claims: `python benchmarks/studies.py RECIPE --store FOLDER`.
 
 Runs a shipped recipe with a matrix, or what is left of it, and keeps in docs/claims the number of each member
 (RECIPE.parquet: stage, metric, setting, a column per axis, value) and the picture of the report's section about them
-(RECIPE.png; needs Debian's package chromium). Prints the report's headline, its seconds of training, and the machine.
+(RECIPE.png; needs Debian's package chromium). Prints the report's headline, the minutes
+of all trainings in the store, and the machine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
     pq.write_table(table(numbers), KEPT / f"{options.recipe}.parquet")
     (KEPT / f"{options.recipe}.png").write_bytes(asyncio.run(picture(page)))
     (trained,) = query(options.store, "SELECT sum((metrics->>'train_seconds')::DOUBLE) AS seconds FROM artifacts")
-    print(f"{numbers['answer']}\n{trained['seconds'] / 60:.0f} minutes of training; {setting(load)}")
+    print(f"{numbers['headline']}\n{trained['seconds'] / 60:.0f} minutes of training; {setting(load)}")
 
 
 def table(numbers: dict[str, Any]) -> pa.Table:

@@ -22,7 +22,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
-"""Of IoU, which AP is averaged over."""
+"""The IoUs from which on a detection matches a box; AP is the mean over them."""
 RECALLS = np.linspace(0, 1, 101)
 SIZES = ("all", "small", "medium", "large")
 """By area in pixels: below 32 x 32, from there to 96 x 96, above."""
@@ -139,20 +139,25 @@ def class_ap(matches: Matches, weights: NDArray[np.floating[Any]] | None = None)
     return np.where(total[..., 0] > 0, (precision * reached).sum(axis=-1) / len(RECALLS), np.nan)
 
 
+def class_aps(matches: Sequence[Matches], weights: NDArray[np.floating[Any]] | None = None) -> NDArray[np.float64]:
+    """Return the AP of each class [..., k], the mean over thresholds; weights: see `class_ap`."""
+    return np.stack([class_ap(each, weights).mean(axis=-1) for each in matches], axis=-1)
+
+
 def mean_ap(matches: Sequence[Matches], weights: NDArray[np.floating[Any]] | None = None) -> NDArray[np.float64]:
     """Return the mean over thresholds and over the classes that have boxes [...]; NaN without any.
 
     Args:
         weights: how often each image counts [..., i]; None: once.
     """
-    of_classes = np.stack([class_ap(each, weights).mean(axis=-1) for each in matches])
+    of_classes = class_aps(matches, weights)
     known = ~np.isnan(of_classes)
     with np.errstate(invalid="ignore"):
-        return np.nansum(of_classes, axis=0) / known.sum(axis=0)
+        return np.nansum(of_classes, axis=-1) / known.sum(axis=-1)
 
 
 def average_precisions(matches: dict[str, list[Matches]]) -> dict[str, float]:
-    """Return AP, AP50, AP75, and AP by size of the boxes; NaN where there are no boxes."""
+    """Return AP, AP50, AP75, and AP by size of the boxes; NaN for a size without boxes."""
     of_size = {size: [class_ap(each) for each in matches[size]] for size in SIZES}
     every = np.array(of_size["all"])
     named = {"AP": _mean(every), "AP50": _mean(every[:, :1]), "AP75": _mean(every[:, 5:6])}

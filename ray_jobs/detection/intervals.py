@@ -9,7 +9,7 @@ The interval of an AP is computed on the scale of its logit, which keeps it betw
 Wilson's for a share of the images.
 
 An interval says how far AP could move with other test images from the same source. It does not cover another training.
-Coverage: benchmarks/results/ap_intervals.md.
+benchmarks/ap_intervals.py counts how often it contains the AP of the source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, logit, stdtrit
 
-from ray_jobs.detection.average_precision import Matches, class_ap
+from ray_jobs.detection.average_precision import Matches, class_aps
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval
 
 HALVES = 400
@@ -32,7 +32,7 @@ _INSIDE = 1e-3  # an AP is moved so far from 0 and 1 before its logit is taken
 
 
 class _Halves(NamedTuple):
-    """The APs of the classes: of all images [k], and of halves of them [h, k]; NaN where there are no boxes."""
+    """The AP of each class: over all images [k], and over halves of them [h, k]; NaN for one without boxes."""
 
     whole: NDArray[np.float64]
     halves: NDArray[np.float64]
@@ -69,12 +69,8 @@ def _taken(matches: Sequence[Matches]) -> _Halves:
         weights = np.zeros((_AT_ONCE, images))
         for row in weights:
             row[rng.choice(images, images // 2, replace=False)] = 1.0
-        parts.append(_of_classes(matches, weights))
-    return _Halves(_of_classes(matches, None), np.concatenate(parts))
-
-
-def _of_classes(matches: Sequence[Matches], weights: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    return np.stack([class_ap(each, weights).mean(axis=-1) for each in matches], axis=-1)
+        parts.append(class_aps(matches, weights))
+    return _Halves(class_aps(matches), np.concatenate(parts))
 
 
 def _estimate(matches: Sequence[Matches], taken: _Halves) -> tuple[float, float]:

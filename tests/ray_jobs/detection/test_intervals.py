@@ -1,4 +1,4 @@
-"""Intervals of AP: those of a proportion where AP is one; benchmarks/ap_intervals.py counts how often they cover it."""
+"""Where AP is a proportion, its interval is a proportion's; benchmarks/ap_intervals.py counts coverage."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The same boxes from COCO's, YOLO's, VOC's and KITTI's annotations, and one sentence for each fault of theirs."""
+"""The same boxes from COCO's, YOLO's, VOC's and KITTI's annotations, and one sentence for each fault."""
 
 import json
 from typing import Any
