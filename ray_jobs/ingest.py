@@ -59,7 +59,7 @@ from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.entries import Listing, Unusable
-from ray_jobs.sources.readers.features import counted, listed
+from ray_jobs.sources.names import counted, listed
 from vit_model.errors import UserError
 
 # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
@@ -114,7 +114,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     official = pc.unique(listing.entries["split"]).to_pylist()
     usable = facts.filter(pc.is_null(facts["reason"]))
     index, copies, excluded = _decided(context, name, usable, listing.class_names, official, listed)
-    trainable = _trainable(index, listing, _is_multi_label(config))
+    trainable = _trainable(index, listing, config.source.has_several_labels)
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
@@ -154,6 +154,7 @@ def _write_index(
     corrected = trainable.index.filter(pc.is_valid(trainable.index["decoding"]))
     mask_classes = catalog.mask_classes(config.source)
     masks = {sample: digest for part in written for sample, digest in part.masks.items()}
+    boxes = pa.concat_tables(part.boxes for part in written) if config.source.has_boxes else None
     return write_dataset(
         folder,
         Description(
@@ -163,12 +164,13 @@ def _write_index(
             notes,
             config.short_side,
             mask_classes,
-            _is_multi_label(config),
+            config.source.has_several_labels,
         ),
         [part.shard for part in written if part.shard],
         trainable.index,
         masks if mask_classes else None,
         dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
+        boxes,
     )
 
 
@@ -205,13 +207,9 @@ def _decided(
         print(copies_note(number, kind, done), flush=True)
     index = _with_splits(images, splits)
     index = index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks())))
-    if config.exclude is not None and not _is_multi_label(config):
+    if config.exclude is not None and not config.source.has_several_labels:
         check_classes(config.exclude, excluded, index, names)
     return index, copies, excluded
-
-
-def _is_multi_label(config: Ingest) -> bool:
-    return getattr(config.source, "multi_label", False)
 
 
 def _read_excluded(config: Ingest) -> list[str] | None:

@@ -34,4 +34,16 @@ def build(settings: argparse.Namespace) -> nn.Module:
 
 
 if __name__ == "__main__":
-    entry(build, width=16, stages=3, pairs=1, optimizer="sgd", rate=0.1, decay=5e-4, epochs=12.0, flips=True)
+    entry(
+        build,
+        flips=True,
+        shifts=True,
+        width=16,
+        stages=3,
+        pairs=1,
+        optimizer="sgd",
+        rate=0.1,
+        decay=5e-4,
+        erase=8,
+        epochs=26.0,
+    )

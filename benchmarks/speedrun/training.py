@@ -31,6 +31,7 @@ COMMON: dict[str, Any] = {
     "erase": 0,  # side of a square that is erased
     "compile": False,
     "flips": False,  # of test images: the mean with the mirrored image
+    "shifts": False,  # of test images: the mean with the image shifted by a pixel, to either end of a diagonal
 }
 Build = Callable[[argparse.Namespace], nn.Module]
 
@@ -146,12 +147,19 @@ def changed(images: Tensor, settings: argparse.Namespace) -> Tensor:
 
 @torch.inference_mode()
 def predict(build: Build, defaults: dict[str, Any], model: Path, images: Path, predictions: Path) -> None:
-    """Predict the classes: of each image, or with `flips` by the mean of its and its mirrored image's probabilities."""
+    """Predict the class of each image by the mean of its probabilities over its views (`flips`, `shifts`)."""
     saved = torch.load(model, weights_only=True)
     settings = settings_of(defaults, saved["words"])
     module = build(settings).eval()
     module.load_state_dict(saved["weights"])
     parts = normalised(torch.from_numpy(np.load(images))).split(1000)
-    views = [(part, part.flip(3)) if settings.flips else (part,) for part in parts]
-    likely = [sum(module(view).softmax(1) for view in some).argmax(1) for some in views]  # type: ignore[union-attr]
+    likely = [sum(module(view).softmax(1) for view in views(part, settings)).argmax(1) for part in parts]  # type: ignore[union-attr]
     np.save(predictions, torch.cat(likely).numpy())
+
+
+def views(images: Tensor, settings: argparse.Namespace) -> Iterator[Tensor]:
+    """Yield the images [n, 1, 28, 28], shifted and mirrored."""
+    padded = nn.functional.pad(images, (1, 1, 1, 1), value=-MEAN / DEVIATION)
+    for place in (0, 1, 2) if settings.shifts else (1,):
+        view = padded[:, :, place : place + SIDE, place : place + SIDE]
+        yield from (view, view.flip(3)) if settings.flips else (view,)

@@ -42,7 +42,7 @@ def build(settings: argparse.Namespace) -> ViT:
     """Return a ViT on 28 x 28 pixels, with the mean of the tokens."""
     shape = {"width": settings.width, "depth": settings.depth, "num_heads": len(NEIGHBOURS)}
     image = {"image_size": SIDE, "in_channels": 1, "num_classes": CLASSES, "patch_size": settings.patch}
-    config = ViTConfig(**image, **shape, mlp_dim=4 * settings.width, pooling="gap")
+    config = ViTConfig(**image, **shape, mlp_dim=4 * settings.width, pooling="gap", gelu="exact")
     vit = ViT(config)
     vit.initialise(seed=torch.initial_seed() % 2**32)
     for block in vit.blocks:
@@ -52,4 +52,17 @@ def build(settings: argparse.Namespace) -> ViT:
 
 
 if __name__ == "__main__":
-    entry(build, patch=4, width=64, depth=6, near=4.0, optimizer="muon", rate=5e-3, shift=1, epochs=15.0, flips=True)
+    # torch's approximated GELU takes five times as long as the exact one in bf16 on a CPU
+    entry(
+        build,
+        flips=True,
+        shifts=True,
+        patch=4,
+        width=64,
+        depth=6,
+        near=4.0,
+        optimizer="muon",
+        rate=5e-3,
+        shift=1,
+        epochs=14.0,
+    )

@@ -23,7 +23,7 @@ from pipelines.spec import SOURCE_TYPES, RecipeError, Source, quantity
 from ray_jobs.data.columns import each_label
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
-from ray_jobs.sources.readers.features import counted, listed, split_in
+from ray_jobs.sources.names import counted, listed, split_in
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import open_image
@@ -51,7 +51,7 @@ class Examined(NamedTuple):
     @property
     def is_multi_label(self) -> bool:
         """Whether an image can have several labels."""
-        return bool(getattr(self.source, "multi_label", False))
+        return self.source.has_several_labels
 
     def source_text(self) -> str:
         """Return the source as YAML on one line."""

@@ -110,11 +110,9 @@ class Pipeline(Frozen):
                     f"stages.{name}.data: {source} has no labels (source.labels: false), but {stage.job} needs them;"
                     f" use embed, or pretrain with objective {', '.join(WITHOUT_LABELS)} and no fewshot"
                 )
-            is_multi_label = isinstance(data, Ingest) and getattr(data.source, "multi_label", False)
+            is_multi_label = isinstance(data, Ingest) and data.source.has_several_labels
             if is_multi_label and (why := stage.needs_one_label()) is not None:
-                raise ValueError(
-                    f"stages.{name}.data: {source} has several labels per image (source.multi_label), but {why}"
-                )
+                raise ValueError(f"stages.{name}.data: {source} has several labels per image, but {why}")
         for source in inputs.get("backbone", ()) if isinstance(stage, Predict) else ():
             model = self.stages[source]
             if isinstance(model, Pretrain) and model.objective in WITHOUT_LABELS:

@@ -34,12 +34,15 @@ from pipelines.spec.records import CifarSource as CifarSource
 from pipelines.spec.records import HfParquetSource as HfParquetSource
 from pipelines.spec.records import ShapesSource as ShapesSource
 from pipelines.spec.records import TfdsSource as TfdsSource
+from pipelines.spec.sources import FASHION_MNIST as FASHION_MNIST
 from pipelines.spec.sources import FASHION_MNIST_ROOT as FASHION_MNIST_ROOT
 from pipelines.spec.sources import SOURCE_TYPES as SOURCE_TYPES
+from pipelines.spec.sources import BoxFormat as BoxFormat
 from pipelines.spec.sources import DigitsSource as DigitsSource
 from pipelines.spec.sources import FolderSource as FolderSource
 from pipelines.spec.sources import GlyphSource as GlyphSource
 from pipelines.spec.sources import IdxSource as IdxSource
+from pipelines.spec.sources import ScenesSource as ScenesSource
 from pipelines.spec.sources import Source as Source
 from pipelines.spec.stages import STAGE_TYPES as STAGE_TYPES
 from pipelines.spec.stages import TRAINED as TRAINED

@@ -44,6 +44,16 @@ class InPackage(NamedTuple):
 class FileSource(Frozen):
     """The base of all sources: the location of their files, and the choice of files that they read."""
 
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the images have boxes of objects."""
+        return False
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether an image can have several labels, or none."""
+        return self.has_boxes
+
     def where(self) -> Below | At | Named | InPackage:
         """Return where the files are."""
         raise NotImplementedError

@@ -35,6 +35,10 @@ class DigitsSource(FileSource):
         return InPackage("sklearn", "datasets/data", "digits.csv.gz")
 
 
+BoxFormat = Literal["coco", "yolo", "voc", "kitti"]
+_OF_LABELS = ("group", "image_column", "label_column", "labels", "multi_label", "label_separator")
+
+
 class FolderSource(FileSource):
     """Your own images: class folders, train/val/test folders of class folders, or metadata.csv, .jsonl or .parquet."""
 
@@ -71,6 +75,20 @@ class FolderSource(FileSource):
         ' lists, in CSV as JSON (["cat", "dog"])',
     )
 
+    boxes: BoxFormat | None = later(
+        None,
+        description="the images have boxes of objects, for detect, in this form: COCO's JSON, or a file per image of"
+        " YOLO, Pascal VOC or KITTI; an image's labels are the classes of its boxes",
+    )
+
+    @model_validator(mode="after")
+    def _boxes_fit(self) -> Self:
+        if self.boxes is not None:
+            changed = [name for name in _OF_LABELS if getattr(self, name) != type(self).model_fields[name].default]
+            if changed:
+                raise ValueError(f"boxes {self.boxes}: the boxes have the labels; leave out {', '.join(changed)}")
+        return self
+
     @model_validator(mode="after")
     def _column_has_labels(self) -> Self:
         if not self.labels and self.label_column != "label":
@@ -80,6 +98,14 @@ class FolderSource(FileSource):
         if self.label_separator is not None and not self.multi_label:
             raise ValueError(f"label_separator {self.label_separator!r} needs multi_label: true")
         return self
+
+    @property
+    def has_boxes(self) -> bool:
+        return self.boxes is not None
+
+    @property
+    def has_several_labels(self) -> bool:
+        return self.multi_label or self.has_boxes
 
     def where(self) -> At:
         return At(self.root)
@@ -140,6 +166,37 @@ class IdxSource(FileSource):
         return found
 
 
+class ScenesSource(FileSource):
+    """Images of several objects with their boxes: drawn shapes, or digits or Fashion-MNIST on coloured canvases."""
+
+    kind: Literal["scenes"]
+    name: str = Field("Scenes", description="the name of the data set in reports")
+    figures: Literal["shapes", "digits", "fashion_mnist"] = Field(
+        "digits", description="the objects; those of digits and Fashion-MNIST are in the split of their own set"
+    )
+    images: int = Field(3_000, ge=1, description="number of training images")
+    dev_images: int = Field(500, ge=0)
+    test_images: int = Field(1_000, ge=0)
+    resolution: int = Field(64, ge=32, le=512, description="side of the images in pixels")
+    max_count: int = Field(5, ge=1, le=20, description="most objects per image; a few images have none")
+    seed: Seed = 0
+
+    @property
+    def has_boxes(self) -> bool:
+        return True
+
+    def where(self) -> Named | InPackage:
+        match self.figures:
+            case "digits":
+                return DigitsSource(kind="digits").where()
+            case "fashion_mnist":
+                return IdxSource(kind="idx").where()
+        return InPackage("ray_jobs", "sources/readers", "s[ch]*es.py")  # scenes and shapes: no other file matters
+
+    def choose(self, there: Files) -> Files:
+        return IdxSource(kind="idx").choose(there) if self.figures == "fashion_mnist" else there
+
+
 AnySource = (
     GlyphSource
     | DigitsSource
@@ -153,6 +210,7 @@ AnySource = (
     | TfdsSource
     | CifarSource
     | ShapesSource
+    | ScenesSource
 )
 Source = Annotated[AnySource, Field(discriminator="kind")]
 SOURCE_TYPES: dict[str, type[FileSource]] = {

@@ -1,24 +1,22 @@
 """Boxes of objects in a dataset's images.
 
-A dataset whose source has boxes has `boxes.parquet`, with a row per image: its sample_id and its boxes, in pixels of
-the image as it is decoded, from its upper left corner. A box that is ignored is a region where nothing is right or
-wrong: a crowd (COCO), a difficult object (VOC), DontCare (KITTI). An image without boxes shows none of the objects.
+If a dataset's source has boxes, its index has a column `boxes`: those of each image, in pixels of the image as it is
+decoded, from its upper left corner. A box that is ignored is a region where nothing is right or wrong: a crowd (COCO),
+a difficult object (VOC), DontCare (KITTI). An image without boxes shows none of the objects.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from vit_model.errors import UserError
 
 MOST = 1_000  # boxes in an image
+SHARES = (1, 1)  # the size that boxes are of whose sides are shares of the image's
 BOX = pa.struct(
     [
         *(pa.field(name, pa.float32(), False) for name in ("x1", "y1", "x2", "y2")),
@@ -42,13 +40,20 @@ class Box(NamedTuple):
     ignored: bool = False
 
 
-def checked(boxes: Sequence[Box], width: int, height: int) -> list[Box]:
-    """Return an image's boxes, cut at its borders.
+def in_image(boxes: Sequence[Box], of: tuple[int, int] | None, width: int, height: int) -> list[Box]:
+    """Return the boxes of an image of `width` x `height` pixels in its pixels, cut at its borders.
+
+    Args:
+        of: the width and height that the annotations say the image has; SHARES; or None if they do not say it.
 
     Raises:
-        UserError: more than `MOST` boxes; or the name of a box with a side that is not a finite number, of no area,
-            outside the image, or far larger than it.
+        UserError: the annotations are of another size; more than `MOST` boxes; or the name of a box with a side that is
+            not a finite number, of no area, outside the image, or far larger than it.
     """
+    if of == SHARES:
+        boxes = [Box(b.x1 * width, b.y1 * height, b.x2 * width, b.y2 * height, b.label, b.ignored) for b in boxes]
+    elif of not in (None, (width, height)):
+        raise UserError(f"its annotations are of {of[0]} x {of[1]} pixels, the image has {width} x {height}")
     if len(boxes) > MOST:
         raise UserError(f"{len(boxes):,} boxes; an image can have {MOST:,}")
     return [_checked(box, width, height) for box in boxes]
@@ -69,24 +74,12 @@ def _checked(box: Box, width: int, height: int) -> Box:
     return box._replace(x1=cut[0], y1=cut[1], x2=cut[2], y2=cut[3])
 
 
-def write_boxes(path: Path, boxes: Mapping[str, Sequence[Box]]) -> None:
-    """Write the boxes of images by sample_id; the same boxes in the same order give the same bytes."""
+def table(boxes: Mapping[str, Sequence[Box]]) -> pa.Table:
+    """Return the boxes of images by sample_id as a table of BOXES."""
     rows = [[box._asdict() for box in some] for some in boxes.values()]
-    pq.write_table(pa.table([list(boxes), rows], schema=BOXES), path, write_page_checksum=True)
+    return pa.table([[*boxes], rows], schema=BOXES)
 
 
-def read_boxes(path: Path, sample_ids: pa.Array) -> list[list[Box]]:
-    """Return the boxes of these images, in their order.
-
-    Raises:
-        UserError: the file is missing or damaged, or lacks an image.
-    """
-    try:
-        stored = pq.read_table(path, schema=BOXES, page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is missing or damaged: {error}") from error
-    places = pc.index_in(sample_ids, stored["sample_id"].combine_chunks())
-    if places.null_count:
-        missing = sample_ids.filter(pc.is_null(places))[0].as_py()
-        raise UserError(f"{path}: no boxes of image {missing}; the dataset is damaged")
-    return [[Box(**box) for box in some] for some in stored["boxes"].take(places).to_pylist()]
+def of_rows(rows: pa.Table) -> list[list[Box]]:
+    """Return the boxes of each image of a table with the column `boxes`."""
+    return [[Box(**box) for box in some] for some in rows["boxes"].to_pylist()]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ray_jobs.data.boxes import BOXES
 from ray_jobs.data.images import Hashes
 
 CONFLICT = "conflicting labels"  # the kind of a copy: the same bytes as an image of another class
@@ -79,6 +80,10 @@ COLUMNS = (
     Column("codec", pa.string(), "entries", "stored, deflate (a zip's), or row: part of an array or a table"),
     Column("crc", pa.uint32(), "entries?", "CRC-32 of the content, if its archive has one (a zip)"),
     Column("digest", pa.string(), "facts", "digest of that file's content, see `ingest`"),
+    # the index has them only if the source has boxes: `data.boxes.BOXES`
+    Column("boxes", BOXES.field("boxes").type, "entries?", "the boxes of objects, as they are annotated"),
+    Column("boxes_width", pa.int32(), "entries?", "the size that they are of, see `boxes.in_image`"),
+    Column("boxes_height", pa.int32(), "entries?", "as boxes_width"),
 )
 
 

@@ -45,6 +45,7 @@ from pydantic import (
 )
 
 from pipelines.store import Manifest, Store, local_files
+from ray_jobs.data.boxes import Box, of_rows
 from ray_jobs.data.cache import Cache
 from ray_jobs.data.columns import INDEX, large
 from ray_jobs.data.decode_pool import DecodePool, Decoder
@@ -103,6 +104,9 @@ class DatasetInfo(_Frozen):
     """The names of the values in the images' masks (`ray_jobs.data.masks`); empty, and not written: no masks."""
     multi_label: bool = False
     """Whether an image can have several labels, or none: the index's column `labels`. Not written if False."""
+
+    has_boxes: bool = False
+    """Whether the images have boxes of objects: the index's column `boxes`. Not written if False."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -275,6 +279,18 @@ class Dataset:
         shards = sorted(pc.unique(rows["shard"]).to_pylist())
         paths = [self.folder / mask_file(self.info.shards[shard].file) for shard in shards]
         yield from map(decode_mask, read_masks(paths, rows["sample_id"].combine_chunks()))
+
+    def boxes(self, split: Split) -> list[list[Box]]:
+        """Return the boxes of each image of a split, in the order of its images.
+
+        Raises:
+            UserError: the dataset has no boxes.
+        """
+        if not self.info.has_boxes:
+            raise UserError(
+                f"dataset {self.info.name} has no boxes; give its source `boxes`, the form of its annotations"
+            )
+        return of_rows(self.index(split))
 
     def is_raw(self, preprocessing: Preprocessing) -> bool:
         """Return whether images are stored as raw pixels of exactly the size that the model takes."""

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ray_jobs.data.boxes import BOXES, Box, of_rows
 from ray_jobs.data.columns import INDEX, SHARD, Sample
 from ray_jobs.data.shards import SPLITS, DatasetInfo, ImageSize, Shard
 from vit_model.errors import UserError
@@ -36,6 +37,7 @@ def content_digest(
     mask_classes: Sequence[str] = (),
     masks: Mapping[str, str] | None = None,
     decoding: Mapping[str, int] | None = None,
+    boxes: Mapping[str, list[Box]] | None = None,
 ) -> str:
     """Return the identity of a dataset's name and content; it does not depend on the layout of the files.
 
@@ -43,6 +45,7 @@ def content_digest(
         samples: (sample_id, label, split, labels), in any order.
         masks: with `mask_classes`, sample_id -> the digest of the image's mask.
         decoding: sample_id -> `images.DECODING`, for images that earlier decoders read differently.
+        boxes: sample_id -> the image's boxes; None: the source has no boxes.
     """
     digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
     if short_side is not None:
@@ -53,7 +56,8 @@ def content_digest(
         several: list[Any] = [] if labels is None else [labels]
         mask = [] if masks is None else [{"mask": masks[sample_id]}]
         mark = [{"decoding": decoding[sample_id]}] if decoding and sample_id in decoding else []
-        digest.update(json.dumps([sample_id, int(label), split, *several, *mask, *mark]).encode())
+        objects = [] if boxes is None else [{"boxes": boxes[sample_id]}]
+        digest.update(json.dumps([sample_id, int(label), split, *several, *mask, *mark, *objects]).encode())
     return digest.hexdigest()
 
 
@@ -141,27 +145,28 @@ def write_dataset(
     index: pa.Table,
     masks: Mapping[str, str] | None = None,
     decoding: Mapping[str, int] | None = None,
+    boxes: pa.Table | None = None,
 ) -> DatasetInfo:
     """Write dataset.json and index.parquet beside the shards. `index` is a table of `large` INDEX.
 
     Args:
         masks: with `mask_classes`, as in `content_digest`; None: the images have no masks.
         decoding: as in `content_digest`.
+        boxes: BOXES of the images; None: the source has none.
 
     Raises:
         UserError: two images have the same sample_id.
     """
     name, class_names, image, notes, short_side, mask_classes, multi_label = description
-    shuffled = pa.array([shuffle_key(sample_id) for sample_id in index["sample_id"].to_pylist()], pa.binary())
-    order = pc.sort_indices(
-        pa.table({"split": index["split"], "key": shuffled}),
-        sort_keys=[("split", "ascending"), ("key", "ascending")],
-    )
-    index = index.take(order).select(INDEX.names)
+    index = _shuffled(index).select(INDEX.names)
     ids = index["sample_id"]
     if len(pc.unique(ids)) < len(ids):
         raise UserError(f"{name}: two images have the same key and the same bytes")
-    write_rows(folder / "index.parquet", index, INDEX)
+    of_images, schema = None, INDEX
+    if boxes is not None:
+        index, schema = _with_boxes(index, boxes), INDEX.append(BOXES.field("boxes"))
+        of_images = dict(zip(ids.to_pylist(), of_rows(index), strict=True))
+    write_rows(folder / "index.parquet", index, schema)
     splits = index["split"].to_pylist()
     info = DatasetInfo(
         name=name,
@@ -177,17 +182,32 @@ def write_dataset(
             mask_classes,
             masks,
             decoding,
+            of_images,
         ),
         notes=tuple(notes),
         short_side=short_side,
         mask_classes=tuple(mask_classes),
         multi_label=multi_label,
+        has_boxes=boxes is not None,
     )
-    # without masks and with one label per image, dataset.json is as in versions before these fields
-    without = {name for name in ("mask_classes", "multi_label") if not getattr(info, name)}
+    # without masks and boxes and with one label per image, dataset.json is as in versions before these fields
+    without = {name for name in ("mask_classes", "multi_label", "has_boxes") if not getattr(info, name)}
     text = json.dumps(info.model_dump(mode="json", exclude=without), indent=1, ensure_ascii=False)
     (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
     return info
+
+
+def _shuffled(index: pa.Table) -> pa.Table:
+    """Return the index with each split in the order of `shuffle_key`."""
+    shuffled = pa.array([shuffle_key(sample_id) for sample_id in index["sample_id"].to_pylist()], pa.binary())
+    table = pa.table({"split": index["split"], "key": shuffled})
+    return index.take(pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending")]))
+
+
+def _with_boxes(index: pa.Table, boxes: pa.Table) -> pa.Table:
+    """Return the index with the column `boxes`, from BOXES in any order."""
+    places = pc.index_in(index["sample_id"], boxes["sample_id"].cast(index["sample_id"].type))
+    return index.append_column(BOXES.field("boxes"), boxes["boxes"].take(places))
 
 
 def write_rows(path: Path, table: pa.Table, schema: pa.Schema) -> None:

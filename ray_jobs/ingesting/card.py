@@ -22,7 +22,7 @@ from ray_jobs.data.shards import SPLITS, Dataset, Images, Split
 from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.drawing.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Unusable
-from ray_jobs.sources.readers.features import listed
+from ray_jobs.sources.names import listed
 from vit_model.contract import Preprocessing
 
 SAMPLE, SIDE = 128, 64  # number of images, and their pixels per side, that means are computed from

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from pipelines.spec import quantity
 from ray_jobs.data.columns import large
-from ray_jobs.sources.readers.features import listed
+from ray_jobs.sources.names import listed
 from vit_model.errors import UserError
 
 EXCLUDED = pa.schema(  # done is "left out" or "kept"

@@ -21,6 +21,8 @@ from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry
+from ray_jobs.data.boxes import Box, in_image
+from ray_jobs.data.boxes import table as table_of
 from ray_jobs.data.columns import FACTS, LISTED, Sample, large
 from ray_jobs.data.images import Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
@@ -57,6 +59,8 @@ class Written(NamedTuple):
     facts: pa.Table
     masks: dict[str, str]
     """sample_id -> the digest of the image's mask; empty without masks."""
+    boxes: pa.Table
+    """BOXES of the images; empty without boxes."""
     reused: int
     """The number of images that were not read again."""
 
@@ -130,9 +134,9 @@ def write_part(context: Context[Ingest], files: Files, states: States, finished:
     facts: list[dict[str, Any]] = []
     file = shard_file(part.number)
     reusable = find_reusable(context, finished, part.bits, part.number, part.entries)
-    masks: dict[str, StoredMask] = {}
+    masks, boxes = dict[str, StoredMask](), dict[str, list[Box]]()
     with EarlierShards(context) as earlier, context.staging() as staging:
-        samples = _samples(context.config, files, part.entries, reusable, earlier, facts, masks)
+        samples = _samples(context.config, files, part.entries, reusable, earlier, facts, masks, boxes)
         offsets = write_shard(staging.path / file, samples)
         if not offsets:
             (staging.path / file).unlink()
@@ -148,7 +152,7 @@ def write_part(context: Context[Ingest], files: Files, states: States, finished:
     facts_files = write_facts(context, part.bits, part.number, table, written)
     shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
     digests = {name: mask.digest for name, mask in masks.items()}
-    return Written(shard, (*staging.files, *facts_files), table, digests, reused)
+    return Written(shard, (*staging.files, *facts_files), table, digests, table_of(boxes), reused)
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
@@ -171,10 +175,11 @@ def _samples(
     earlier: EarlierShards,
     facts: list[dict[str, Any]],
     masks: dict[str, StoredMask],
+    boxes: dict[str, list[Box]],
 ) -> Iterator[Sample]:
     """Yield the usable images of a part, in order.
 
-    Append a row of FACTS to `facts` for every entry, and fill `masks` by sample_id if the source has masks.
+    Append a row of FACTS to `facts` for every entry, and fill `masks` and `boxes` by sample_id if the source has them.
     """
     is_new = pa.array([earlier_image is None for earlier_image in reusable], pa.bool_())
     source = config.source
@@ -204,12 +209,14 @@ def _samples(
             row |= examined.columns()
             row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
-        if mask is not None:
-            try:
+        try:
+            if mask is not None:
                 masks[row["sample_id"]] = _stored_mask(mask, row, len(mask_classes))
-            except UserError as error:
-                facts[-1] = listed | {"reason": f"mask: {error}"}
-                continue
+            if entry["boxes"] is not None:
+                boxes[row["sample_id"]] = _boxes_in(row, entry)
+        except UserError as error:
+            facts[-1] = listed | {"reason": str(error)}
+            continue
         yield Sample._make((row | {"image": data})[name] for name in Sample._fields)
 
 
@@ -228,10 +235,23 @@ def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Fact
 
 def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) -> StoredMask:
     """Return the mask of the image of `row`. Raises UserError with the reason if it cannot be used."""
-    if isinstance(mask, UserError):
-        raise mask
-    check_mask(mask, row["width"], row["height"], num_classes)
+    try:
+        if isinstance(mask, UserError):
+            raise mask
+        check_mask(mask, row["width"], row["height"], num_classes)
+    except UserError as error:
+        raise UserError(f"mask: {error}") from None
     return StoredMask.of(mask)
+
+
+def _boxes_in(row: dict[str, Any], entry: dict[str, Any]) -> list[Box]:
+    """Return the boxes of the image of `row`, in its pixels. Raises UserError with the reason if one cannot be used."""
+    given = [Box(**box) for box in entry["boxes"]]
+    of = None if entry["boxes_width"] is None else (entry["boxes_width"], entry["boxes_height"])
+    try:
+        return in_image(given, of, row["width"], row["height"])
+    except UserError as error:
+        raise UserError(f"boxes: {error}") from None
 
 
 def in_tasks(function: Callable[..., Any], shared: Sequence[Any], items: Sequence[Any], unit: str) -> list[Any]:

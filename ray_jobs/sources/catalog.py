@@ -24,6 +24,7 @@ from ray_jobs.sources.readers import (
     idx,
     imagenet,
     imagenet21k,
+    scenes,
     shape_masks,
     shapes,
     tfds,
@@ -46,6 +47,7 @@ _MODULES: dict[str, ModuleType] = {
     "tfds": tfds,
     "cifar": cifar,
     "shapes": shapes,
+    "scenes": scenes,
 }
 _WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks}
 

@@ -57,9 +57,10 @@ class Ingest(BaseStage):
 
     @model_validator(mode="after")
     def _masks_fit(self) -> Self:
-        if self.short_side is not None and getattr(self.source, "masks", False):
+        beside = "boxes" if self.source.has_boxes else "masks" if getattr(self.source, "masks", False) else None
+        if self.short_side is not None and beside is not None:
             raise ValueError(
-                f"short_side {self.short_side}: masks are of the original images' size; remove short_side or"
-                " source.masks"
+                f"short_side {self.short_side}: {beside} are of the original images' size; remove short_side or"
+                f" source.{beside}"
             )
         return self

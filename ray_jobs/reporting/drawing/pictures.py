@@ -17,9 +17,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from pipelines.store import Manifest, Store, local_files
+from ray_jobs.data.boxes import Box, of_rows
 from ray_jobs.data.columns import each_label
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.randomness import Purpose
@@ -38,6 +39,7 @@ PHOTO = 112  # larger images are cropped to a square and resized to this side
 MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 24 images takes 0.8 TFLOPs
 TINT, STRENGTH = (255, 90, 0), 0.65
 COOL, NEUTRAL = (30, 80, 160), (240, 240, 240)  # of cosines -1 and 0; 1 is TINT
+GOLDEN = (5**0.5 - 1) / 2  # of a turn, from the hue of a class to that of the next
 LEVELS = 16  # of attention, so that a last bit of difference does not show
 
 
@@ -111,17 +113,42 @@ def sample_rows(labels: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def data_urls(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
-    """Return the images of these rows of a split as `data:` URLs: centre squares, enlarged without blur if small."""
+    """Return the images of these rows of a split as `data:` URLs: `squares`, enlarged without blur if small."""
     return [data_url(pixels) for pixels in squares(dataset, split, rows)]
 
 
 def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return the centre squares of these rows of a split, uint8 [n, side, side, channels]."""
-    size = dataset.info.image
+    """Return the centre squares of these rows of a split, uint8 [n, side, side, channels].
+
+    Images that have boxes are squashed to squares, in colour, and their boxes are drawn.
+    """
+    size, has_boxes = dataset.info.image, dataset.info.has_boxes
     side, channels = (max(size.height, size.width), size.channels) if size else (PHOTO, 3)
     half = (0.5,) * channels
-    preprocessing = Preprocessing(mean=half, std=half, crop="center", resolution=min(side, PHOTO), channels=channels)
-    return dataset.images(split, preprocessing, np.asarray(rows, int))
+    preprocessing = Preprocessing(
+        mean=half,
+        std=half,
+        crop="squash" if has_boxes else "center",
+        resolution=min(side, PHOTO),
+        channels=channels,
+    )
+    pictures = dataset.images(split, preprocessing, np.asarray(rows, int))
+    if not has_boxes:
+        return pictures
+    shown = dataset.index(split).take(np.asarray(rows, int))
+    sizes = zip(*(shown[name].to_pylist() for name in ("width", "height")), strict=True)
+    return np.stack([_with_boxes(*each) for each in zip(pictures, of_rows(shown), sizes, strict=True)])
+
+
+def _with_boxes(pixels: np.ndarray, boxes: Sequence[Box], size: tuple[int, int]) -> np.ndarray:
+    """Draw the boxes of an image of `size` on it, squashed to [side, side, channels]: a colour per class."""
+    image = Image.fromarray(np.repeat(pixels, 3 // pixels.shape[-1], axis=-1))
+    scale, draw = image.width / np.array(size * 2), ImageDraw.Draw(image)
+    for box in boxes:
+        hue = round(360 * (box.label * GOLDEN % 1))
+        sides = np.clip(np.round(box[:4] * scale), 0, image.width - 1)
+        draw.rectangle([*sides], outline="grey" if box.ignored else f"hsl({hue}, 100%, 55%)")
+    return np.asarray(image)
 
 
 def data_url(pixels: np.ndarray) -> str:

@@ -1,69 +1,151 @@
-"""Which annotations belong to which image of a folder, in the layouts that COCO, YOLO, Pascal VOC and KITTI have.
+"""Which annotations and which split belong to which image, in the layouts that COCO, YOLO, Pascal VOC and KITTI have.
 
     coco    one JSON per split, in its images' folder (train/_annotations.coco.json) or elsewhere
             (annotations/instances_train2017.json, train2017/1.jpg)
     yolo    images/train/1.jpg and labels/train/1.txt, or train/images and train/labels, or both in one folder;
             data.yaml or classes.txt has the names of the classes. An image without a file has no objects
-    voc     Annotations/1.xml and JPEGImages/1.jpg, or both in one folder
+    voc     Annotations/1.xml and JPEGImages/1.jpg, or both in one folder; ImageSets/Main/val.txt lists a split
     kitti   label_2/1.txt and image_2/1.png, or both in one folder
 
-In: the names of a folder's files, and a function that reads one. Out: the boxes of each image, before one is opened.
+An image's folders, its JSON or a list of VOC name its split; if some images have one, those that have none are left
+out (`splits_of_files`), as are images that nothing annotates.
+
+In: the names of a folder's files, and a function that reads some. Out: the boxes and the split of each image, before
+one is opened.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
-from ray_jobs.data.boxes import Box
+from pipelines.spec import BoxFormat, quantity
+from ray_jobs.data.boxes import SHARES, Box
 from ray_jobs.sources.boxes import coco, per_image
 from ray_jobs.sources.boxes.per_image import KITTI_IGNORED, Named
+from ray_jobs.sources.names import listed, splits_of_files
 from vit_model.errors import UserError
 
-Format = Literal["coco", "yolo", "voc", "kitti"]
-Read = Callable[[str], bytes]
-InPixels = Callable[[int, int], list[Box]]
-"""The boxes of an image of a width and a height. Raises UserError if its annotations are of another size."""
+Read = Callable[[Sequence[str]], Iterable[bytes]]
+"""Yields the contents of files, in their order."""
 _LABELS = {"images": "labels", "JPEGImages": "Annotations", "image_2": "label_2"}
 """A folder of images -> the folder of their annotations, beside it."""
 _NAMES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt")
 
 
+# COCO's own names, and those of Roboflow's exports
+COCO_FILE = re.compile(
+    r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
+)
+_INSTANCES = re.compile(r"instances_.*|_annotations\.coco\.json")
+
+
+class Annotation(NamedTuple):
+    """What a file says about an image."""
+
+    boxes: list[Box]
+    of: tuple[int, int] | None = None
+    """The width and height that the boxes are of, see `boxes.in_image`."""
+
+
 class Annotated(NamedTuple):
-    """The boxes of a folder's images."""
+    """The boxes and the splits of a folder's images."""
 
     class_names: tuple[str, ...]
-    boxes: dict[str, InPixels]
-    """of each image that is annotated, by its key"""
-    files: dict[str, str]
-    """the file with the annotations of these images, if there is one"""
+    images: dict[str, Annotation]
+    """by their keys, sorted"""
+    splits: dict[str, str | None]
+    """of these images; None: to be drawn"""
+    notes: tuple[str, ...] = ()
 
 
-def annotated(form: Format, files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
-    """Return the boxes of the images of a folder; `images` are those among its files.
+def form_of(files: Sequence[str], images: Sequence[str]) -> tuple[BoxFormat, str] | None:
+    """Return the form of the annotations among a folder's files, and one of these; None without annotations."""
+    present = set(files)
+    named = {PurePosixPath(key).name for key in files} & {*_NAMES}
+    for form, found in (
+        ("coco", filter(COCO_FILE.fullmatch, files)),
+        ("voc", (key for image in images if (key := _beside(image, ".xml")) in present)),
+        ("kitti", (key for key in files if "label_2" in PurePosixPath(key).parts)),
+        ("yolo", (key for image in images if named and (key := _beside(image, ".txt")) in present)),
+    ):
+        if (sign := next(iter(found), None)) is not None:
+            return form, sign  # type: ignore[return-value]
+    return None
+
+
+class _Found(NamedTuple):
+    class_names: tuple[str, ...]
+    images: dict[str, Annotation]
+    origin: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    """the JSON of each image, whose name may have its split"""
+
+
+def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
+    """Return the boxes and the splits of the images of a folder; `images` are those among its files.
 
     Raises:
-        UserError: there are no annotations of this form, a file of theirs is faulty, or an image of theirs is missing.
+        UserError: there are no annotations of this form, a file of theirs is faulty, an image of theirs is missing, or
+            a path has two splits.
     """
     if form == "coco":
-        return _coco(files, images, read)
-    return _yolo(files, images, read) if form == "yolo" else _named(form, files, images, read)
+        found = _coco(files, images, read)
+    else:
+        found = _yolo(files, images, read) if form == "yolo" else _named(form, files, images, read)
+    if not found.class_names:
+        raise UserError("its annotations have no class")
+    lists = _lists(files, images, read) if form == "voc" else {}
+    # the path in which an image's split is a word, without its own name: that may be test_tube.jpg
+    places = {
+        image: lists.get(image) or "/".join([*PurePosixPath(image).parts[:-1], found.origin.get(image, "")])
+        for image in found.images
+    }
+    splits, _ = splits_of_files([*dict.fromkeys(places.values())])
+    left_out = {
+        "without annotations": sorted(set(images) - found.images.keys()),
+        "without a split (train, val, test), because others have one": sorted(
+            image for image, place in places.items() if place not in splits
+        ),
+    }
+    used = sorted(image for image, place in places.items() if place in splits)
+    notes = [
+        f"{quantity(len(keys), 'image')} {why}, left out: {listed(keys)}" for why, keys in left_out.items() if keys
+    ]
+    images_used = {image: found.images[image] for image in used}
+    return Annotated(found.class_names, images_used, {image: splits[places[image]] for image in used}, tuple(notes))
 
 
-def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
-    found = {key: coco.read(read(key), key) for key in files if key.endswith(".json")}
+def _lists(files: Iterable[str], images: Iterable[str], read: Read) -> dict[str, str]:
+    """Return the split of each image that a list of VOC names: ImageSets/Main/train.txt, val.txt, test.txt."""
+    lists = [path for file in files if (path := PurePosixPath(file)).parts[-3:-1] == ("ImageSets", "Main")]
+    by_place = {(str(PurePosixPath(image).parent.parent), PurePosixPath(image).stem): image for image in images}
+    split_of = {"trainval": "train", "train": "train", "val": "val", "test": "test"}  # the first may have all of val
+    chosen = [path for stem in split_of for path in lists if path.stem == stem]
+    found: dict[str, str] = {}
+    for path, data in zip(chosen, read([*map(str, chosen)]), strict=True):
+        for line in data.decode("utf-8-sig", "replace").splitlines():
+            image = by_place.get((str(path.parent.parent.parent), line.strip()))
+            if image is not None:
+                found[image] = split_of[path.stem]
+    return found
+
+
+def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
+    every = [key for key in files if key.endswith(".json")]
+    keys = [key for key in every if _INSTANCES.fullmatch(PurePosixPath(key).name)] or every  # others have captions
+    found = {key: coco.read(data, key) for key, data in zip(keys, read(keys), strict=True)}
     if not found:
         raise UserError("no JSON file with COCO's annotations, such as annotations/instances_train.json")
     class_names = tuple(dict.fromkeys(name for each in found.values() for name in each.class_names))
     by_name: dict[str, list[str]] = defaultdict(list)
     for key in images:
         by_name[PurePosixPath(key).name].append(key)
-    boxes: dict[str, InPixels] = {}
+    annotations: dict[str, Annotation] = {}
     origin: dict[str, str] = {}
     for key, each in found.items():
         numbers = [class_names.index(name) for name in each.class_names]
@@ -72,8 +154,8 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
             if image in origin:
                 raise UserError(f"{image} is annotated in {origin[image]} and in {key}")
             own = [box._replace(label=numbers[box.label]) for box in some]
-            boxes[image], origin[image] = partial(_of_size, own, each.sizes.get(file)), key
-    return Annotated(class_names, boxes, origin)
+            annotations[image], origin[image] = Annotation(own, each.sizes.get(file)), key
+    return _Found(class_names, annotations, origin)
 
 
 def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]]) -> str:
@@ -97,23 +179,16 @@ def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]])
     raise UserError(f"{annotations}: image {file}: {problem}")
 
 
-def _of_size(boxes: list[Box], size: tuple[int, int] | None, width: int, height: int) -> list[Box]:
-    if size is not None and size != (width, height):
-        raise UserError(f"its annotations are of {size[0]} x {size[1]} pixels, the image has {width} x {height}")
-    return boxes
-
-
-def _yolo(files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
+def _yolo(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     class_names = _yolo_names(files, read)
     present = set(files)
     beside = {image: key for image in images if (key := _beside(image, ".txt")) in present}
     if not beside:
         raise UserError("no text files with YOLO's labels, such as labels/train/1.txt for images/train/1.jpg")
-    boxes = {
-        image: _in(beside[image], per_image.yolo, read(beside[image]), class_names) if image in beside else _none
-        for image in images
-    }
-    return Annotated(class_names, boxes, beside)
+    found = dict.fromkeys(images, Annotation([]))  # an image without a file has no objects
+    for (image, key), data in zip(beside.items(), read([*beside.values()]), strict=True):
+        found[image] = Annotation(_in(key, per_image.yolo, data, class_names), SHARES)
+    return _Found(class_names, found)
 
 
 def _yolo_names(files: Iterable[str], read: Read) -> tuple[str, ...]:
@@ -121,7 +196,8 @@ def _yolo_names(files: Iterable[str], read: Read) -> tuple[str, ...]:
     where = [key for name in _NAMES for key in files if PurePosixPath(key).name == name]
     if not where:
         raise UserError(f"no names of classes: add {_NAMES[0]} with `names`, or {_NAMES[-1]} with a name per line")
-    data, key = read(where[0]), where[0]
+    key = where[0]
+    (data,) = read([key])
     if key.endswith(".txt"):
         names: Any = data.decode("utf-8-sig", "replace").split("\n")
         names = [name.strip() for name in names if name.strip()]
@@ -140,7 +216,7 @@ def _yolo_names(files: Iterable[str], read: Read) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _named(form: Format, files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
+def _named(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     """VOC and KITTI: a file per image, which has the names of classes."""
     ending, present = ".xml" if form == "voc" else ".txt", set(files)
     beside = {image: key for image in images if (key := _beside(image, ending)) in present}
@@ -148,18 +224,15 @@ def _named(form: Format, files: Sequence[str], images: Sequence[str], read: Read
         example = "Annotations/1.xml for JPEGImages/1.jpg" if form == "voc" else "label_2/1.txt for image_2/1.png"
         raise UserError(f"no {ending} files with annotations, such as {example}")
     found: dict[str, tuple[tuple[int, int] | None, list[Named]]] = {}
-    for image, key in beside.items():
-        if form == "voc":
-            found[image] = _in(key, per_image.voc, read(key))
-        else:
-            found[image] = None, _in(key, per_image.kitti, read(key))
+    for (image, key), data in zip(beside.items(), read([*beside.values()]), strict=True):
+        found[image] = _in(key, per_image.voc, data) if form == "voc" else (None, _in(key, per_image.kitti, data))
     used = {box.name for _, some in found.values() for box in some if box.name != KITTI_IGNORED}
     number = {name: label for label, name in enumerate(sorted(used))}
-    boxes: dict[str, InPixels] = {}
-    for image, (size, some) in found.items():
-        own = [Box(*box[:4], number.get(box.name, 0), box.ignored) for box in some]
-        boxes[image] = partial(_of_size, own, size)
-    return Annotated(tuple(number), boxes, beside)
+    annotations = {
+        image: Annotation([Box(*box[:4], number.get(box.name, 0), box.ignored) for box in some], size)
+        for image, (size, some) in found.items()
+    }
+    return _Found(tuple(number), annotations)
 
 
 def _beside(image: str, ending: str) -> str:
@@ -179,7 +252,3 @@ def _in(key: str, reader: Callable[..., Any], *arguments: Any) -> Any:
         return reader(*arguments)
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
-
-
-def _none(width: int, height: int) -> list[Box]:
-    return []

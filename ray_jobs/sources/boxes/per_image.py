@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -25,8 +25,8 @@ class Named(NamedTuple):
     ignored: bool = False
 
 
-def yolo(data: bytes, class_names: Sequence[str]) -> Callable[[int, int], list[Box]]:
-    """Return the boxes of a label file of YOLO, as a function of the image's width and height.
+def yolo(data: bytes, class_names: Sequence[str]) -> list[Box]:
+    """Return the boxes of a label file of YOLO; their sides are shares of the image's.
 
     A line is a class's number and the middle, width and height of a box, as shares of the image's sides
     (docs.ultralytics.com/datasets/detect).
@@ -46,11 +46,7 @@ def yolo(data: bytes, class_names: Sequence[str]) -> Callable[[int, int], list[B
             raise UserError(f"{_cut(line)} is not in shares of the image, from 0 to 1")
         x, y, width, height = sides
         shares.append(Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2, int(number)))
-
-    def in_pixels(width: int, height: int) -> list[Box]:
-        return [Box(x1 * width, y1 * height, x2 * width, y2 * height, label) for x1, y1, x2, y2, label, _ in shares]
-
-    return in_pixels
+    return shares
 
 
 def kitti(data: bytes) -> list[Named]:

@@ -10,28 +10,29 @@ In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layout
     root/train/metadata.parquet                   CSV, JSON lines or Parquet, in any folders
 
 With `labels: false`, folders are not classes: images may be anywhere, and are in train unless split folders or the
-tables say otherwise. Folders around the whole content of an archive are ignored.
+tables say otherwise. With `boxes`, the annotations of objects say what an image shows (`ray_jobs.sources.boxes`).
+Folders around the whole content of an archive are ignored.
 
 Out: `scan` lists entries without opening an image.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from pipelines.file_names import left_by_a_system, parts_of
-from pipelines.files import s3
-from pipelines.spec import FolderSource, quantity
+from pipelines.spec import BoxFormat, FolderSource, quantity
+from ray_jobs.data.boxes import Box
 from ray_jobs.data.columns import SEVERAL
-from ray_jobs.sources.archives import containers, entries
-from ray_jobs.sources.archives.entries import Files, Member, Unusable
-from ray_jobs.sources.readers.features import SPLIT_WORDS, alike_note, one_spelling, split_in
+from ray_jobs.sources.archives import containers, entries, roots
+from ray_jobs.sources.archives.entries import Files
+from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated
+from ray_jobs.sources.names import SPLIT_WORDS, split_in
+from ray_jobs.sources.readers.features import alike_note, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
     OPTIONS,
@@ -41,7 +42,6 @@ from ray_jobs.sources.readers.label_tables import (
     read_table,
 )
 from ray_jobs.sources.readers.misread import (
-    COCO_FILE,
     check_not_detection,
     check_not_inside,
     check_not_joined,
@@ -52,6 +52,8 @@ from vit_model.errors import UserError
 EXTENSIONS = tuple(
     f".{name}" for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
+_AT_ONCE = 16
+_MOST_BYTES = 2**30  # of a table or of annotations; those of COCO's train2017 have 470 MB
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
 _UNLABELLED = "If the images have no labels, set source.labels: false"
 _Labelled = tuple[str, tuple[str, ...], str | None, str | None]  # key, classes, split, group
@@ -66,6 +68,10 @@ class Entry(NamedTuple):
     group: str | None = None
     labels: list[int] | None = None
     """With several labels per image: all of them, ascending; `label` is then SEVERAL."""
+    boxes: list[Box] | None = None
+    boxes_width: int | None = None
+    boxes_height: int | None = None
+    """With boxes: those of the image, and the size that they are of, see `data.boxes.in_image`."""
 
 
 class Listing(NamedTuple):
@@ -78,27 +84,7 @@ class Listing(NamedTuple):
     """Keys of files that are not images by their extension; hidden files are not listed."""
     special: tuple[str, ...] = ()
     """Keys of FIFOs, sockets and devices, which are never opened."""
-
-
-def scan(root: Path, columns: Columns = IMAGEFOLDER, only: Collection[str] = ()) -> Listing:
-    """List the images below `root`. `columns` are those of its tables of labels.
-
-    Args:
-        only: the regular files to list, to ignore those that came later; all if empty.
-
-    Raises:
-        UserError: no folder, no image, fewer than two classes, mixed layouts, a link that leads outside, a table that
-            does not fit, a class without a training image in the given splits.
-    """
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder of images")
-    keys = sorted(
-        (key, is_regular) for key, is_regular in _files(root) if not (is_regular and only and key not in only)
-    )
-    files = [key for key, is_regular in keys if is_regular]
-    tables = check_tables(root, files, EXTENSIONS)
-    arranged = arrange(root, files, {key: (root / key).read_bytes() for key in tables}, columns)
-    return arranged._replace(special=tuple(key for key, is_regular in keys if not is_regular))
+    notes: tuple[str, ...] = ()
 
 
 def arrange(
@@ -106,10 +92,7 @@ def arrange(
 ) -> Listing:
     """Return the labels and splits of the images in `files`, from `tables` or else from folders. Raises UserError."""
     files = sorted(files)
-    images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
-    if not images:
-        counts = f": {_extensions(files)}" if files else ""
-        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}")
+    images = _images(root, files)
     labelled = _from_tables(root, images, tables, columns) if tables else _without_tables(root, files, images, columns)
     check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     used = {*images, *tables}
@@ -158,37 +141,68 @@ def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
-    """List every image below the root or in the archive. Raises UserError as `scan` does, and for a damaged archive."""
-    columns = Columns(
-        source.image_column,
-        source.label_column if source.labels else None,
-        source.group,
-        source.multi_label,
-        source.label_separator,
-    )
-    if Path(source.root).is_dir():
-        scanned, unusable = scan(Path(source.root), columns, files.keys()), list[Unusable]()
-        members = {
-            entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size) for entry in scanned.entries
-        }
+    """List every image below the root or in the archive.
+
+    Raises:
+        UserError: see `roots.files_of`, `arrange` and `boxes.folders.annotated`.
+    """
+    members, unusable, special, is_archive = roots.files_of(source.root, files)
+    around = _around([*members], source.boxes is not None) if is_archive else ""
+    members = {path.removeprefix(around): member for path, member in members.items() if path.startswith(around)}
+
+    def read(keys: Sequence[str]) -> Iterator[bytes]:
+        with ThreadPoolExecutor(_AT_ONCE) as threads:  # on S3, each file is a request
+            yield from threads.map(lambda key: containers.read_member(files, members[key], _MOST_BYTES), keys)
+
+    if source.boxes is None:
+        columns = Columns(
+            source.image_column,
+            source.label_column if source.labels else None,
+            source.group,
+            source.multi_label,
+            source.label_separator,
+        )
+        tables = check_tables(source.root, members, EXTENSIONS)
+        arranged = arrange(source.root, list(members), dict(zip(tables, read(tables), strict=True)), columns)
     else:
-        members, unusable = _members(source, files)
-        if unusable and not members:
-            raise UserError(
-                f"{source.root}: none of its {len(unusable):,} files can be used, such as {unusable[0].key}: "
-                f"{unusable[0].reason}"
-            )
-        tables = {
-            key: containers.read_member(files, members[key]) for key in check_tables(source.root, members, EXTENSIONS)
-        }
-        scanned = arrange(source.root, list(members), tables, columns)
-    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
-    return entries.Listing(scanned.class_names, entries.table(rows), unusable=tuple(unusable), notes=_notes(scanned))
+        arranged = _with_boxes(source.root, list(members), source.boxes, read)
+    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in arranged.entries)
+    notes = _notes(arranged._replace(special=special))
+    return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
+
+
+def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: Read) -> Listing:
+    """Return the images that have annotations of boxes. Raises UserError."""
+    try:
+        found = annotated(form, files, _images(root, files), read)
+    except UserError as error:
+        raise UserError(f"{root}: source.boxes {form}: {error}") from None
+    arranged = []
+    for key, (boxes, of) in found.images.items():
+        labels = sorted({box.label for box in boxes if not box.ignored})
+        arranged.append(Entry(key, SEVERAL, found.splits[key], None, labels, boxes, *(of or (None, None))))
+    return Listing(str(root), found.class_names, tuple(arranged), (), notes=found.notes)
+
+
+def _images(root: Path | str, files: Sequence[str]) -> list[str]:
+    """Return the files that are images by their extensions. Raises UserError if there are none."""
+    images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
+    if not images:
+        counts = f": {_extensions(files)}" if files else ""
+        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}")
+    return images
 
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
     notes = [*alike_note(scanned.class_names)] if scanned.class_names else ["images without labels"]
-    if scanned.entries[0].labels is not None:
+    notes += scanned.notes
+    if scanned.entries[0].boxes is not None:
+        counts = [len(entry.boxes or ()) for entry in scanned.entries]
+        notes.append(
+            f"{quantity(sum(counts), 'box', 'boxes')} of objects, {sum(counts) / len(counts):.1f} per image on average;"
+            f" {quantity(counts.count(0), 'image')} without any"
+        )
+    elif scanned.entries[0].labels is not None:
         labels = [len(entry.labels or ()) for entry in scanned.entries]
         notes.append(
             f"several labels per image: {sum(labels) / len(labels):.1f} on average; "
@@ -217,29 +231,16 @@ def _extensions(keys: Sequence[str]) -> str:
     )
 
 
-def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Unusable]]:
-    """Return the files by their path in the archive or below s3://bucket/prefix, and the refused ones."""
-    name = PurePosixPath(source.root).name
-    if list(files) != parts_of(name, files):
-        facts = s3.facts(files.values())
-        return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
-    members, refused = containers.contents(files, name)
-    around = _around([member.path for member in members])
-    inside = {member.path.removeprefix(around): member for member in members if member.path.startswith(around)}
-    return inside, refused
+def _around(paths: Sequence[str], is_annotated: bool) -> str:
+    """Return the folders around all images of an archive, such as "pets/images/"; they are not classes or splits.
 
-
-def _whole(key: str, size: int) -> Member:
-    return Member(key, key, 0, size, "stored", size)
-
-
-def _around(paths: Sequence[str]) -> str:
-    """Return the folders around all images of an archive, such as "pets/images/"; they are not classes or splits."""
+    With `is_annotated`, around all of its files.
+    """
     images = [PurePosixPath(path).parts[:-1] for path in paths if path.lower().endswith(EXTENSIONS)]
     tables = [
         PurePosixPath(path).parts[:-1]
         for path in paths
-        if path.rpartition("/")[2] in TABLES or COCO_FILE.fullmatch(path)
+        if is_annotated or path.rpartition("/")[2] in TABLES or COCO_FILE.fullmatch(path)
     ]
     common: list[str] = []
     for parts in zip(*images, *tables, strict=False):
@@ -247,36 +248,6 @@ def _around(paths: Sequence[str]) -> str:
             break
         common.append(parts[0])
     return "".join(f"{part}/" for part in common)
-
-
-def _files(root: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (key, whether it is a regular file) of all files, without those that an operating system left.
-
-    Raises:
-        UserError: a link to a folder, a link that leads outside, or a broken link.
-    """
-    inside = root.resolve()
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not left_by_a_system(name)]
-        for name in folders:
-            if Path(folder, name).is_symlink():
-                raise UserError(f"{Path(folder, name)} is a link to a folder: put the folder itself there")
-        for name in files:
-            path = Path(folder, name)
-            if left_by_a_system(name):
-                continue
-            try:
-                mode = path.lstat().st_mode
-            except FileNotFoundError:
-                continue  # removed while the folder was listed
-            if stat.S_ISLNK(mode):
-                target = Path(os.path.realpath(path))
-                if not target.is_relative_to(inside):
-                    raise UserError(f"{path} is a link that leads outside {root}: put the file itself there")
-                if not target.exists():
-                    raise UserError(f"{path} is a broken link: remove it, or restore its target")
-                mode = target.stat().st_mode
-            yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
 
 def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str]) -> list[tuple[str, str, str | None]]:

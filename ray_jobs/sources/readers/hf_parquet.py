@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of, split_in, splits_of_files
+from ray_jobs.sources.names import split_in, splits_of_files
+from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times

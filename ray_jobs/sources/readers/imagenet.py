@@ -38,7 +38,7 @@ from ray_jobs.sources.archives.containers import (
     read_member,
 )
 from ray_jobs.sources.archives.entries import Files, Listing, Member, Unusable, place, table
-from ray_jobs.sources.readers.features import listed
+from ray_jobs.sources.names import listed
 from vit_model.errors import UserError
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
-from ray_jobs.sources.readers.features import SPLIT_WORDS
+from ray_jobs.sources.boxes.folders import form_of
+from ray_jobs.sources.names import SPLIT_WORDS
 from ray_jobs.sources.readers.label_tables import METADATA
 from vit_model.errors import UserError
 
@@ -17,10 +18,7 @@ _MASKS = {
     *("mask", "masks", "label", "labels", "gt"),
     *("annotation", "annotations", "segmentation", "segmentations"),
 }
-# COCO's own names, and those of Roboflow's exports
-COCO_FILE = re.compile(
-    r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
-)
+_FORMS = {"coco": "COCO", "yolo": "YOLO", "voc": "Pascal VOC", "kitti": "KITTI"}
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
 
@@ -53,15 +51,17 @@ def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
 
 
 def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
-    """Raise UserError for COCO's layout, in which split folders would be taken for classes."""
-    tops = {PurePosixPath(key).parts[0] for key in images}
-    signs = [key for key in files if COCO_FILE.fullmatch(key)]
-    if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
-        signs = sorted(tops)
-    if signs:
+    """Raise UserError for boxes of objects, among which folders of splits or of images would be taken for classes."""
+    tops = sorted({PurePosixPath(key).parts[0] for key in images})
+    found = form_of(files, images)
+    if found is None and all(map(_COCO_FOLDER.fullmatch, tops)):
+        found = "coco", tops[0]
+    if found is not None:
+        form, sign = found
         raise UserError(
-            f"{root} has the layout of COCO, a detection data set ({signs[0]}): its images do not have one class each. "
-            f"Give each image one label, with class folders or {METADATA}"
+            f"{root} has the layout of {_FORMS[form]}, a detection data set ({sign}): its images do not have one class"
+            f" each. Read their boxes with source.boxes: {form}, or give each image one label, with class folders or"
+            f" {METADATA}"
         )
 
 

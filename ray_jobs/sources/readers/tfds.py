@@ -19,7 +19,8 @@ from pipelines.spec import TfdsSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
 from ray_jobs.sources.archives.examples import Values, feature_range, parse_example, tfrecords
-from ray_jobs.sources.readers.features import SPLIT_WORDS, UNLABELLED, choose_column, classes_of
+from ray_jobs.sources.names import SPLIT_WORDS
+from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
 _MAX_RECORD = 2**28  # bytes

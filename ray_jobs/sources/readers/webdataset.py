@@ -20,7 +20,8 @@ from pipelines.spec.archives import WebDatasetSource
 from ray_jobs.data.columns import ENTRIES
 from ray_jobs.sources.archives.containers import each_contents, read
 from ray_jobs.sources.archives.entries import Files, Listing, Member, Unusable, place, table
-from ray_jobs.sources.readers.features import Classes, classes_of, one_spelling, splits_of_files
+from ray_jobs.sources.names import splits_of_files
+from ray_jobs.sources.readers.features import Classes, classes_of, one_spelling
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model.errors import UserError
 

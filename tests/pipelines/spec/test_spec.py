@@ -404,7 +404,7 @@ def test_stages_refuse_several_labels_by_name(stage: str, fields: dict[str, Any]
         return
     with pytest.raises(RecipeError) as error:
         parse_pipeline(raw, "tiny.yaml")
-    message = f"stages.{stage}.data: photos has several labels per image (source.multi_label), but {why}"
+    message = f"stages.{stage}.data: photos has several labels per image, but {why}"
     assert message in str(error.value)
 
 

@@ -1,18 +1,15 @@
-"""Boxes of a dataset: what an image may have, and that they are read as they were written."""
+"""Boxes of a dataset: what an image may have."""
 
-from pathlib import Path
-
-import pyarrow as pa
 import pytest
 
-from ray_jobs.data.boxes import Box, checked, read_boxes, write_boxes
+from ray_jobs.data.boxes import SHARES, Box, in_image
 from vit_model.errors import UserError
 
 NAN = float("nan")
 
 
 def test_boxes_are_cut_at_the_borders() -> None:
-    assert checked([Box(-5, -1, 20, 70, 2, ignored=True)], 100, 50) == [Box(0, 0, 20, 50, 2, ignored=True)]
+    assert in_image([Box(-5, -1, 20, 70, 2, ignored=True)], None, 100, 50) == [Box(0, 0, 20, 50, 2, ignored=True)]
 
 
 @pytest.mark.parametrize(
@@ -28,19 +25,12 @@ def test_boxes_are_cut_at_the_borders() -> None:
 )
 def test_a_box_that_cannot_be_is_named(boxes: list[Box], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        checked(boxes, 100, 50)
+        in_image(boxes, None, 100, 50)
 
 
-def test_they_are_read_as_they_were_written(tmp_path: Path) -> None:
-    boxes = {"a": [Box(0.5, 1, 2, 3, 4), Box(5, 6, 7, 8, 9, ignored=True)], "b": []}
-    path = tmp_path / "boxes.parquet"
-    write_boxes(path, boxes)
-    before = path.read_bytes()
-    write_boxes(path, boxes)
-    assert path.read_bytes() == before
-    assert read_boxes(path, pa.array(["b", "a"])) == [boxes["b"], boxes["a"]]
-    with pytest.raises(UserError, match="no boxes of image c"):
-        read_boxes(path, pa.array(["a", "c"]))
-    path.write_bytes(before[:-10])
-    with pytest.raises(UserError, match="missing or damaged"):
-        read_boxes(path, pa.array(["a"]))
+def test_boxes_are_of_the_images_pixels() -> None:
+    share = Box(0.25, 0.5, 0.75, 1.0, 2, ignored=True)
+    assert in_image([share], SHARES, 100, 50) == [Box(25, 25, 75, 50, 2, ignored=True)]
+    assert in_image([Box(1, 2, 3, 4, 0)], (100, 50), 100, 50) == [Box(1, 2, 3, 4, 0)]
+    with pytest.raises(UserError, match="its annotations are of 100 x 50 pixels, the image has 50 x 100"):
+        in_image([], (100, 50), 50, 100)

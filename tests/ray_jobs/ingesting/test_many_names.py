@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from ray_jobs.data import writing
+from ray_jobs.data.boxes import BOXES
 from ray_jobs.data.columns import FACTS, large
 from ray_jobs.data.shards import Images, Shard, open_dataset
 from ray_jobs.data.writing import Description, write_dataset, write_rows
@@ -42,7 +43,8 @@ def test_an_index_with_more_than_2_gib_of_names(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(writing, "_ROW_GROUP", 100)  # a row group of such long names is below the limit
     names = pa.array([f"{row:02d}".ljust(BYTES, "x") for row in range(ROWS)])
     shards = [Shard(file=f"shards/{part}.parquet", rows=ROWS, bytes=1) for part in range(PARTS)]
-    index = numbered([Written(shard, (), facts(part, names), {}, 0) for part, shard in enumerate(shards)])
+    boxes = BOXES.empty_table()
+    index = numbered([Written(shard, (), facts(part, names), {}, boxes, 0) for part, shard in enumerate(shards)])
     assert pc.sum(pc.binary_length(index["key"])).as_py() > 2**31
     copies = find_copies("x", index, ["a"], ["train"] * len(index), {}, "drop", None)
     assert starts(copies["key"]) == ["00"] * (PARTS - 1)

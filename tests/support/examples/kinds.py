@@ -113,4 +113,5 @@ EXAMPLES = [
     ),
     Example("glyphs", {"kind": "glyphs", "images": 1000, "dev_images": 100}, images=1100),
     Example("digits", {"kind": "digits"}, images=1797),
+    Example("scenes", {"kind": "scenes", "images": 20, "dev_images": 2, "test_images": 4}, images=26),
 ]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ray_jobs.data.boxes import Box
-from ray_jobs.sources.boxes.folders import Annotated, Format, annotated
+from pipelines.spec import BoxFormat as Format
+from ray_jobs.data.boxes import Box, in_image
+from ray_jobs.sources.boxes.folders import Annotated, annotated
 from tests.ray_jobs.sources.boxes.test_formats import KITTI, VOC, dataset
 from vit_model.errors import UserError
 
@@ -14,11 +15,11 @@ YOLO = b"1 0.2 0.45 0.2 0.7\n"
 
 def read(form: Format, files: dict[str, bytes]) -> Annotated:
     images = [key for key in files if key.endswith((".jpg", ".png"))]
-    return annotated(form, sorted(files), images, files.__getitem__)
+    return annotated(form, sorted(files), images, lambda keys: [files[key] for key in keys])
 
 
 def boxes(found: Annotated) -> dict[str, list[Box]]:
-    return {image: of(100, 50) for image, of in found.boxes.items()}
+    return {image: in_image(some, of, 100, 50) for image, (some, of) in found.images.items()}
 
 
 LAYOUTS: list[tuple[Format, dict[str, bytes], dict[str, list[Box]]]] = [
@@ -49,10 +50,45 @@ def test_two_splits_of_coco_have_images_of_one_name() -> None:
     assert boxes(found) == {"train2017/a.jpg": [DOG], "train2017/b.jpg": [], "val2017/a.jpg": [], "val2017/b.jpg": []}
 
 
-def test_annotations_of_another_size_are_refused() -> None:
-    found = read("coco", {"a.json": dataset(), "a.jpg": b"", "b.jpg": b""})
-    with pytest.raises(UserError, match="its annotations are of 100 x 50 pixels, the image has 50 x 100"):
-        found.boxes["a.jpg"](50, 100)
+SPLITS: list[tuple[Format, dict[str, bytes], dict[str, str | None]]] = [
+    ("coco", {"train/_annotations.coco.json": dataset()}, {"train/a.jpg": "train", "train/b.jpg": "train"}),
+    ("coco", {"annotations/instances_val.json": dataset()}, {"images/a.jpg": "dev", "images/b.jpg": "dev"}),
+    ("coco", {"all.json": dataset()}, {"a.jpg": None, "b.jpg": None}),
+    (
+        "yolo",
+        {"labels/train/a.txt": YOLO, "data.yaml": NAMES},
+        {"images/train/a.jpg": "train", "images/test/test_tube.jpg": "test"},
+    ),
+    ("yolo", {"a.txt": YOLO, "classes.txt": b"cat\ndog"}, {"a.jpg": None, "test_tube.jpg": None}),
+    (
+        "voc",
+        {f"VOC/Annotations/{stem}.xml": VOC.encode() for stem in "abc"}
+        | {
+            f"VOC/ImageSets/Main/{name}.txt": text
+            for name, text in [("trainval", b"a\nb"), ("val", b"b"), ("dog_test", b"c 1")]
+        },
+        {"VOC/JPEGImages/a.jpg": "train", "VOC/JPEGImages/b.jpg": "dev"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "files", "expected"), SPLITS)
+def test_a_folder_or_a_list_names_the_split(
+    form: Format, files: dict[str, bytes], expected: dict[str, str | None]
+) -> None:
+    assert read(form, files | dict.fromkeys(expected, b"")).splits == expected
+
+
+def test_images_of_which_nothing_is_known_are_left_out_and_named() -> None:
+    """An image without annotations, and beside images with a split one without; captions are no boxes."""
+    files = {"annotations/instances_train.json": dataset(), "annotations/captions_train.json": b"[]", "c.jpg": b""}
+    files |= {"train/a.jpg": b"", "train/b.jpg": b""}
+    assert read("coco", files).notes == ("1 image without annotations, left out: c.jpg",)
+    found = read("yolo", {"train/a.txt": YOLO, "data.yaml": NAMES, "train/a.jpg": b"", "more/c.jpg": b""})
+    assert [*found.images] == ["train/a.jpg"]
+    assert found.notes == ("1 image without a split (train, val, test), because others have one, left out: more/c.jpg",)
+    with pytest.raises(UserError, match="contains the splits dev and train"):
+        read("coco", {"annotations/instances_val.json": dataset(), "train/a.jpg": b"", "train/b.jpg": b""})
 
 
 FAULTS: list[tuple[Format, dict[str, bytes], str]] = [

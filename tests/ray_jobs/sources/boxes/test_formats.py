@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ray_jobs.data.boxes import Box
+from ray_jobs.data.boxes import SHARES, Box, in_image
 from ray_jobs.sources.boxes import coco
 from ray_jobs.sources.boxes.per_image import Named, kitti, voc, yolo
 from vit_model.errors import UserError
@@ -34,7 +34,7 @@ def test_all_formats_say_the_same() -> None:
     box = Box(10, 5, 30, 40, label=1)
     assert found.class_names == NAMES and found.sizes == {"a.jpg": (100, 50)}
     assert found.boxes == {"a.jpg": [box], "b.jpg": []}
-    assert yolo(b"1 0.2 0.45 0.2 0.7\n\n", NAMES)(100, 50) == [pytest.approx(box)]
+    assert in_image(yolo(b"1 0.2 0.45 0.2 0.7\n\n", NAMES), SHARES, 100, 50) == [pytest.approx(box)]
     assert voc(VOC.encode()) == ((100, 50), [Named(10, 5, 30, 40, "dog", ignored=True)])
     assert kitti(KITTI.encode()) == [Named(10, 5, 30, 40, "dog")]
     assert kitti(KITTI.replace("dog", "DontCare").encode())[0].ignored

@@ -14,8 +14,10 @@ from pipelines.files.sources import source_files
 from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, Ingest, RecipeError
 from ray_jobs.data.columns import SEVERAL
-from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
-from ray_jobs.sources.readers.label_tables import Columns
+from ray_jobs.sources.archives import entries
+from ray_jobs.sources.archives.roots import in_folder
+from ray_jobs.sources.readers.folder import EXTENSIONS, Entry, Listing, arrange, listing
+from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, Columns, check_tables
 from vit_model.errors import UserError
 
 
@@ -29,6 +31,17 @@ def touch(root: Path, *keys: str) -> Path:
 def metadata(root: Path, text: str, name: str = "metadata.csv") -> Path:
     (root / name).write_text(text)
     return root
+
+
+def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
+    """The images of a folder, as `listing` arranges them."""
+    files, _ = in_folder(root)
+    tables = {key: (root / key).read_bytes() for key in check_tables(root, files, EXTENSIONS)}
+    return arrange(root, files, tables, columns)
+
+
+def listed(source: FolderSource) -> entries.Listing:
+    return listing(source, {name: str(place) for name, place in source_files(source).items()})
 
 
 def of_keys(found: Listing) -> dict[str, tuple[str, str | None]]:
@@ -174,20 +187,20 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
     text = ' image ,\tclass, label , split\n 1.png , cat,0, train \n2.png,"cat ",1,train\n3.png , "dog, big",2, train\n'
     root = str(metadata(tmp_path, text))
     source = FolderSource(kind="folder", root=root, image_column="image", label_column="class")
-    found = listing(source, {})
+    found = listed(source)
     assert found.class_names == ("cat", "dog, big") and found.entries["label"].to_pylist() == [0, 0, 1]
     metadata(tmp_path, '{" image": " 1.png", "class": "cat"}\n{"image": "2.png", "class": 7}\n', "metadata.jsonl")
     metadata(tmp_path, "image,class\n3.png,7\n")
-    assert listing(source, {}).class_names == ("7", "cat")
+    assert listed(source).class_names == ("7", "cat")
     (tmp_path / "metadata.csv").unlink()
     with pytest.raises(ValueError, match=r"metadata\.jsonl does not list 1 of 3 images, such as '3\.png'"):
-        listing(source, {})
+        listed(source)
     (tmp_path / "metadata.jsonl").unlink()
     with pytest.raises(
         ValueError,
         match=r"image_column: 'image' needs metadata\.csv, .* or metadata\.parquet, but .* contains none",
     ):
-        listing(source, {})
+        listed(source)
 
 
 def test_a_column_may_differ_in_case_and_byte_order_marks(tmp_path: Path) -> None:
@@ -288,7 +301,7 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ..
 def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(tmp_path: Path) -> None:
     root = touch(tmp_path, "1.png", "2.png", "3.heic", "4.HEIC", "README")
     (root / "metadata.csv").write_text("file_name,label,age\n1.png,a,30\n2.png,b,x\n")
-    found = listing(FolderSource(kind="folder", root=str(root)), {})
+    found = listed(FolderSource(kind="folder", root=str(root)))
     assert len(found.entries) == 2
     assert found.notes == (
         "3 files left out, not images by their extensions: .heic 2, none 1; "
@@ -308,7 +321,7 @@ def test_names_that_are_likely_of_one_class_are_told(
     classes: tuple[str, ...], alike: str | None, tmp_path: Path
 ) -> None:
     root = touch(tmp_path, *(f"{name}/1.png" for name in classes))
-    found = listing(FolderSource(kind="folder", root=str(root)), {})
+    found = listed(FolderSource(kind="folder", root=str(root)))
     assert len(found.class_names) == len(classes), "they stay classes of their own"
     assert [alike in note for note in found.notes] == [True] if alike else not found.notes
 

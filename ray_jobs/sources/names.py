@@ -1,0 +1,67 @@
+"""The split that a name contains, and names in messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from pipelines.spec import quantity
+from vit_model.errors import UserError
+
+SPLIT_WORDS = {  # those of Hugging Face's datasets, holdout, and words that end in "set"
+    **dict.fromkeys(("train", "training", "trainset"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
+}
+NAMED = 10  # files or classes in a note or a message
+
+
+def split_in(name: str) -> str | None:
+    """Return the split that appears as a word in a name: "train", "dev" or "test"; None for none or several.
+
+    Words are separated by whatever is not a letter: `food101-train-00000-of-00001`, `seg_test`, `val2017`.
+    """
+    splits = _splits_in(name)
+    return splits.pop() if len(splits) == 1 else None
+
+
+def _splits_in(name: str) -> set[str]:
+    return {SPLIT_WORDS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLIT_WORDS}
+
+
+def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Return the split in the path of each file to read, and notes about files that are left out.
+
+    If no path contains a split, all are None, to be drawn. If some do, files that name none are left out, because their
+    images could be the authors' test images.
+
+    Raises:
+        UserError: a path contains several splits.
+    """
+    splits: dict[str, str | None] = {}
+    for file in files:
+        if len(named := _splits_in(file)) > 1:
+            raise UserError(
+                f"{file}: its name contains the splits {' and '.join(sorted(named))}; rename it, or set source.root "
+                "to the folder that it is in"
+            )
+        splits[file] = next(iter(named), None)
+    unnamed = [file for file, split in splits.items() if split is None]
+    if not unnamed or len(unnamed) == len(splits):
+        return splits, ()
+    note = (
+        f"{quantity(len(unnamed), 'file')} left out, because other files name a split (train, val, test) and these do "
+        f"not: {listed(unnamed)}"
+    )
+    return {file: split for file, split in splits.items() if split is not None}, (note,)
+
+
+def listed(texts: Sequence[str], most: int | None = NAMED) -> str:
+    """Join the first `most` texts, and say how many more there are."""
+    more = "" if most is None or len(texts) <= most else f" and {len(texts) - most:,} more"
+    return ", ".join(texts[:most]) + more
+
+
+def counted(counts: Mapping[str, int], most: int | None = NAMED) -> str:
+    """Join names with their counts, such as "cat 120, dog 80"."""
+    return listed([f"{name} {count:,}" for name, count in counts.items()], most)
