@@ -60,9 +60,9 @@ def line(pool: list[Matches], other: list[Matches] | None, size: int, sets: int)
     for _ in range(sets):
         images = rng.choice(POOL, size, replace=False)
         some = subset(pool, images)
-        found.append(ap_interval(some))
+        found.append(ap_interval([some]))
         if other is not None:
-            differences.append(difference_interval(some, subset(other, images)))
+            differences.append(difference_interval([some], [subset(other, images)]))
     cells = [f"{true:.3f}", f"{size:,}", f"{np.mean([each.value for each in found]):.3f}", *coverage(found, true)]
     cells += ["", ""] if difference is None else coverage(differences, difference)
     return f"| {' | '.join(cells)} |"

@@ -1,9 +1,12 @@
-"""The finetune stage: sweep over learning rates or search, refit with the best, score on test once (paper, table 4).
+"""The stages finetune and detect: sweep over rates or search, refit with the best, score test once (paper, table 4).
 
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on}, and
 with a search {kind, chosen_trial, chosen_point}; curves.json, log.jsonl
 (`pipelines.store.training_log`), cost.json (`ray_jobs.evaluation.cost`).
+
+The stage detect trains a detector (`ray_jobs.training.detecting`) in place of a classifier, and has AP in place of
+accuracy; it also writes detections.parquet (`ray_jobs.tuning.detections`), and no cost.json.
 
 A point, {field: value}, has a learning rate, and with `search` values of other fields. It is selected by mean accuracy
 over folds of draw 0's labels (few labels) or by accuracy on dev (all labels); the lower loss breaks ties. Every draw is
@@ -43,6 +46,7 @@ from ray_jobs.process import cluster
 from ray_jobs.process.context import Context, Result, model_digest
 from ray_jobs.process.stage import run_stage
 from ray_jobs.training.task import Task, at_point, describe, make_task, read_split
+from ray_jobs.tuning import detections
 from ray_jobs.tuning.ledger import Ledger, open_ledger
 from ray_jobs.tuning.points import points
 from ray_jobs.tuning.runner import (
@@ -86,7 +90,7 @@ def main(context: Context[Finetune]) -> Result:
     choice = select(context, task, pools, supports, ledger)
     task = chosen_task(task, choice, dataset)
     refits = refit_draws(context, task, pools, ledger)
-    cost = measure_cost(context, task)
+    cost = None if task.objects else measure_cost(context, task)
     return write(context, task, dataset, choice, refits, overlap, cost)
 
 
@@ -112,8 +116,7 @@ def select(context: Context[Finetune], task: Task, pools: list[Images], supports
     if isinstance(config.search, ASHA) and len(supports.folds) > 1:
         raise UserError("search.kind asha needs dev, but the data set has none; use random or optuna")
     tried = sweep(context, task, pools, supports.folds, ledger)
-    metric = MEAN_AP if task.contract.is_multi_label else config.select_by
-    by = "" if metric == ACCURACY else f", by {metric}"
+    by = "" if task.metric == ACCURACY else f", by {task.metric}"
     return Choice(tried, choose(tried), supports.selected_on + by)
 
 
@@ -171,10 +174,10 @@ def write(
     choice: Choice,
     refits: list[Refitted],
     overlap: Overlap,
-    cost: Cost,
+    cost: Cost | None,
 ) -> Result:
     """Write all files except the model's, and return the stage's result."""
-    accuracy_rows, predictions, scores = tables(task, dataset, refits, choice.selected_on, overlap)
+    found, predictions, more = tables(task, dataset, refits, choice.selected_on, overlap)
     sweep_json = json.dumps(_sweep(context.config, task, choice), indent=1) + "\n"
     curves = [
         {"draw": draw, "points": [point.model_dump() for point in done.record.curve]}
@@ -188,31 +191,31 @@ def write(
         return name is not None and (name.kind == "trial" or fit in names)
 
     with context.staging() as staging:
-        rows.write_table(staging.path / "rows.parquet", accuracy_rows, rows.ROWS)
+        rows.write_table(staging.path / "rows.parquet", found, rows.ROWS)
         rows.write_predictions(staging.path / "predictions.parquet", predictions)
-        if scores:
-            rows.write_parquet(staging.path / multi_label.FILE, pa.concat_tables(scores))
+        for name, parts in more.items():
+            rows.write_parquet(staging.path / name, pa.concat_tables(parts))
         (staging.path / "sweep.json").write_text(sweep_json)
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
-        write_cost(staging.path, cost)
+        if cost is not None:
+            write_cost(staging.path, cost)
         write_log(context.open_store(), context.attempt, staging.path, has_fit)
-    metric = MEAN_AP if task.contract.is_multi_label else ACCURACY
+    metric = task.metric if task.metric in (MEAN_AP, rows.AP) else ACCURACY
     model_files = refits[0].record.files
     digest = {
         "model": model_digest(model_files),
-        "rows": rows.digest_rows(accuracy_rows, rows.ROWS),
+        "rows": rows.digest_rows(found, rows.ROWS),
         "sweep": sha256(sweep_json),  # the report reads it, so it is part of the content
     }
     metrics: dict[str, float | int | str] = {
         "learning_rate": task.learning_rate,
-        **_on_test(accuracy_rows, metric),
-        "parameters": task.contract.architecture.num_parameters,
-        **_trained_parameters(task),
+        **_on_test(found, metric),
+        **_parameters(task),
         "substitutes": sum(done.record.substitutes for done in refits),
         **overlap.metrics,
     }
     best = choice.chosen
-    on_dev = (best.selecting if metric == MEAN_AP else best.accuracy) if choice.sweep else None
+    on_dev = (best.accuracy if metric == ACCURACY else best.selecting) if choice.sweep else None
     chosen: dict[str, float | int | None] = {
         f"validation_{metric}": on_dev,
         "temperature": task.temperature,
@@ -257,8 +260,8 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports
 
 def tables(
     task: Task, dataset: Dataset, refits: list[Refitted], selected_on: str, overlap: Overlap
-) -> tuple[list[rows.Row], list[pa.Table], list[pa.Table]]:
-    """Return the rows of rows.parquet, and the tables of predictions.parquet and scores.parquet."""
+) -> tuple[list[rows.Row], list[pa.Table], dict[str, list[pa.Table]]]:
+    """Return the rows of rows.parquet, the tables of predictions.parquet, and those of other files."""
     config = task.config
     is_biases_only = config.freeze == "all_but_biases"
     settings: dict[str, Any] = {"learning_rate": task.learning_rate}
@@ -274,6 +277,8 @@ def tables(
     }
     settings |= {name: value for name, value in changed.items() if value}
     settings |= {path: value for path, value in task.point.items() if path not in settings}
+    if task.objects:
+        return detections.tables(task, dataset, refits, selected_on, settings, overlap)
     test = read_split(dataset, "test")
     is_multi_label = task.contract.is_multi_label
     if is_multi_label:
@@ -307,7 +312,7 @@ def tables(
             found.append(row)
             predictions.append(images)
         found += rows.mean_ap_of_real(common, truth, done.record.mean_ap, selected_on, settings)
-    return found, predictions, scores
+    return found, predictions, {multi_label.FILE: scores} if scores else {}
 
 
 def predicted(refit: Refitted) -> NDArray[np.int64]:
@@ -316,13 +321,15 @@ def predicted(refit: Refitted) -> NDArray[np.int64]:
     return labels
 
 
-def _trained_parameters(task: Task) -> dict[str, int]:
-    """Return how many weights each refit trained, including LoRA's matrices; empty if it trained all weights."""
-    if task.config.freeze is None and task.config.lora is None:
-        return {}
-    from ray_jobs.training.fit import trained_parameters
+def _parameters(task: Task) -> dict[str, int]:
+    """Return how many weights the model has, and how many each refit trained, with LoRA's, if these are not all."""
+    restricted = task.config.freeze is not None or task.config.lora is not None
+    if not restricted and not task.objects:
+        return {"parameters": task.contract.architecture.num_parameters}
+    from ray_jobs.training.fit import parameters
 
-    return {"trained_parameters": trained_parameters(task)}
+    whole, trained = parameters(task)
+    return {"parameters": whole} | ({"trained_parameters": trained} if restricted else {})
 
 
 def _on_test(found: list[rows.Row], metric: str) -> dict[str, float]:

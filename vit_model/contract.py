@@ -109,12 +109,17 @@ class ModelContract(Contract):
 
 def read_contract(folder: Path) -> ModelContract:
     """Read the contract of the model in `folder`. Raises UserError, naming the file, if it is missing or invalid."""
+    try:
+        return ModelContract.model_validate_json(read_contract_file(folder))
+    except ValidationError as error:
+        raise UserError(f"{folder / CONTRACT_FILE} is not a model contract: {error}") from error
+
+
+def read_contract_file(folder: Path) -> bytes:
+    """Read a contract without parsing it. Raises UserError, naming the file, if it is missing or too large."""
     path = folder / CONTRACT_FILE
     if not path.is_file():
         raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
     if path.stat().st_size > MAX_CONTRACT_BYTES:
         raise UserError(f"{path} has {path.stat().st_size} bytes; the limit is {MAX_CONTRACT_BYTES}")
-    try:
-        return ModelContract.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise UserError(f"{path} is not a model contract: {error}") from error
+    return path.read_bytes()

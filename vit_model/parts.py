@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from vit_model.config import ResNetConfig, ViTConfig
 
+HEADS = ("pre_logits.", "head.", "head_dist.")
+
 
 class ParameterGroups(nn.Module):
     """A module that groups its weights for the optimizer by their names (`named_parameters`)."""
@@ -29,6 +31,10 @@ class ParameterGroups(nn.Module):
     def layer_of(self, name: str) -> int:
         """Return the number of a parameter's layer."""
         return self.last_layer
+
+    def is_head(self, name: str) -> bool:
+        """Return whether a parameter is of what fine-tuning adds to a backbone."""
+        return name.startswith(HEADS)
 
     def first_step(self, name: str) -> int:
         """Return the number of the first step that changes a parameter, counted from 0."""

@@ -9,24 +9,24 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit_model.blocks import resize_axis, resize_position_embedding
 from vit_model.build import Network, build
-from vit_model.config import ViTConfig
-from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, ModelContract, read_contract
+from vit_model.config import Architecture, ViTConfig
+from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, Contract, ModelContract, read_contract
 from vit_model.errors import UserError
+from vit_model.parts import HEADS
 from vit_model.sizes import different_encoders
 
 MAX_HEADER_BYTES = 16 * 2**20  # as for contracts
-
-HEADS = ("pre_logits.", "head.", "head_dist.")
 
 
 def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
@@ -35,13 +35,22 @@ def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
     Raises ValueError if the contract describes another model, or a weight is NaN or infinite.
     """
     save_weights(folder, model, contract)
+    write_contract(folder, contract)
+
+
+def write_contract(folder: Path, contract: Contract) -> None:
+    """Write config.json to `folder`."""
     text = json.dumps(contract.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
     (folder / CONTRACT_FILE).write_bytes(f"{text}\n".encode())
 
 
 def save_weights(folder: Path, model: Network, contract: ModelContract) -> None:
     """Do `save_model`, but write the weights only."""
-    tensors = checked_weights(model, contract)
+    write_tensors(folder, checked_weights(model, contract))
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write model.safetensors to `folder`, which is created if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS_FILE
     try:
@@ -60,6 +69,11 @@ def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor
     """
     if contract.architecture != model.config:
         raise ValueError(f"contract is for {contract.architecture!r}, the model is {model.config!r}")
+    return finite_weights(model)
+
+
+def finite_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a module's weights: float32, contiguous, on the CPU. Raises ValueError if one is NaN or infinite."""
     weights = {
         name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in model.state_dict().items()
     }
@@ -75,20 +89,48 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
     not match the contract's architecture or hold NaN or infinite values.
     """
     contract = read_contract(folder)
+    architecture = contract.architecture
+    model = load_tensors(folder, architecture, architecture.num_parameters, lambda: build(architecture))
+    return model.eval(), contract
+
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def load_tensors(
+    folder: Path, architecture: Architecture, parameters: int | None, make: Callable[[], AnyModule]
+) -> AnyModule:
+    """Return the module that `make` makes with the weights of model.safetensors in `folder`, float32 on the CPU.
+
+    Args:
+        architecture: of the model in it.
+        parameters: how many there should be; None: as `make` makes them.
+
+    Raises UserError, see `load_model`.
+    """
     path = folder / WEIGHTS_FILE
     check_header_size(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
             headers = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in stored.items()}
-            model = _empty_model(path, contract, headers)
+            # Compare counts first, because a hostile depth of 10^9 must not be built.
+            count = sum(math.prod(shape) for shape, _ in headers.values())
+            if len(headers) < architecture.num_blocks or parameters not in (None, count):
+                raise UserError(
+                    f"{path} has {count} parameters in {len(headers)} tensors; "
+                    f"the architecture in {CONTRACT_FILE} has {parameters or architecture.num_parameters}"
+                )
+            with torch.device("meta"):
+                model = make()
+            _require_same(path, model, headers)
             tensors = {name: file.get_tensor(name) for name in headers}
     except SafetensorError as error:
         raise UserError(f"{path} is not a complete safetensors file: {error}") from error
     for name, tensor in tensors.items():
         require_finite(f"{path}: tensor {name!r}", tensor)
     model.load_state_dict(tensors, assign=True)
-    return model.eval(), contract
+    return model
 
 
 @torch.no_grad()
@@ -175,23 +217,12 @@ def check_header_size(path: Path) -> None:
         )
 
 
-def _empty_model(path: Path, contract: ModelContract, headers: dict[str, tuple[tuple[int, ...], str]]) -> Network:
-    """Build a model on "meta" for tensors with these names, shapes and dtypes. Raises UserError on a mismatch."""
-    # Compare counts first, because a hostile depth of 10^9 must not be built.
-    count = sum(math.prod(shape) for shape, _ in headers.values())
-    expected = contract.architecture.num_parameters
-    if count != expected or len(headers) < contract.architecture.num_blocks:
-        raise UserError(
-            f"{path} has {count} parameters in {len(headers)} tensors; "
-            f"the architecture in {CONTRACT_FILE} has {expected}"
-        )
-    with torch.device("meta"):
-        model = build(contract.architecture)
+def _require_same(path: Path, model: nn.Module, headers: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raise UserError unless a file's tensors have a model's names and shapes, and are float32."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     require_shapes(f"{path}: ", shapes, {name: shape for name, (shape, _) in headers.items()})
     if other := [f"{name} is {dtype}" for name, (_, dtype) in headers.items() if dtype != "F32"]:
         raise UserError(f"{path}: {', '.join(other)}; the architecture needs F32")
-    return model
 
 
 def require_shapes(where: str, expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -227,7 +227,7 @@ class Driver:
         return replace(planned, key=key, manifest=read_manifest(self.store, config.job, key), damaged=None)
 
     def _commit(self, name: str, manifest: Manifest, status: Status) -> None:
-        if manifest.kind == "model" and manifest.run == self.run.id:
+        if manifest.kind in ("model", "detector") and manifest.run == self.run.id:
             # Its process may have died before it did this.
             remove_progress(self.store, manifest.job, manifest.key)
         config = self.planned[name].config

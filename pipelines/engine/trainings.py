@@ -105,7 +105,7 @@ class Trainings:
     def _training(self, stage: str, key: str) -> Training:
         if (stage, key) not in self._known:
             config = self._configs[stage]
-            has_folds = config["job"] == "finetune" and _has_folds(self._store, key, config)
+            has_folds = config["job"] in ("finetune", "detect") and _has_folds(self._store, key, config)
             self._known[stage, key] = Training(stage, config["job"], key, config, has_folds)
         return self._known[stage, key]
 
@@ -116,7 +116,7 @@ def _has_folds(store: Store, key: str, config: dict[str, Any]) -> bool:
     if labels["per_class"] is not None or not labels.get("use_dev", True):
         return True
     try:
-        attempt = last_attempt(store, "finetune", key)
+        attempt = last_attempt(store, config["job"], key)
         data = attempt.inputs.get("data") if attempt else None
         manifest = read_manifest(store, data[0].job, data[0].key) if data else None
     except StoreDamaged:  # `verify` reports it; here only the word "fold" is missing

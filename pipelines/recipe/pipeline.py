@@ -15,6 +15,7 @@ from pipelines.spec import (
     TRAINED,
     WITHOUT_LABELS,
     AnyStage,
+    Detect,
     Finetune,
     Import,
     Ingest,
@@ -113,6 +114,10 @@ class Pipeline(Frozen):
             is_multi_label = isinstance(data, Ingest) and data.source.has_several_labels
             if is_multi_label and (why := stage.needs_one_label()) is not None:
                 raise ValueError(f"stages.{name}.data: {source} has several labels per image, but {why}")
+            if isinstance(stage, Detect) and isinstance(data, Ingest) and not data.source.has_boxes:
+                raise ValueError(
+                    f"stages.{name}.data: {source} has no boxes of objects: its source needs `boxes`, or kind scenes"
+                )
         for source in inputs.get("backbone", ()) if isinstance(stage, Predict) else ():
             model = self.stages[source]
             if isinstance(model, Pretrain) and model.objective in WITHOUT_LABELS:

@@ -30,6 +30,7 @@ COLUMNS = {
     "runs": ("run", "status", "stages", "created"),
     "datasets": ("recipe/stage", "name", "key", "images", "classes", "finished", "run"),
     "models": ("recipe/stage", "alias", "key", "job", "parameters", "accuracy", "finished", "run"),
+    "detectors": ("recipe/stage", "key", "task", "parameters", "AP", "finished", "run"),
     "evaluations": ("recipe/stage", "key", "job", "task", "best", "finished", "run"),
     "audits": ("recipe/stage", "key", "task", "audited", "label_issues", "finished", "run"),
     "embeddings": ("recipe/stage", "key", "task", "images", "finished", "run"),
@@ -187,6 +188,8 @@ def _described(store: Store, manifest: Manifest, names: dict[str, str]) -> dict[
         return {"name": dataset_name(manifest), **counts("images", "classes")}
     if manifest.kind == "model":
         return {**counts("parameters"), "accuracy": score(manifest)}
+    if manifest.kind == "detector":
+        return {"task": task, **counts("parameters"), "AP": metrics.get("test_AP")}
     if manifest.job == "promote":
         return {"task": task, "best": f"{manifest.config['against']}: {metrics.get('verdict')}"}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result

@@ -56,6 +56,7 @@ from pipelines.spec.stages.baselines import Baselines as Baselines
 from pipelines.spec.stages.embed import Embed as Embed
 from pipelines.spec.stages.embed import Predict as Predict
 from pipelines.spec.stages.evaluate import Evaluate as Evaluate
+from pipelines.spec.stages.finetune import Detect as Detect
 from pipelines.spec.stages.finetune import Finetune as Finetune
 from pipelines.spec.stages.finetune import Labels as Labels
 from pipelines.spec.stages.import_model import MEAN_AND_STD as MEAN_AND_STD

@@ -8,8 +8,9 @@ from its source. Student's t has the degrees of freedom of a sum over classes of
 The interval of an AP is computed on the scale of its logit, which keeps it between 0 and 1; if all halves agree, it is
 Wilson's for a share of the images.
 
-An interval says how far AP could move with other test images from the same source. It does not cover another training.
-benchmarks/ap_intervals.py counts how often it contains the AP of the source.
+An interval says how far AP could move with other test images from the same source. With several trainings ("draws") it
+is about the mean of their APs, and says how far this could move with other trainings, too. benchmarks/ap_intervals.py
+counts how often it contains the AP of the source.
 """
 
 from __future__ import annotations
@@ -36,15 +37,21 @@ class _Halves(NamedTuple):
 
     whole: NDArray[np.float64]
     halves: NDArray[np.float64]
+    draws: NDArray[np.float64]
+    """the AP of each draw"""
 
 
-def ap_interval(matches: Sequence[Matches]) -> Interval:
-    """Return AP, averaged over thresholds and classes, with its interval; at least two images have boxes."""
-    taken = _taken(matches)
+Draws = Sequence[Sequence[Matches]]
+"""The matches of each class, for each training that detected objects in the same images."""
+
+
+def ap_interval(draws: Draws) -> Interval:
+    """Return the mean AP of some trainings with its interval; at least two images have boxes."""
+    taken = _taken(draws)
     value = float(np.nanmean(taken.whole))
-    centre, margin = _estimate(matches, taken)
+    centre, margin = _estimate(draws[0], taken)
     if margin == 0:  # everything is right, or wrong, in each half
-        images = np.count_nonzero(np.sum([each.boxes for each in matches], axis=0))
+        images = np.count_nonzero(np.sum([each.boxes for each in draws[0]], axis=0))
         return accuracy_interval(np.full((1, images), value))
     inside = min(max(centre, _INSIDE), 1 - _INSIDE)
     scaled = margin / (inside * (1 - inside))
@@ -52,25 +59,33 @@ def ap_interval(matches: Sequence[Matches]) -> Interval:
     return Interval(value, min(low, value), max(high, value))
 
 
-def difference_interval(new: Sequence[Matches], old: Sequence[Matches]) -> Interval:
-    """Return the AP of `new` minus that of `old` on the same images, with its interval."""
+def difference_interval(new: Draws, old: Draws) -> Interval:
+    """Return the mean AP of `new` minus that of `old` on the same images, with its interval."""
     one, other = _taken(new), _taken(old)
-    taken = _Halves(one.whole - other.whole, one.halves - other.halves)
-    centre, margin = _estimate(new, taken)
+    taken = _Halves(one.whole - other.whole, one.halves - other.halves, one.draws)
+    centre, margin = _estimate(new[0], taken)
+    margin = float(np.hypot(margin, _among(other.draws)))
     return Interval(float(np.nanmean(taken.whole)), centre - margin, centre + margin)
 
 
-def _taken(matches: Sequence[Matches]) -> _Halves:
-    """Return the AP of each class; the same halves for every detector on these images."""
-    images = len(matches[0].boxes)
+def _taken(draws: Draws) -> _Halves:
+    """Return the mean AP over draws of each class; the same halves for every detector on these images."""
+    images = len(draws[0][0].boxes)
     rng = np.random.default_rng([_SEED_PURPOSE, images])
     parts = []
     for _ in range(HALVES // _AT_ONCE):
         weights = np.zeros((_AT_ONCE, images))
         for row in weights:
             row[rng.choice(images, images // 2, replace=False)] = 1.0
-        parts.append(class_aps(matches, weights))
-    return _Halves(class_aps(matches), np.concatenate(parts))
+        parts.append(np.mean([class_aps(matches, weights) for matches in draws], axis=0))
+    whole = np.stack([class_aps(matches) for matches in draws])
+    return _Halves(whole.mean(axis=0), np.concatenate(parts), np.nanmean(whole, axis=1))
+
+
+def _among(draws: NDArray[np.float64]) -> float:
+    """Return half of the interval of a mean over draws that is due to these; 0 for one."""
+    count = len(draws)
+    return float(stdtrit(count - 1, (1 + LEVEL) / 2) * draws.std(ddof=1) / count**0.5) if count > 1 else 0.0
 
 
 def _estimate(matches: Sequence[Matches], taken: _Halves) -> tuple[float, float]:
@@ -88,4 +103,5 @@ def _estimate(matches: Sequence[Matches], taken: _Halves) -> tuple[float, float]
     if counts.any():
         shares = variances[counts]
         freedom = float(shares.sum() ** 2 / (shares**2 / (images[counts] - 1)).sum())
-    return centre, float(stdtrit(max(1.0, freedom), (1 + LEVEL) / 2) * of_halves.std(ddof=1))
+    of_images = float(stdtrit(max(1.0, freedom), (1 + LEVEL) / 2) * of_halves.std(ddof=1))
+    return centre, float(np.hypot(of_images, _among(taken.draws)))

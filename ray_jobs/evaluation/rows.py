@@ -42,7 +42,7 @@ ROWS = pa.schema(
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
         _column("split", pa.string()),
-        # ACCURACY, MEAN_AP, MEAN_IOU, or see `ray_jobs.evaluation.multi_label`
+        # ACCURACY, MEAN_AP, MEAN_IOU, AP, or see `ray_jobs.evaluation.multi_label`
         _column("metric", pa.string()),
         _column("value", pa.float64()),  # a fraction
         _column("num_images", pa.int32()),
@@ -81,7 +81,7 @@ PREDICTIONS = pa.schema(
 # all classes are equally frequent.
 MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"
 CLASS_FREQUENCIES = "class frequencies"  # the same with several labels per image
-ACCURACY, MEAN_AP, MEAN_IOU = "accuracy", "mAP", "mIoU"  # only accuracies have rows in predictions.parquet
+ACCURACY, MEAN_AP, MEAN_IOU, AP = "accuracy", "mAP", "mIoU", "AP"  # only accuracies have rows in predictions.parquet
 # Every draw repeats the ids of the test split, so they belong in one dictionary. 73,728 ids of 32 letters take 2.7 MB;
 # beyond the default limit of 1 MB, Parquet writers drop the dictionary and write each id every time it occurs.
 _DICTIONARY_BYTES = 64 * 2**20

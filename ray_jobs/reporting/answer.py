@@ -12,6 +12,7 @@ from typing import Any
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MOST_FREQUENT, is_reference
+from ray_jobs.reporting import detections
 from ray_jobs.reporting.studies import headline
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
@@ -41,6 +42,8 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "How good is the model?", _apart(apart)
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
+    elif detectors := numbers.get("detectors"):
+        asked, said = "How well are objects detected?", detections.headline(detectors)
     elif others := [line for line in numbers.get("other_metrics", ()) if not line["apart"]]:
         asked, said = "How good is the model?", _highest_metric(others)
     elif audits := numbers.get("label_issues"):

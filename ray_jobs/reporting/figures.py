@@ -89,7 +89,7 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
     """Return {fit: name} of the evaluated fits that the result comes from."""
     if manifest.job == "pretrain":
         return {None: "dev"}
-    if manifest.job != "finetune" or not lines:
+    if manifest.job not in ("finetune", "detect") or not lines:
         return {}
     number = manifest.metrics.get("trial")
     if number is None:  # without a search, trials are numbered as their rates

@@ -14,11 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from markupsafe import Markup
 
 from pipelines.spec import Report
 from pipelines.store import Manifest, Store, finished_log, local_files, promotion_of, promotion_sentence
 from ray_jobs.data.shards import Dataset, Split, open_artifact
+from ray_jobs.detection.tables import DETECTIONS
+from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
@@ -28,6 +32,7 @@ from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
     clusters,
     costs,
+    detections,
     figures,
     lines,
     measures,
@@ -85,6 +90,7 @@ def gather(context: Context[Report]) -> ReportData:
     tested = _tested_datasets(manifests, datasets)
     measured = _measured(store, manifests)
     embedded = _embedded(store, manifests)
+    detected = detections.lines(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     models = [entry for entry in scored if kind(entry) != "pixels"]
@@ -96,6 +102,7 @@ def gather(context: Context[Report]) -> ReportData:
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests, scored),
+        **({"detectors": detected} if detected else {}),
         **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
         **_clusters(parts, embedded),
@@ -194,7 +201,8 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
 def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[multi_label.Entry]) -> dict[str, Any]:
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
-    others = multi_label.with_intervals(measures.other_metrics(rows), scored)
+    of_detectors = pc.is_in(rows["metric"].cast(pa.string()), pa.array(detections.METRICS))
+    others = multi_label.with_intervals(measures.other_metrics(rows.filter(pc.invert(of_detectors))), scored)
     shown = [line | {"seen": lines.seen_by(line, metrics)} for line in others]
     return {"other_metrics": shown} if shown else {}
 

@@ -100,6 +100,7 @@ def sections(data: ReportData) -> list[tuple[str, str]]:
         ("cost", "Accuracy and cost"): numbers["costs"],
         ("accuracy", "Test accuracy"): numbers["accuracies"],
         ("accuracy", "Metrics on test"): "other_metrics" in numbers and not numbers["accuracies"],
+        ("detection", "Detection"): numbers.get("detectors"),
         ("curves", "Curves and sweeps" if numbers["sweeps"] else "Curves"): has_curves(data),
         ("mistakes", "Mistakes"): numbers["mistakes"],
         ("several-1", "Results by class"): numbers.get("several_labels"),

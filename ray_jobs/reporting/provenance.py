@@ -108,7 +108,8 @@ def _named_inputs(manifest: Manifest, names: Mapping[str, str]) -> Iterator[dict
 def _preprocessing(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a model's preprocessing, from its config.json."""
     if (path := folder / "config.json").is_file():
-        pixels = json.loads(path.read_text("utf-8"))["preprocessing"]
+        contract = json.loads(path.read_text("utf-8"))
+        pixels = contract.get("backbone", contract)["preprocessing"]  # a detector has its backbone's
         for name in ("resolution", "mean", "std"):
             yield _setting(f"pixels.{name}", pixels[name], "(x / 255 - mean) / std")
 

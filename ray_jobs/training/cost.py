@@ -22,7 +22,7 @@ from ray_jobs.evaluation import measuring
 from ray_jobs.evaluation.cost import Cost
 from ray_jobs.process import devices
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.fit import fit, start, start_model
+from ray_jobs.training.fit import classifier, fit, start
 from ray_jobs.training.task import Task
 from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
@@ -38,7 +38,7 @@ def finetuning_cost(task: Task) -> Cost:
     """
     config, contract = task.config, task.contract
     forward = measuring.forward_cost(
-        lambda: start_model(task, config.seed), contract, torch.float32, config.threads or 1
+        lambda: classifier(task, config.seed), contract, torch.float32, config.threads or 1
     )
     on = devices.device()
     dtype = devices.torch_dtype(config.dtype, on)

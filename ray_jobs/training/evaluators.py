@@ -59,8 +59,8 @@ class Evaluator:
         self._kept: dict[int, Tensor] = {}
 
     def outputs(
-        self, network: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+        self, network: Callable[[Tensor], Any], device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[Tensor, Any]]:
         """Yield (rows, outputs) of this worker's share, in batches.
 
         All workers have the same number of batches of the same sizes, because ZeRO-3 gathers the weights for each. Rows
@@ -73,9 +73,19 @@ class Evaluator:
                 outputs = network(normalise(pixels, self._preprocessing, dtype))
             yield chosen, outputs
 
-    def gather(self, network: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-        """Return the outputs of a float32 network for all images, [n, width] on the CPU of every worker."""
-        gathered = torch.cat([outputs.float().cpu() for _, outputs in self.outputs(network, device)])
+    def gather(
+        self,
+        network: Callable[[Tensor], Any],
+        device: torch.device,
+        packed: Callable[[Tensor, Any], Tensor] = lambda rows, outputs: outputs,
+    ) -> Tensor:
+        """Return the outputs of a float32 network for all images, [n, width] on the CPU of every worker.
+
+        Args:
+            packed: makes a tensor [b, width] of a batch's rows and outputs, if these are none.
+        """
+        found = self.outputs(network, device)
+        gathered = torch.cat([packed(rows, outputs).float().cpu() for rows, outputs in found])
         if self._worker.world > 1:
             share = gathered.to(device)
             shares = [torch.empty_like(share) for _ in range(self._worker.world)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.training import optim
+from ray_jobs.training import detecting, optim
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain
 from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, evaluation
@@ -32,11 +32,14 @@ from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import compute, lora
 from vit_model.build import Network, build
+from vit_model.detection.detector import Detector
 from vit_model.model import ViT
 from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, transfer_backbone
 
+Trained = Network | Detector
+AnyTrained = TypeVar("AnyTrained", bound=Trained)
 _CURVE_POINTS = 20
 _EVALUATIONS = 5  # per trial, the last one at its end, when the model is scored
 
@@ -109,15 +112,20 @@ class Validation(NamedTuple):
 class Fitted(NamedTuple):
     """The result of a fit."""
 
-    model: Network
+    model: Trained
     curve: list[dict[str, float | int]]
     """points {step, learning_rate, loss}"""
     substitutes: int
     """damaged images that were replaced by others"""
 
 
-def start_model(task: Task, seed: int) -> Network:
+def start_model(task: Task, seed: int) -> Trained:
     """Return the model before its first step: a backbone with a new head (zeros), or a model with new weights."""
+    return detecting.network(task, seed) if task.objects else classifier(task, seed)
+
+
+def classifier(task: Task, seed: int) -> Network:
+    """Return the model of a task that is no detection before its first step."""
     model = build(task.contract.architecture)
     model.initialise(seed)
     if task.backbone is not None:
@@ -131,7 +139,7 @@ def start(
     seed: int,
     manager: CheckpointManager | None = None,
     worker: Worker = ALONE,
-) -> tuple[Network, Plain, TrainState | None]:
+) -> tuple[Trained, Plain, TrainState | None]:
     """Return the model, its engine, and the checkpoint that they continue from: the manager's last one, if any."""
     config, device = task.config, devices.device(worker.local_rank)
     dtype = devices.torch_dtype(config.dtype, device)
@@ -139,6 +147,9 @@ def start(
     if isinstance(model, ViT):
         model.activation_checkpointing = config.activation_checkpointing
     optim.restrict(model, config, seed)
+    if isinstance(model, Detector):
+        for parameter in model.unused():
+            parameter.requires_grad_(False)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
     saved = None if manager is None else manager.resume(task.attempts, model, optimizer)
     if saved is not None:
@@ -170,17 +181,20 @@ def backbone_changes(task: Task) -> list[str]:
     return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
 
 
-def trained_parameters(task: Task) -> int:
-    """Return how many weights a fit trains, including LoRA's matrices."""
+def parameters(task: Task) -> tuple[int, int]:
+    """Return how many weights a fit's model has, and how many it trains, including LoRA's matrices."""
     with torch.device("meta"):
-        model = build(task.contract.architecture)
+        model = detecting.untrained(task) if task.objects else build(task.contract.architecture)
+    whole = sum(weight.numel() for weight in model.parameters())
     optim.restrict(model, task.config)
-    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return whole, sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def fit_flops(task: Task) -> int:
     """Return the FLOPs of a fit's step per image; with `freeze: N`, as if all weights were trained."""
     config, architecture = task.config, task.contract.architecture
+    if task.objects:
+        return detecting.train_flops(task)
     if config.lora is not None:
         return compute.restricted_train_flops(architecture, config.lora)
     if config.freeze == "backbone":
@@ -223,6 +237,8 @@ def fit(
     device = devices.device(worker.local_rank)
     model, engine, saved = start(task, learning_rate, seed, manager, worker)
     before = _state_before(saved, worker, reporting)
+    if task.objects:
+        data = detecting.Numbered(*data)
     setup, sampler = _setup(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
     with Loader(data, sampler, preprocessing, crop=setup.transform.crop, threads=config.threads or 1) as batches:
@@ -238,7 +254,7 @@ def fit(
         manager.wait()  # together, because the first worker scores the model alone
     model = averaged(model, engine, config)
     if isinstance(model, ViT):
-        lora.merge(model)
+        lora.merge(model)  # a detector has none
     substitutes = torch.tensor(before.substitutes + batches.substitutes, device=device)
     if worker.world > 1:
         dist.all_reduce(substitutes)
@@ -271,13 +287,12 @@ def _setup(
     transform = TrainTransform(config, seed, len(task.contract.class_names), data.dataset.info.image is None)
     order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
     sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world)
-    loss, guard = (
-        make_loss(task, engine, seed, class_weights(task, data)),
-        Guard(data, sampler, task.steps, manager),
-    )
-    return TrainSetup(
-        config, learning_rate, seed, engine, transform, loss, guard, devices.device(worker.local_rank), worker
-    ), sampler
+    if task.objects:
+        loss = detecting.make_loss(task, engine, seed, data, transform)
+    else:
+        loss = make_loss(task, engine, seed, class_weights(task, data))
+    guard, device = Guard(data, sampler, task.steps, manager), devices.device(worker.local_rank)
+    return TrainSetup(config, learning_rate, seed, engine, transform, loss, guard, device, worker), sampler
 
 
 def make_loss(task: Task, engine: Plain, seed: int, weights: Tensor | None) -> Callable[[optim.MicroBatch], Tensor]:
@@ -302,7 +317,7 @@ def make_loss(task: Task, engine: Plain, seed: int, weights: Tensor | None) -> C
 
 def _run_steps(
     setup: TrainSetup,
-    model: Network,
+    model: Trained,
     batches: Loader,
     log: Log,
     before: WorkerState,
@@ -324,7 +339,7 @@ def _run_steps(
         measured = None
         if images is not None and step.done in evaluations:
             current = averaged(model, setup.engine, setup.config)
-            measured = _evaluate(current, images, step.done, select_by)
+            measured = evaluate(current, images, step.done, select_by)
             if stopping is not None:
                 stopping.add(step.done, measured)
         log.add(step, loss, measured)
@@ -340,7 +355,7 @@ def _run_steps(
     return curve
 
 
-def averaged(model: Network, engine: Engine, config: Finetune | Pretrain) -> Network:
+def averaged(model: AnyTrained, engine: Engine, config: Finetune | Pretrain) -> AnyTrained:
     """Return a copy of the model with the moving averages of its weights; without averages, the model itself."""
     if config.optimizer.ema is None:
         return model
@@ -349,10 +364,11 @@ def averaged(model: Network, engine: Engine, config: Finetune | Pretrain) -> Net
     return model
 
 
-def _evaluate(model: Network, images: Evaluator, step: int, select_by: str) -> Evaluation | None:
+def evaluate(model: Trained, images: Evaluator, step: int, select_by: str) -> Evaluation | None:
     """Evaluate a model after a step; None if the loss is not finite, which may yet change."""
-    logits = images.logits(model)
     try:
-        return evaluation(step, logits, images.labels, select_by)
+        if isinstance(model, Detector):
+            return detecting.evaluation(step, model, images)
+        return evaluation(step, images.logits(model), images.labels, select_by)
     except DivergenceError:
         return None

@@ -19,10 +19,8 @@ from pipelines.spec import Finetune, Optimizer, Pretrain
 from ray_jobs.training.task import DivergenceError
 from ray_jobs.training.workers import micro_batch_share
 from vit_model import lora
-from vit_model.build import Network
 from vit_model.model import ViT
 from vit_model.parts import ParameterGroups
-from vit_model.weights import HEADS
 
 BUCKET = 1 << 24
 """The number of values that DeepSpeed reduces and gathers at a time, in a buffer (its default is 5e8), and that stage 3
@@ -117,7 +115,7 @@ def make_optimizer(
         if parameter.requires_grad:
             is_apart = for_matrices != for_others and module.is_block_matrix(name)
             above = module.last_layer - module.layer_of(name) if optimizer.layer_decay < 1 else 0
-            first = module.first_step(name) if name.startswith(HEADS) else max(head_first, module.first_step(name))
+            first = module.first_step(name) if module.is_head(name) else max(head_first, module.first_step(name))
             narrower = 1.0
             if optimizer.base_width is not None and (width := module.width_of(name)) is not None:
                 narrower = optimizer.base_width / width
@@ -187,7 +185,7 @@ def _skip_dynamo() -> None:
             setattr(original, "__dynamo_disable", original)
 
 
-def freeze(model: Network, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
+def freeze(model: ParameterGroups, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
     """Exclude weights from training: all but the head, or the embeddings and the first `what` blocks.
 
     "all_but_biases" also trains every bias, as in BitFit (Ben Zaken et al. 2022) and VPT's bias-only rows (KMnP/vpt,
@@ -198,14 +196,14 @@ def freeze(model: Network, what: Literal["backbone", "all_but_biases", "all_but_
             is_trained = model.layer_of(name) > what
         else:
             is_trained = (
-                name.startswith(HEADS)
+                model.is_head(name)
                 or (what == "all_but_biases" and name.endswith(".bias"))
                 or (what == "all_but_lora" and lora.is_adapter(name))
             )
         parameter.requires_grad_(is_trained)
 
 
-def restrict(model: Network, config: Finetune, seed: int = 0) -> None:
+def restrict(model: ParameterGroups, config: Finetune, seed: int = 0) -> None:
     """Exclude from training what a fine-tuning keeps as it is. With `lora`, first add its matrices to the model."""
     if config.lora is not None:
         assert isinstance(model, ViT), "checked against the backbone"

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.spec import Finetune, check_optimizer, nearest
+from pipelines.spec import Detect, EvalCrop, Finetune, check_optimizer, nearest
 from pipelines.spec.search import Optuna, Point, Search
 from pipelines.store import FitName
 from ray_jobs.data.shards import Dataset, Images, Split
+from ray_jobs.evaluation.rows import AP, MEAN_AP
 from ray_jobs.training.contract import continued_contract, model_contract
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, read_contract
@@ -100,6 +101,8 @@ class Task(NamedTuple):
     """Calibrates a refit's probabilities; fitted on the trials' held-out images. None: no calibrated probabilities."""
     thresholds: tuple[float, ...] = ()
     """With several labels per image: from which probability on a refit predicts each class; empty: 0.5."""
+    objects: tuple[str, ...] = ()
+    """The classes of a detection, whose model has no classifier of its own; empty otherwise."""
 
     @property
     def steps(self) -> int:
@@ -113,6 +116,13 @@ class Task(NamedTuple):
     def refit(self, draw: int) -> FitName:
         """Return the name of the point's refit of a draw."""
         return FitName("refit", self.number, draw, self.digest, self.last_step)
+
+    @property
+    def metric(self) -> str:
+        """The metric on held-out images that ranks trials."""
+        if self.objects:
+            return AP
+        return MEAN_AP if self.contract.is_multi_label else self.config.select_by
 
     @property
     def learning_rate(self) -> float:
@@ -150,25 +160,29 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         from ray_jobs.augment.vtab import augmentation  # its package imports torch
 
         config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
+    is_detection = isinstance(config, Detect)
+    objects = dataset.info.class_names if is_detection else ()
+    crop = EvalCrop(crop="squash") if is_detection else config.eval_crop
     if backbone is None:
         assert config.model is not None and config.resolution is not None
-        contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
+        contract = model_contract(config.model, config.resolution, dataset.info, crop, classifier=not is_detection)
         check_settings(config, contract)
-        return Task(config, contract, None)
+        return Task(config, contract, None, objects=objects)
     source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
     try:
-        architecture = source.architecture.for_finetuning(resolution, len(dataset.info.class_names))
+        classes = 0 if is_detection else len(dataset.info.class_names)
+        architecture = source.architecture.for_finetuning(resolution, classes)
         if config.stochastic_depth is not None:
             if not isinstance(architecture, ViTConfig):
                 raise UserError("stochastic_depth needs the blocks of a ViT, but the backbone is a ResNet")
             changed = architecture.model_dump() | {"stochastic_depth": config.stochastic_depth}
             architecture = ViTConfig.model_validate(changed)
-        contract = continued_contract(source, architecture, dataset.info, config.eval_crop)
+        contract = continued_contract(source, architecture, dataset.info, crop)
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     check_settings(config, contract)
-    return Task(config, contract, backbone)
+    return Task(config, contract, backbone, objects=objects)
 
 
 def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:

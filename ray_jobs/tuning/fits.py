@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA
@@ -27,16 +26,17 @@ from ray_jobs.evaluation import multi_label
 from ray_jobs.evaluation.calibration import fit_temperature
 from ray_jobs.evaluation.rows import MEAN_AP
 from ray_jobs.process.context import Context
+from ray_jobs.training import detecting
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.evaluators import Evaluator, evaluation, predict, score
-from ray_jobs.training.fit import Stopping, Validation, fit
+from ray_jobs.training.fit import Stopping, Trained, Validation, fit
 from ray_jobs.training.gauges import Gauges
 from ray_jobs.training.log import LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, read_split
 from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
 from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table, scores_table
 from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title, pruned, refit_title, storable
-from vit_model.build import Network
+from vit_model.detection.detector import Detector, save_detector
 from vit_model.weights import save_model
 
 _START_SECONDS = 30 * 86400.0  # wait as long as other stages hold the resources, like a trial of one worker
@@ -104,7 +104,7 @@ def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | No
     return None
 
 
-def score_trial(model: Network, task: Task, held_out: Evaluator, stopping: Stopping | None, writer: LogWriter) -> Trial:
+def score_trial(model: Trained, task: Task, held_out: Evaluator, stopping: Stopping | None, writer: LogWriter) -> Trial:
     """Return the results of a trial's model; with early stopping, its best evaluation.
 
     Raises:
@@ -113,6 +113,11 @@ def score_trial(model: Network, task: Task, held_out: Evaluator, stopping: Stopp
     if task.config.early_stopping is not None:
         assert stopping is not None
         return Trial(**stopping.best._asdict())
+    if isinstance(model, Detector):
+        results = detecting.evaluation(task.config.steps, model, held_out)
+        if stopping is None:
+            writer.add_evaluation(results)
+        return Trial(**results._asdict())
     logits, labels = held_out.logits(model), held_out.labels
     results = evaluation(task.config.steps, logits, labels, task.config.select_by)
     if stopping is None:
@@ -145,12 +150,14 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, worke
     if worker.rank:
         return None
     test = read_split(context.dataset(context.config.cache_gib), "test")
-    logits = predict(fitted.model, task.contract, test)
-    result, images, mean_ap = score_refit(task, logits, test)
+    result, images, mean_ap = score_refit(task, fitted.model, test)
     files: tuple[FileEntry, ...] = ()
     if draw == 0:
         with context.staging() as staging:
-            save_model(staging.path, fitted.model, task.contract)
+            if isinstance(fitted.model, Detector):
+                save_detector(staging.path, fitted.model, detecting.detector_contract(task))
+            else:
+                save_model(staging.path, fitted.model, task.contract)
         files = staging.files
     record = Refit(
         accuracy=result.accuracy,
@@ -172,12 +179,15 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, worke
     return Refitted(record, images)
 
 
-def score_refit(task: Task, logits: Tensor, test: Images) -> tuple[Evaluation, pa.Table, float | None]:
+def score_refit(task: Task, model: Trained, test: Images) -> tuple[Evaluation, pa.Table, float | None]:
     """Return a refit's results on test, the table of its images for the ledger, and its mAP, with ReaL's labels, too.
 
     Raises:
         DivergenceError: the loss is not finite.
     """
+    if isinstance(model, Detector):
+        return detecting.score(task, model, test)
+    logits = predict(model, task.contract, test)
     if task.contract.is_multi_label:
         results = evaluation(task.steps, logits, torch.from_numpy(test.labels))
         return results, scores_table(logits.sigmoid().numpy()), results.metrics[MEAN_AP]

@@ -25,6 +25,7 @@ from ray_jobs.training.task import Task
 from ray_jobs.training.workers import ALONE
 from ray_jobs.tuning.fits import fetched, make_manager
 from ray_jobs.tuning.ledger import Ledger, add_part
+from vit_model.build import Network
 from vit_model.errors import UserError
 
 
@@ -69,6 +70,7 @@ def fit_fold(
         manager,
         Reporting(unit=f"fold {number}, step"),
     ).model
+    assert isinstance(model, Network)  # an audit's task is no detection
     held_out = pool.take(np.flatnonzero(folds == number))
     probabilities = predict(model, task.contract, held_out).softmax(dim=1).numpy()
     with context.staging() as staging:

@@ -65,7 +65,7 @@ def sweep(
     if all(point.is_pruned for point in tried):
         raise UserError("search.minutes: no trial has ended in this time; use more minutes")
     if config.search is not None:
-        print(f"the trials by {config.select_by} on their held-out images:\n{table(tried)}", flush=True)
+        print(f"the trials by {task.metric} on their held-out images:\n{table(tried)}", flush=True)
     return tried
 
 

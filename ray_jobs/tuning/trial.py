@@ -16,7 +16,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.spec.search import Point
 from pipelines.store import FileEntry
-from ray_jobs.evaluation.rows import MEAN_AP
+from ray_jobs.evaluation.rows import AP, MEAN_AP
 from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank, selecting
 from vit_model.contract import MODEL_FILES
 from vit_model.fields import Frozen
@@ -67,7 +67,7 @@ class Trial(Record):
         if self.loss == DIVERGED:
             return "diverged"
         pruned = f", ended by ASHA at step {self.step}" if self.is_pruned else ""
-        accuracy = {} if MEAN_AP in self.metrics else {"accuracy": self.accuracy}
+        accuracy = {} if self.metrics.keys() & {MEAN_AP, AP} else {"accuracy": self.accuracy}
         metrics = accuracy | self.metrics | {"loss": self.loss}
         return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()) + pruned
 
@@ -85,7 +85,7 @@ class Refit(Trial):
 
     point: dict[str, JsonValue]
     images: FileEntry
-    """A table of `ledger.IMAGES` in the ledger's folder, a row per test image."""
+    """A table of `ledger.IMAGES` or `detection.tables.FOUND` in the ledger's folder, a row per test image."""
     mean_ap: Fraction | None = None
     """The mean average precision of the classes, if images have several labels (multi-label, or ReaL's)."""
     curve: tuple[CurvePoint, ...]
@@ -96,9 +96,8 @@ class Refit(Trial):
     @property
     def on_test(self) -> str:
         """The result in words."""
-        if MEAN_AP in self.metrics:
-            return f"test {MEAN_AP} {self.metrics[MEAN_AP]:.3f}"
-        return f"test accuracy {self.accuracy:.3f}"
+        metric, value = next(iter(self.metrics.items()), ("accuracy", self.accuracy))
+        return f"test {metric} {value:.3f}"
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -118,7 +117,7 @@ class Part(Record):
 
 
 class Refitted(NamedTuple):
-    """A refit, and its test images as a table of `ledger.IMAGES`."""
+    """A refit, and its table of test images."""
 
     record: Refit
     images: pa.Table

@@ -14,8 +14,8 @@ from vit_model import compute, lora
 from vit_model.build import Network, build
 from vit_model.config import Architecture, LoRAOptions, ResNetConfig, ViTConfig
 from vit_model.model import ViT
+from vit_model.parts import HEADS
 from vit_model.variants import RESNETS
-from vit_model.weights import HEADS
 
 # Model, resolution; GMACs, forward GFLOPs and training GFLOPs an image, as vit.md's section 11 prints them: from the
 # definitions, with 1000 classes behind the tanh layer.

@@ -10,7 +10,7 @@ from tests.support.vits import SMALL, hugging_face_names, hugging_face_twin, ran
 from vit_model import lora
 from vit_model.config import LoRAOptions, ViTConfig
 from vit_model.model import ViT
-from vit_model.weights import HEADS
+from vit_model.parts import HEADS
 
 CONFIG = ViTConfig.model_validate(SMALL)
 ALL = ("query", "key", "value", "proj")

@@ -5,26 +5,30 @@ In: images, float [b, c, height, width], normalised by `preprocessing.normalise`
 Use: `detector = Detector(vit, classes)`; `detector.initialise(seed)`;
 `loss(detector(images), detector.places, truths)`, or `detect(detector(images), detector.places, height, width)`.
 
-The map has the patches' tokens behind the last layer norm, if the model has one before pooling; ViTDet's backbones have
-none (Li et al. 2022).
+The map has the patches' tokens behind the last layer norm, also of a model that norms after pooling; ViTDet's backbones
+have none (Li et al. 2022).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from vit_model.config import ViTConfig
-from vit_model.detection.fcos import GROUPS, FCOSHead, Outputs, Places
-from vit_model.detection.pyramid import SCALES, SimpleFeaturePyramid, as_map
+from vit_model.detection.contract import SCALES, DetectorContract, check, read_detector_contract
+from vit_model.detection.fcos import FCOSHead, Outputs, Places
+from vit_model.detection.pyramid import SimpleFeaturePyramid, as_map
 from vit_model.model import ViT
 from vit_model.parts import AroundModel, generator_of
+from vit_model.weights import finite_weights, load_tensors, write_contract, write_tensors
 
 
 class Detector(AroundModel):
-    """A ViT that detects objects of some classes; its own classifier, if it has one, is not used.
+    """A ViT that detects objects of some classes.
 
     Raises ValueError for a hybrid, whose stem has maps of its own, and for channels or a grid that cannot be divided.
     """
@@ -37,9 +41,23 @@ class Detector(AroundModel):
         self.model = model
         self.pyramid = SimpleFeaturePyramid(model.config.width, channels, scales)
         self.head = FCOSHead(channels, num_classes, convs)
-        rows, columns = model.config.grid
-        shapes = [(int(rows * scale), int(columns * scale)) for scale in scales]
-        self.places = Places.of(shapes, [model.config.patch_size / scale for scale in scales])
+        self._scales = tuple(scales)
+
+    @cached_property
+    def places(self) -> Places:
+        """The places of the maps, on the device of the weights when they are first asked for."""
+        rows, columns = self.config.grid
+        shapes = [(int(rows * scale), int(columns * scale)) for scale in self._scales]
+        strides = [self.config.patch_size / scale for scale in self._scales]
+        return Places.of(shapes, strides, self.head.classes.weight.device)
+
+    @property
+    def config(self) -> ViTConfig:
+        """The ViT's configuration."""
+        return self.model.config
+
+    def is_head(self, name: str) -> bool:
+        return not name.startswith(self.model_prefix)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -52,12 +70,19 @@ class Detector(AroundModel):
                     module.bias.zero_()
         self.head.initialise(generator)
 
-    def forward(self, images: Tensor) -> Outputs:
-        """[b, c, height, width] -> what the head says about each place.
+    def unused(self) -> Iterator[nn.Parameter]:
+        """Yield the ViT's weights that no output depends on: those of its pooling and its tanh layer."""
+        for name, parameter in self.model.named_parameters():
+            if name.startswith(("attn_pool.", "pre_logits.")):
+                yield parameter
+
+    def forward(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Outputs:
+        """[b, c, height, width] -> what the head says about each place; `drop_path_draws`: see `ViT.forward`.
 
         Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
-        return self.read(self.model.encode(self.model.embed(images)))
+        tokens = self.model.encode(self.model.embed(images), drop_path_draws=drop_path_draws)
+        return self.read(self.model.norm(tokens) if self.config.norm_after_pooling else tokens)
 
     def read(self, tokens: Tensor) -> Outputs:
         """The encoder's tokens [b, n, d] -> what the head says; for frozen features, which are computed once."""
@@ -66,13 +91,25 @@ class Detector(AroundModel):
         return outputs
 
 
-def check(config: ViTConfig, channels: int, scales: Sequence[float]) -> None:
-    """Raise ValueError for a model that has no such detector, see `Detector`."""
-    if config.stem is not None:
-        raise ValueError(f"a hybrid, with stem {list(config.stem)}, cannot be a detector's backbone; use a plain ViT")
-    if channels % GROUPS:
-        raise ValueError(f"channels {channels} is not a multiple of {GROUPS}, the groups of the head's norms")
-    if 4 in scales and config.width % 4:
-        raise ValueError(f"width {config.width} is not a multiple of 4, which the finest map needs")
-    if 0.5 in scales and any(side % 2 for side in config.grid):
-        raise ValueError(f"{config.grid[0]} x {config.grid[1]} patches cannot be halved; use an even number")
+def save_detector(folder: Path, detector: Detector, contract: DetectorContract) -> None:
+    """Write the detector's weights and contract to `folder`. Raises ValueError if a weight is NaN or infinite."""
+    if contract.backbone.architecture != detector.config:
+        raise ValueError(f"contract is for {contract.backbone.architecture!r}, the backbone is {detector.config!r}")
+    write_tensors(folder, finite_weights(detector))
+    write_contract(folder, contract)
+
+
+def load_detector(folder: Path) -> tuple[Detector, DetectorContract]:
+    """Load the detector in `folder`, float32 on the CPU in evaluation mode, and its contract.
+
+    Raises UserError, naming the file, as `load_model` does.
+    """
+    contract = read_detector_contract(folder)
+    architecture = contract.backbone.architecture
+    assert isinstance(architecture, ViTConfig)  # the contract has checked it
+
+    def make() -> Detector:
+        names = contract.class_names
+        return Detector(ViT(architecture), len(names), contract.channels, contract.convs, contract.scales)
+
+    return load_tensors(folder, architecture, None, make).eval(), contract

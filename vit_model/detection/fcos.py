@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_model.detection.boxes import areas, clip, giou, nms
+from vit_model.detection.contract import GROUPS
 
 CENTRE_RADIUS = 1.5  # strides from the middle of a box within which a place can belong to it
 FAR, FARTHEST = 4, 8  # strides from a place to the farthest side of a box that its map may detect
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss
 PRIOR = 0.01  # the probability of each class at first
 SCORE, NMS, PER_MAP, PER_IMAGE = 0.05, 0.6, 1000, 100
-GROUPS = 32  # of the group norms
 
 
 class Outputs(NamedTuple):
@@ -104,6 +104,7 @@ class FCOSHead(nn.Module):
 
     def __init__(self, channels: int, num_classes: int, convs: int = 4) -> None:
         super().__init__()
+        self.num_classes = num_classes
         self.class_tower, self.box_tower = _tower(channels, convs), _tower(channels, convs)
         self.classes = nn.Conv2d(channels, num_classes, 3, padding=1)
         self.sides = nn.Conv2d(channels, 4, 3, padding=1)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SCALES = (4.0, 2.0, 1.0, 0.5)
-"""The sides of the maps, as multiples of the grid of patches."""
+from vit_model.detection.contract import SCALES
 
 
 class ChannelNorm(nn.LayerNorm):

@@ -9,7 +9,7 @@ from pipelines.spec.stages.base import BaseStage
 from pipelines.spec.stages.baselines import Baselines
 from pipelines.spec.stages.embed import Embed, Predict
 from pipelines.spec.stages.evaluate import Evaluate
-from pipelines.spec.stages.finetune import Finetune
+from pipelines.spec.stages.finetune import Detect, Finetune
 from pipelines.spec.stages.import_model import Import
 from pipelines.spec.stages.ingest import Ingest
 from pipelines.spec.stages.inspect import Inspect
@@ -23,6 +23,7 @@ AnyStage = (
     | Import
     | Pretrain
     | Finetune
+    | Detect
     | Evaluate
     | Segment
     | Baselines

@@ -1,4 +1,4 @@
-"""The stage `finetune`: adapt a model to another data set, with the best of the tried settings."""
+"""The stages `finetune` and `detect`: adapt a model to another data set, with the best of the tried settings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipelines.spec.optimizer import check_optimizer
 from pipelines.spec.search import ASHA, FIXED, Choices, Optuna, Point, Range, Search, placed
 from pipelines.spec.stages.base import (
     BACKBONE,
+    Kind,
     Rate,
     SeenInTraining,
     TrainingStage,
@@ -77,7 +78,7 @@ class Finetune(TrainingStage):
         7: lambda stage: has_stochastic_depth(stage.model) or bool(stage.stochastic_depth),
         8: lambda stage: isinstance(stage.search, Optuna),
     }
-    KIND = "model"
+    KIND: ClassVar[Kind] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)
@@ -294,4 +295,40 @@ class Finetune(TrainingStage):
             )
         if self.head_first >= self.steps:
             raise ValueError(f"head_first {self.head_first} must be less than steps {self.steps}")
+        return self
+
+
+_NOT_OF_BOXES = (
+    *("labels", "select_by", "eval_crop", "lora", "class_weights", "sampling"),
+    *("randaugment", "mixup", "cutmix", "label_smoothing"),
+)
+
+
+class Detect(Finetune):
+    """A fine-tuning that detects objects, by FCOS's head on a ViT's simple feature pyramid; scored by COCO's AP."""
+
+    VERSION = 1
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {}
+    KIND = "detector"
+    job: Literal["detect"]  # type: ignore[assignment]
+    data: str = takes("dataset", description="a data set with boxes: a folder with `boxes`, or scenes")
+    augment: Augmentation | Literal["vtab"] = Field(
+        "flip",
+        description="a policy that crops or flips; boxes of which a crop shows less than a quarter are not learned",
+    )
+    channels: int = Field(256, ge=32, multiple_of=32, description="of the pyramid's maps and of the head")
+    convs: int = Field(4, ge=1, le=8, description="convolutions in each of the head's two towers")
+    scales: tuple[Literal[4, 2, 1, 0.5], ...] = Field(  # type: ignore[valid-type]
+        (4, 2, 1, 0.5), min_length=1, description="the pyramid's maps, as multiples of the grid of patches"
+    )
+
+    @model_validator(mode="after")
+    def _is_of_boxes(self) -> Self:
+        for name in _NOT_OF_BOXES:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name}: detect has no such setting; leave it out")
+        if self.augment in ("shift", "shift_flip", "vtab"):
+            raise ValueError(f"augment {self.augment}: detect needs a policy that crops or flips, such as flip")
+        if list(self.scales) != sorted(set(self.scales), reverse=True):
+            raise ValueError(f"scales {[*self.scales]}: list each once, the largest first")
         return self

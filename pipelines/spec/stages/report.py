@@ -19,7 +19,9 @@ class Report(BaseStage):
     title: str
     note: str = Field("", description="a note for readers, shown beside the verdict")
     of: tuple[str, ...] = takes(
-        "dataset", "model", "evaluation", "audit", "embedding", "inspection", shows_names=True, min_length=1
+        *("dataset", "model", "evaluation", "audit", "embedding", "inspection", "detector"),
+        shows_names=True,
+        min_length=1,
     )
     missing: tuple[str, ...] = later(
         (), description="set by a run: members of a matrix that could not be built and were removed from `of`"

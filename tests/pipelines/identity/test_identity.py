@@ -333,6 +333,11 @@ FIRST = {
         {"data": "d", "backbone": "b", "learning_rates": [1.0], "steps": 1, "batch_size": 1},
         "model resolution labels learning_rates steps batch_size optimizer augment label_smoothing dtype seed",
     ),
+    "detect": (
+        {"data": "d", "backbone": "b", "learning_rates": [1.0], "steps": 1, "batch_size": 1},
+        "model resolution labels learning_rates steps batch_size optimizer augment label_smoothing dtype seed"
+        " channels convs scales",
+    ),
     "evaluate": ({"data": "d", "backbone": "b"}, "shots draws seed"),
     "segment": ({"data": "d", "backbone": "b"}, "seed"),
     "baselines": ({"data": "d"}, "methods labels thumbnail max_images"),

@@ -18,7 +18,7 @@ def found_in(images: np.ndarray) -> list[Matches]:
 
 @pytest.mark.parametrize(("images", "share"), [(400, 0.7), (400, 0.25), (60, 0.5)])
 def test_of_a_recall_it_is_that_of_a_proportion(images: int, share: float) -> None:
-    found = ap_interval(found_in(np.arange(images) < share * images))
+    found = ap_interval([found_in(np.arange(images) < share * images)])
     margin = 1.96 * (share * (1 - share) / images) ** 0.5
     assert found.value == pytest.approx(share, abs=0.011)  # recalls are counted in hundredths
     assert (found.low, found.high) == pytest.approx((share - margin, share + margin), abs=0.15 * margin + 0.011)
@@ -28,15 +28,15 @@ def test_a_difference_is_of_the_same_images() -> None:
     rng = np.random.default_rng(0)
     one = rng.random(300) < 0.6
     other = one ^ (rng.random(300) < 0.05)  # differs in a few images
-    same = difference_interval(found_in(one), found_in(one))
+    same = difference_interval([found_in(one)], [found_in(one)])
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
-    paired = difference_interval(found_in(one), found_in(other))
-    alone = ap_interval(found_in(one))
+    paired = difference_interval([found_in(one)], [found_in(other)])
+    alone = ap_interval([found_in(one)])
     assert paired.low < paired.value < paired.high
     assert paired.high - paired.low < 0.5 * (alone.high - alone.low)
 
 
 def test_it_contains_ap_between_0_and_1() -> None:
     for share in (0.0, 0.02, 1.0):
-        value, low, high = ap_interval(found_in(np.arange(100) < 100 * share))
+        value, low, high = ap_interval([found_in(np.arange(100) < 100 * share)])
         assert 0 <= low <= value <= high <= 1 and 0.02 < high - low < 0.15

@@ -24,7 +24,8 @@ from vit_model.build import build
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo
-from vit_model.weights import HEADS, load_model, save_model
+from vit_model.parts import HEADS
+from vit_model.weights import load_model, save_model
 
 CLASSES = ("a", "b", "c")
 CPU = torch.device("cpu")

@@ -1,0 +1,129 @@
+"""Detectors in a report: COCO's AP with intervals, and the differences between detectors on the same images.
+
+In: a table of `ray_jobs.detection.tables.DETECTIONS` with the artifact of each row. Out: lines of report.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.spec import quantity
+from ray_jobs.detection.average_precision import SIZES, Matches, average_precisions, match
+from ray_jobs.detection.intervals import ap_interval, difference_interval
+from ray_jobs.detection.tables import detected_of, truths_of
+from ray_jobs.evaluation.rows import is_apart
+from ray_jobs.reporting.verdicts import percent, points
+
+METRICS = ("AP", "AP50", "AP75", *(f"AP {size}" for size in SIZES[1:]))
+FEWEST = 10  # test images with boxes of which an interval is shown
+_OF = ("artifact", "stage", "task", "protocol", "method")
+Line = dict[str, Any]
+
+
+class Detector(NamedTuple):
+    """A detector's results on some test images."""
+
+    about: dict[str, str]
+    """its artifact, stage, task, protocol and method"""
+    sample_ids: tuple[str, ...]
+    boxes: int
+    draws: list[dict[str, list[Matches]]]
+    """of each training, see `average_precision.match`"""
+
+    @property
+    def all(self) -> list[list[Matches]]:
+        """The matches of boxes of all sizes, of each training."""
+        return [draw["all"] for draw in self.draws]
+
+
+def detectors(detections: pa.Table) -> dict[str, list[Detector]]:
+    """Return the detectors of each data set, from a table of DETECTIONS with artifact and stage."""
+    parts: dict[str, dict[tuple[str, ...], dict[int, list[int]]]] = {}
+    ids, names = detections["sample_id"].to_pylist(), [detections[name].to_pylist() for name in (*_OF, "draw")]
+    for row, (*about, draw) in enumerate(zip(*names, strict=True)):
+        by_detector = parts.setdefault(about[_OF.index("task")], {})
+        by_detector.setdefault(tuple(about), {}).setdefault(draw, []).append(row)
+    found: dict[str, list[Detector]] = {}
+    for task, by_detector in parts.items():
+        classes = 0  # the same for all detectors, so that their APs can be compared class by class
+        read = []
+        for of, draws in by_detector.items():
+            tables = [detections.take(sorted(draws[draw], key=ids.__getitem__)) for draw in sorted(draws)]
+            truths, detected = truths_of(tables[0]), [detected_of(table) for table in tables]
+            labels = [*(each.classes for each in truths), *(each.classes for each in chain(*detected))]
+            classes = max(classes, *(1 + int(part.max(initial=-1)) for part in labels))
+            read.append((of, tuple(sorted(ids[row] for row in draws[min(draws)])), truths, detected))
+        found[task] = [
+            Detector(
+                dict(zip(_OF, of, strict=True)),
+                tested,
+                sum(int((~truth.ignored).sum()) for truth in truths),
+                [match(truths, each, classes) for each in detected],
+            )
+            for of, tested, truths, detected in read
+        ]
+    return found
+
+
+def lines(detections: pa.Table) -> list[Line]:
+    """Return a line per detector, the best of each data set first, with its difference from that one.
+
+    `low` and `high`, the ends of AP's interval, are None if too few test images have boxes; so are the difference and
+    its ends for the best itself, and for one that was tested on other images.
+    """
+    found: list[Line] = []
+    for _, some in sorted(detectors(detections).items()):
+        ordered = sorted(some, key=lambda each: (is_apart(each.about["method"]), -(_mean(each)["AP"] or 0.0)))
+        found += [_line(each, ordered[0]) for each in ordered]
+    return found
+
+
+def _line(detector: Detector, best: Detector) -> Line:
+    has_interval = _images_with_boxes(detector) >= FEWEST
+    interval = ap_interval(detector.all) if has_interval else None
+    line: Line = detector.about | _mean(detector)
+    line |= {"draws": len(detector.draws), "num_images": len(detector.sample_ids), "boxes": detector.boxes}
+    line |= {"low": interval and interval.low, "high": interval and interval.high, "apart": is_apart(line["method"])}
+    is_compared = has_interval and detector is not best and detector.sample_ids == best.sample_ids
+    difference = difference_interval(best.all, detector.all) if is_compared else None
+    return line | {
+        "behind": difference and difference.value,
+        "behind_low": difference and difference.low,
+        "behind_high": difference and difference.high,
+    }
+
+
+def _images_with_boxes(detector: Detector) -> int:
+    return int(np.count_nonzero(np.sum([each.boxes for each in detector.all[0]], axis=0)))
+
+
+def _mean(detector: Detector) -> dict[str, float | None]:
+    """Return the mean of each metric over trainings; None for a size without boxes."""
+    values = [average_precisions(draw) for draw in detector.draws]
+    means = {metric: float(np.mean([each[metric] for each in values])) for metric in METRICS}
+    return {metric: None if np.isnan(mean) else mean for metric, mean in means.items()}
+
+
+def headline(found: Sequence[Line]) -> str:
+    """Say how good the best detector of each data set is, and how far it is ahead of the next one."""
+    said = []
+    for task in dict.fromkeys(line["task"] for line in found):
+        best, *others = [line for line in found if line["task"] == task]
+        interval = "" if best["low"] is None else f" (95% interval {percent(best['low'])} to {percent(best['high'])})"
+        sentence = (
+            f"{best['stage']} detects the objects of {task} with AP {percent(best['AP'] or 0.0)}{interval},"
+            f" on {quantity(best['num_images'], 'test image')}"
+        )
+        if others and others[0]["behind"] is not None:
+            ends = f"{points(others[0]['behind_low'])} to {points(others[0]['behind_high'])}"
+            gap = f"{points(others[0]['behind'])} points ({ends})"
+            is_shown = others[0]["behind_low"] > 0
+            told = "" if is_shown else "; better than it is not shown, because the interval includes zero"
+            sentence += f", {gap} from {others[0]['stage']}{told}"
+        said.append(f"{sentence}.")
+    return " ".join(said)

@@ -1,0 +1,260 @@
+"""Detection as a fine-tuning: its loss sees boxes where the images show them, its fits resume, its AP is COCO's."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from faster_coco_eval import COCO, COCOeval_faster
+from PIL import Image, ImageDraw
+
+from pipelines.spec import Detect
+from pipelines.store import Layout, Manifest, Store, create_attempt, open_store
+from ray_jobs import finetune
+from ray_jobs.augment import TrainTransform
+from ray_jobs.data.boxes import Box
+from ray_jobs.data.loader import Loader
+from ray_jobs.data.sampler import Sampler
+from ray_jobs.data.shards import Dataset, Images
+from ray_jobs.detection.tables import DETECTIONS, FILE
+from ray_jobs.evaluation.leakage import Overlap
+from ray_jobs.process.context import Context
+from ray_jobs.reporting import detections as reported
+from ray_jobs.training import detecting, optim
+from ray_jobs.training.task import Task, at_point, make_task
+from ray_jobs.tuning import detections, fits
+from ray_jobs.tuning.ledger import open_ledger
+from ray_jobs.tuning.trial import Refitted
+from tests.ray_jobs.ingesting.test_boxes import kitti
+from tests.support.ingesting import ingest_here
+from tests.support.records import make_context
+from vit_model.contract import MODEL_FILES
+from vit_model.detection.detector import load_detector, save_detector
+from vit_model.errors import UserError
+
+SIZE = {"patch_size": 8, "width": 32, "depth": 1, "num_heads": 2}
+SCENES = {"kind": "scenes", "figures": "shapes", "images": 24, "dev_images": 6, "test_images": 12, "resolution": 32}
+NONE = Overlap(np.zeros(12, bool), 0, 0, 0)
+
+
+def configuration(**fields: Any) -> Detect:
+    base = {
+        "job": "detect",
+        "data": "scenes",
+        "model": SIZE,
+        "resolution": 32,
+        "learning_rates": [3e-3],
+        "steps": 12,
+        "batch_size": 8,
+        "channels": 32,
+        "convs": 1,
+        "scales": [2, 1],
+        "checkpoint_every": {"steps": 5},
+    }
+    return Detect.model_validate(base | fields)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def scenes(store: Store) -> Manifest:
+    return ingest_here(store, SCENES)
+
+
+def attempt(store: Store, data: Manifest, number: int = 1, **fields: Any) -> Context[Detect]:
+    given = make_context(store, configuration(**fields), data=data)
+    record = given.attempt.model_copy(update={"number": number, "job": "detect"})
+    return replace(given, attempt=create_attempt(store, record))
+
+
+def refit(given: Context[Detect]) -> tuple[Task, Dataset, Refitted]:
+    dataset = given.dataset()
+    task = make_task(given.config, dataset, None)
+    pools, _ = finetune.labelled(given.config, dataset)
+    task = at_point(task, 0, {"learning_rate": 3e-3}, dataset)._replace(attempts=open_ledger(given).attempts)
+    done = fits.refit(given, task, pools[0], 0)
+    assert done is not None
+    return task, dataset, done
+
+
+def boxed_photos(root: Path) -> dict[str, Any]:
+    """Black photographs of several sizes, each with a white box."""
+    rng, boxes = np.random.default_rng(0), {}
+    for number in range(16):
+        width, height = rng.integers(60, 120, 2).tolist()
+        x1, y1 = (int(rng.integers(0, side // 2)) for side in (width, height))
+        box = Box(x1, y1, x1 + int(rng.integers(20, width // 2)), y1 + int(rng.integers(20, height // 2)), number % 2)
+        image = Image.new("RGB", (width, height))
+        ImageDraw.Draw(image).rectangle([box.x1, box.y1, box.x2 - 1, box.y2 - 1], fill="white")
+        name = f"{'test' if number > 13 else 'train'}/{number}"
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        image.save(root / f"{name}.png")
+        boxes[name] = [box]
+    kitti(root, boxes)
+    return {"kind": "folder", "root": str(root), "boxes": "kitti"}
+
+
+@pytest.mark.parametrize("stored", ["files", "pixels"])
+@pytest.mark.parametrize("policy", ["none", "flip", "crop_flip", "resized_crop_flip", "squash_crop_flip"])
+def test_the_loss_sees_a_box_where_the_image_shows_it(policy: str, stored: str, store: Store, tmp_path: Path) -> None:
+    """Against the pixels that the loader and the augmentation deliver, for crops of files and of loaded images."""
+    source = SCENES | {"max_count": 1, "resolution": 48} if stored == "pixels" else boxed_photos(tmp_path / "photos")
+    given = attempt(store, ingest_here(store, source, max_distance=None), augment=policy, resolution=64)
+    dataset = given.dataset()
+    task = make_task(given.config, dataset, None)
+    images = detecting.Numbered(dataset, dataset.index("train"))
+    transform = TrainTransform(given.config, 3, 0, dataset.info.image is None)
+    sizes = np.stack([images.rows[name].to_numpy() for name in ("width", "height")], axis=1)
+    boxes, seen = dataset.boxes("train"), 0
+    with Loader(
+        images, Sampler(images, seed=3, batch_size=8), task.contract.preprocessing, crop=transform.crop
+    ) as all_:
+        for _, (positions, pixels, rows) in zip(range(20), all_, strict=False):
+            (views,), targets = transform(pixels, rows, positions, 0)
+            crops = detecting._crops(transform, positions, sizes[targets.numpy()], 64)
+            for view, row, crop, is_flipped in zip(views.numpy(), targets.tolist(), *crops, strict=True):
+                truth = detecting.truth(boxes[row], crop, is_flipped, 64, torch.device("cpu"))
+                if not len(truth.boxes) or truth.ignored.any():
+                    continue
+                background = np.median(view.reshape(-1, 3), axis=0) if stored == "pixels" else np.zeros(3)
+                distance = np.abs(view.astype(float) - background).sum(axis=2)
+                y, x = np.nonzero(distance > 0.5 * distance.max())
+                found = np.array([x.min(), y.min(), x.max() + 1, y.max() + 1])
+                box, inward = truth.boxes[0].numpy(), np.array([1, 1, -1, -1])
+                near = 1 + 1.5 * 64 / crop[2:].min()  # pixels of the stored image, enlarged
+                if box[:2].min() > 0 and box[2:].max() < 64:
+                    assert np.abs(found - box).max() <= near, (found, box)
+                    seen += 1
+                elif min(box[2:] - box[:2]) < 50:  # otherwise the background is not seen
+                    assert (inward * (found - box)).min() >= -near, (found, box)
+    assert seen > 8
+
+
+def test_boxes_that_a_crop_hardly_shows_are_not_learned() -> None:
+    boxes = [Box(0, 0, 10, 10, 1), Box(8, 8, 20, 20, 2), Box(90, 90, 99, 99, 3), Box(30, 30, 50, 40, 4, ignored=True)]
+    truth = detecting.truth(boxes, np.array([8.0, 8.0, 40.0, 40.0]), True, 80, torch.device("cpu"))
+    assert truth.classes.tolist() == [1, 2, 4] and truth.ignored.tolist() == [True, False, True]
+    assert truth.boxes.tolist() == [[76, 0, 80, 4], [56, 0, 80, 24], [0, 44, 36, 64]]
+
+
+def test_a_killed_fit_ends_with_the_same_bytes(store: Store, scenes: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attempt(store, scenes)
+    _, _, expected = refit(whole)
+    files = [store.local(Layout.files("detect", "k", 1), ()) / name for name in MODEL_FILES]
+    kept = [file.read_bytes() for file in files]
+    (store_2 := open_store(f"{store.uri}-2")).create("x", b"")  # another store, in which the first attempt is killed
+    data, rate = ingest_here(store_2, SCENES), optim.learning_rate
+
+    def killed(step: int, *arguments: Any) -> float:
+        if step == 8:
+            raise KeyboardInterrupt
+        return rate(step, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optim, "learning_rate", killed)
+        refit(attempt(store_2, data))
+    _, _, resumed = refit(attempt(store_2, data, number=2))
+    again = [store_2.local(Layout.files("detect", "k", 2), ()) / name for name in MODEL_FILES]
+    assert [file.read_bytes() for file in again] == kept
+    assert resumed.images.equals(expected.images) and resumed.record.curve == expected.record.curve
+
+
+def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: Manifest) -> None:
+    """As faster-coco-eval computes it from detections.parquet alone; and what the report makes of them."""
+    task, dataset, done = refit(attempt(store, scenes, steps=60))
+    rows, predictions, files = detections.tables(task, dataset, [done, done], "dev", {}, NONE)
+    assert not predictions
+    parts = files[FILE]
+    by_metric = {(row["method"], row["draw"], row["metric"]): row["value"] for row in rows}
+    assert by_metric[detections.MEDIAN_BOX, 0, "AP"] < 0.05 < by_metric["ViT, from scratch", 1, "AP50"]
+    for method, part in (("ViT, from scratch", parts[0]), (detections.MEDIAN_BOX, parts[2])):
+        assert part.schema == DETECTIONS
+        expected = coco_ap(part.to_pylist(), len(task.objects))
+        for metric, value in zip(("AP", "AP50", "AP75"), expected, strict=True):
+            assert by_metric[method, 0, metric] == pytest.approx(value, abs=1e-6), metric
+    table = pa.concat_tables(parts)
+    for name in ("stage", "artifact"):
+        table = table.append_column(name, pa.repeat(name, len(table)))
+    best, other = reported.lines(table)
+    assert (best["method"], best["draws"], other["method"]) == ("ViT, from scratch", 2, detections.MEDIAN_BOX)
+    assert best["low"] < best["AP"] < best["high"] and best["behind"] is None
+    assert other["behind"] == pytest.approx(best["AP"] - other["AP"]) and other["behind_low"] < other["behind"]
+    assert best["AP"] == pytest.approx(by_metric["ViT, from scratch", 0, "AP"])
+    assert "detects the objects of Scenes with AP" in reported.headline([best, other])
+
+
+def coco_ap(images: list[dict[str, Any]], classes: int) -> list[float]:
+    """AP, AP50 and AP75 of faster-coco-eval."""
+
+    def annotation(number: int, box: dict[str, Any]) -> dict[str, Any]:
+        width, height = box["x2"] - box["x1"], box["y2"] - box["y1"]
+        place = {"image_id": number, "category_id": box["label"], "bbox": [box["x1"], box["y1"], width, height]}
+        return place | {"area": width * height, "iscrowd": int(box.get("ignored", False))}
+
+    given = [annotation(number, box) for number, image in enumerate(images) for box in image["boxes"]]
+    truth = COCO(
+        {
+            "images": [{"id": number, "width": 32, "height": 32} for number in range(len(images))],
+            "categories": [{"id": number, "name": str(number)} for number in range(classes)],
+            "annotations": [each | {"id": number} for number, each in enumerate(given, 1)],
+        }
+    )
+    results = [
+        annotation(number, box) | {"score": box["score"]}
+        for number, image in enumerate(images)
+        for box in image["found"]
+    ]
+    evaluation = COCOeval_faster(truth, truth.loadRes(results), "bbox", print_function=lambda *_: None)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return [float(value) for value in evaluation.stats[:3]]
+
+
+def test_a_detector_is_what_was_saved(store: Store, scenes: Manifest, tmp_path: Path) -> None:
+    given = attempt(store, scenes)
+    task = make_task(given.config, given.dataset(), None)
+    made = detecting.network(task, 5).eval()
+    save_detector(tmp_path, made, detecting.detector_contract(task))
+    loaded, contract = load_detector(tmp_path)
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for one, other in zip(made(pixels), loaded(pixels), strict=True):
+        assert torch.equal(one, other)
+    assert contract.class_names == given.dataset().info.class_names and contract.scales == (2, 1)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"channels": 32', '"channels": 64', 1))
+    with pytest.raises(UserError, match="wrong shapes"):
+        load_detector(tmp_path)
+    config.write_text(config.read_text().replace('"channels": 64', '"channels": 33', 1))
+    with pytest.raises(UserError, match="33 is not a multiple of 32"):
+        load_detector(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mixup": 0.2}, "mixup: detect has no such setting"),
+        ({"labels": {"per_class": 5}}, "labels: detect has no such setting"),
+        ({"augment": "shift"}, "augment shift: detect needs a policy that crops or flips"),
+        ({"scales": [1, 2]}, "list each once, the largest first"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configuration(**fields)
+
+
+def test_what_cannot_be_a_backbone_is_the_users_mistake(store: Store, scenes: Manifest) -> None:
+    dataset = attempt(store, scenes).dataset()
+    task = make_task(configuration(scales=[1, 0.5], resolution=24), dataset, None)
+    with pytest.raises(UserError, match="3 x 3 patches cannot be halved"):
+        detecting.network(task, 0)
+    without = Dataset(dataset.folder, dataset.info.model_copy(update={"has_boxes": False}), dataset._shards)
+    with pytest.raises(UserError, match="dataset Scenes has no boxes; give its source `boxes`"):
+        Images(without, without.index("test")).dataset.boxes("test")
