@@ -23,14 +23,16 @@ from pipelines.commands.common import (
     print_csv,
     print_json,
 )
+from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
-from pipelines.store import model_folder
+from pipelines.store import Manifest, Store, model_folder
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.data.shards import Split
 
 app = Commands()
+SHOWN = 0.3  # the least score of an object that is printed, as in a report's pictures
 
 
 @app.command("init")
@@ -119,6 +121,9 @@ def predict(
 ) -> None:
     """Classify images; print the five likeliest classes of each, or more if more reach their thresholds.
 
+    With a detector, find objects: prints those with a score of 0.3 or more; --json and --csv have all of them, with
+    boxes as COCO has them (x, y, width, height in pixels).
+
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
     if not (images or split):
@@ -134,7 +139,11 @@ def predict(
         raise RecipeError(str(error)) from None
     if as_json:
         print_json(rows)
-    if as_csv:
+    if as_csv and any("objects" in row for row in rows):
+        objects = [(row["image"], each) for row in rows for each in row.get("objects", ())]
+        header = ["image", "class", "score", "x", "y", "width", "height"]
+        print_csv(header, ([image, each["class"], each["score"], *each["bbox"]] for image, each in objects))
+    elif as_csv:
         answers = [row | _answer(row) for row in rows if "top" in row]
         names = [
             "image",
@@ -177,11 +186,26 @@ def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str
         elif as_text:
             label = f"  (label: {plain(row['label'])})" if "label" in row else ""
             console.print(f"[bold]{plain(row['image'])}[/]{label}")
-            for top in row["top"]:
+            for found in row.get("objects", ()):
+                if found["score"] >= SHOWN:
+                    box = ", ".join(f"{side:.0f}" for side in found["bbox"])
+                    console.print(f"  {found['score']:7.2f}  {plain(found['class'])} \\[{box}]")
+            for top in row.get("top", ()):
                 is_chosen = "  predicted" if top["class"] in row.get("classes", ()) else ""
                 threshold = f"  (threshold {top['threshold']:.2%})" if "threshold" in top else ""
                 console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}{is_chosen}{threshold}")
         yield row
+
+
+def _stored(store: Store, name: str) -> Manifest:
+    """Return the model or else the detector that an argument names. Raises RecipeError."""
+    try:
+        return named_model(store, name)
+    except RecipeError as error:
+        try:
+            return find_artifact(store, name, "detector")
+        except RecipeError:
+            raise error from None
 
 
 def _weights(model: str, checkpoint: str, store: str) -> Path:
@@ -191,7 +215,7 @@ def _weights(model: str, checkpoint: str, store: str) -> Path:
         return path
     opened = open_(store, create=False)
     try:
-        return model_folder(opened, named_model(opened, model), checkpoint)
+        return model_folder(opened, _stored(opened, model), checkpoint)
     except RecipeError:
         if path.exists():
             raise RecipeError(

@@ -91,7 +91,9 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
             if backbones
             else ADVICE.format(number=number, weights=pretrained.EXAMPLES[machine.gpus > 0])
         )
-    if not examined.listing.class_names:
+    if examined.source.has_boxes:
+        text = _detection(file, examined, backbones, machine, say)
+    elif not examined.listing.class_names:
         text = _without_labels(file, examined, backbones, machine, say)
     elif backbones:
         text = pretrained.recipe(file, examined, backbones, machine, say)
@@ -123,6 +125,57 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
 {pretrained.references(images)}"""
     description = f"A ViT trained on {images.name}, beside baselines on pixels."
     return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
+
+
+def _detection(
+    file: Path,
+    images: Examined,
+    backbones: Sequence[pretrained.Backbone],
+    machine: Machine,
+    say: Callable[[str], None],
+) -> str:
+    """Return a recipe that detects objects, with pretrained weights or a new ViT.
+
+    Raises:
+        RecipeError: there are several backbones.
+    """
+    if len(backbones) > 1:
+        raise RecipeError(f"--from: {len(backbones)} weights, but a recipe for boxes has one detector; give one")
+    has_gpu = machine.gpus > 0
+    batch_size, side = (32, 512) if has_gpu else (16, 128)
+    steps = min(30 * len(images.listing.entries), 200_000 if has_gpu else 20_000) // batch_size
+    if backbones:
+        (backbone,) = backbones
+        say(f"{backbone.name}: {described(backbone.architecture)}")
+        first = f"{backbone.stage()}\n\n"
+        start = (
+            f"backbone: {backbone.name}\n    resolution: {backbone.resolution}\n    learning_rates: [1.0e-4, 3.0e-4]"
+        )
+        start += "\n    optimizer: {layer_decay: 0.7}"
+    else:
+        say(f"images are about {images.typical_side()} pixels per side, and are squashed to {side}")
+        size = (
+            "{patch_size: 16, width: 384, depth: 12, num_heads: 6}"
+            if has_gpu
+            else "{patch_size: 8, width: 128, depth: 4, num_heads: 4}"
+        )
+        first, start = "", f"model: {size}\n    resolution: {side}\n    learning_rates: [1.0e-3]"
+    stages = f"""\
+{first}  # FCOS on a ViT: docs/detection.md. A higher resolution finds smaller objects, and takes longer.
+  detect:
+    job: detect
+    data: images
+    {start}
+    steps: {max(100, steps)}
+    batch_size: {batch_size}
+    augment: squash_crop_flip
+    channels: {256 if has_gpu else 64}
+    convs: {4 if has_gpu else 2}
+    threads: {machine.threads(2 if backbones else 1)}{machine.dtype_line}
+"""
+    description = f"A detector of the objects in {images.name}."
+    options = pretrained.options(backbones)
+    return images.recipe(file, description, stages, f"Objects in {images.name}", ["detect"], options)
 
 
 def _without_labels(

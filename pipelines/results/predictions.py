@@ -1,7 +1,8 @@
 """Predictions of image files, and of a split of the data set that a model was trained on.
 
 Out: rows {image, top: [{class, probability}, ...]}, the most likely class first, with `classes` if an image can have
-several; for a split with the label; and {image, error} for a file that cannot be read. Imports torch.
+several; for a split with the label; {image, objects} of a detector (`vit_model.detection.predict`); and {image, error}
+for a file that cannot be read. Imports torch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from ray_jobs.data.shards import Split, open_artifact
 from ray_jobs.import_model import model_of
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model import formats
+from vit_model.detection.contract import is_detector
+from vit_model.detection.detector import load_detector
+from vit_model.detection.predict import detect_readable
 from vit_model.predict import BATCH, answer, classify_readable
 from vit_model.weights import load_model
 
 
 def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Classify image files, and the images in folders, with weights of any format that `import` reads.
+
+    With a detector's folder, find the objects in them.
 
     Raises:
         RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.
@@ -38,6 +44,9 @@ def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     if not files:
         raise RecipeError("\n".join(row["error"] for row in unreadable))
     yield from unreadable
+    if is_detector(weights):
+        yield from detect_readable(*load_detector(weights), list(files))
+        return
     network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
     yield from classify_readable(network, contract, list(files))
 

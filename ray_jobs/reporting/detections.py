@@ -5,7 +5,8 @@ In: a table of `ray_jobs.detection.tables.DETECTIONS` with the artifact of each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,14 +14,19 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.spec import quantity
-from ray_jobs.detection.average_precision import SIZES, Matches, average_precisions, match
+from ray_jobs.data.shards import Dataset
+from ray_jobs.detection.average_precision import SIZES, Boxes, Detected, Matches, average_precisions, match
 from ray_jobs.detection.intervals import ap_interval, difference_interval
+from ray_jobs.detection.mistakes import KINDS, named
 from ray_jobs.detection.tables import detected_of, truths_of
 from ray_jobs.evaluation.rows import is_apart
+from ray_jobs.randomness import Purpose
+from ray_jobs.reporting.drawing.pictures import detected_urls
 from ray_jobs.reporting.verdicts import percent, points
 
 METRICS = ("AP", "AP50", "AP75", *(f"AP {size}" for size in SIZES[1:]))
 FEWEST = 10  # test images with boxes of which an interval is shown
+PICTURES = 12
 _OF = ("artifact", "stage", "task", "protocol", "method")
 Line = dict[str, Any]
 
@@ -31,7 +37,9 @@ class Detector(NamedTuple):
     about: dict[str, str]
     """its artifact, stage, task, protocol and method"""
     sample_ids: tuple[str, ...]
-    boxes: int
+    truths: list[Boxes]
+    detected: list[Detected]
+    """what the first training detected"""
     draws: list[dict[str, list[Matches]]]
     """of each training, see `average_precision.match`"""
 
@@ -62,7 +70,8 @@ def detectors(detections: pa.Table) -> dict[str, list[Detector]]:
             Detector(
                 dict(zip(_OF, of, strict=True)),
                 tested,
-                sum(int((~truth.ignored).sum()) for truth in truths),
+                truths,
+                detected[0],
                 [match(truths, each, classes) for each in detected],
             )
             for of, tested, truths, detected in read
@@ -70,24 +79,47 @@ def detectors(detections: pa.Table) -> dict[str, list[Detector]]:
     return found
 
 
-def lines(detections: pa.Table) -> list[Line]:
+def lines(found: Mapping[str, Sequence[Detector]]) -> list[Line]:
     """Return a line per detector, the best of each data set first, with its difference from that one.
 
     `low` and `high`, the ends of AP's interval, are None if too few test images have boxes; so are the difference and
     its ends for the best itself, and for one that was tested on other images.
     """
-    found: list[Line] = []
-    for _, some in sorted(detectors(detections).items()):
-        ordered = sorted(some, key=lambda each: (is_apart(each.about["method"]), -(_mean(each)["AP"] or 0.0)))
-        found += [_line(each, ordered[0]) for each in ordered]
-    return found
+    return [
+        _line(each, ordered[0])
+        for _, some in sorted(found.items())
+        for ordered in [_best_first(some)]
+        for each in ordered
+    ]
+
+
+def _best_first(some: Sequence[Detector]) -> list[Detector]:
+    return sorted(some, key=lambda each: (is_apart(each.about["method"]), -(_mean(each)["AP"] or 0.0)))
+
+
+def pictures(found: Mapping[str, Sequence[Detector]], tested: Mapping[str, Dataset]) -> dict[str, list[str]]:
+    """Return test images, drawn at random, with what the best detector of each data set detected, by its artifact."""
+    shown = {}
+    for some in found.values():
+        best = _best_first(some)[0]
+        if (dataset := tested.get(best.about["artifact"])) is None:
+            continue
+        rng = np.random.default_rng([0, Purpose.CONTACT_SHEET])
+        places = np.sort(rng.permutation(len(best.sample_ids))[:PICTURES])
+        rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids("test"))}
+        chosen = [(best.truths[place], best.detected[place]) for place in places]
+        shown[best.about["artifact"]] = detected_urls(
+            dataset, [rows[best.sample_ids[place]] for place in places], chosen
+        )
+    return shown
 
 
 def _line(detector: Detector, best: Detector) -> Line:
     has_interval = _images_with_boxes(detector) >= FEWEST
     interval = ap_interval(detector.all) if has_interval else None
     line: Line = detector.about | _mean(detector)
-    line |= {"draws": len(detector.draws), "num_images": len(detector.sample_ids), "boxes": detector.boxes}
+    line |= {"draws": len(detector.draws), "num_images": len(detector.sample_ids)}
+    line |= {"boxes": sum(int((~truth.ignored).sum()) for truth in detector.truths), "errors": _errors(detector)}
     line |= {"low": interval and interval.low, "high": interval and interval.high, "apart": is_apart(line["method"])}
     is_compared = has_interval and detector is not best and detector.sample_ids == best.sample_ids
     difference = difference_interval(best.all, detector.all) if is_compared else None
@@ -96,6 +128,13 @@ def _line(detector: Detector, best: Detector) -> Line:
         "behind_low": difference and difference.low,
         "behind_high": difference and difference.high,
     }
+
+
+def _errors(detector: Detector) -> dict[str, int]:
+    """Count the first training's detections by what is wrong about them, and the boxes that it missed."""
+    all_named = [named(*each) for each in zip(detector.truths, detector.detected, strict=True)]
+    counts = Counter(kind for each in all_named for kind in each.kinds)
+    return {kind: counts[kind] for kind in KINDS} | {"missed": sum(int(each.is_missed.sum()) for each in all_named)}
 
 
 def _images_with_boxes(detector: Detector) -> int:

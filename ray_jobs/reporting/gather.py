@@ -66,6 +66,7 @@ class ReportData:
     sheets: dict[str, list[pictures.Tiles]] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
     looked: dict[str, str] = field(default_factory=dict)
+    detected: dict[str, list[str]] = field(default_factory=dict)
     inside: dict[str, pictures.Inside] = field(default_factory=dict)
 
 
@@ -90,7 +91,7 @@ def gather(context: Context[Report]) -> ReportData:
     tested = _tested_datasets(manifests, datasets)
     measured = _measured(store, manifests)
     embedded = _embedded(store, manifests)
-    detected = detections.lines(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
+    detectors = detections.detectors(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     models = [entry for entry in scored if kind(entry) != "pixels"]
@@ -102,7 +103,7 @@ def gather(context: Context[Report]) -> ReportData:
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests, scored),
-        **({"detectors": detected} if detected else {}),
+        **({"detectors": detections.lines(detectors)} if detectors else {}),
         **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
         **_clusters(parts, embedded),
@@ -125,6 +126,7 @@ def gather(context: Context[Report]) -> ReportData:
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()}
         | {key: clusters.sheet(tested[key], found) for key, found in embedded.items() if key in tested},
         images=_images(numbers, tested),
+        detected=detections.pictures(detectors, tested),
         looked=_looked(store, manifests, numbers["mistakes"], tested),
         inside={manifest.key: pictures.inside(folder) for _, manifest, folder in parts if manifest.job == "inspect"},
     )

@@ -1,14 +1,16 @@
 """Detection from a folder with boxes to the report, with a backbone that another stage has trained."""
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from tests.conftest import Vitflow
 from tests.end_to_end.test_multi_label import only
-from tests.ray_jobs.tuning.test_detect import boxed_photos
+from tests.support.boxes import boxed_photos
 from vit_model.detection.detector import load_detector
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -73,5 +75,13 @@ def test_from_boxes_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> Non
     assert "AP of boxes on test" in page and "detects the objects of images" in ended.stdout + page
     listed = vitflow_local("list", "--kind", "detectors", "--store", store)
     assert "objects/found" in listed.stdout
+    image = root / "test/15.png"
+    objects = vitflow_local("predict", "objects/found", image, "--json", "--store", store)
+    (found,) = json.loads(objects.stdout)
+    width, height = Image.open(image).size
+    assert found["image"] == str(image) and all(
+        x >= 0 and x + w <= width + 1e-3 and y + h <= height + 1e-3
+        for x, y, w, h in map(itemgetter("bbox"), found["objects"])
+    )
     refused = vitflow_local("run", tmp_path / "r.yaml", "--store", store, "--set", "frozen.data=vit", check=2)
     assert "vit is a model; expected a dataset" in refused.stderr

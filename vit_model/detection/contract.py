@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
@@ -51,6 +52,15 @@ def check(config: Architecture, channels: int, scales: Sequence[float]) -> None:
         raise ValueError(f"width {config.width} is not a multiple of 4, which the finest map needs")
     if 0.5 in scales and any(side % 2 for side in config.grid):
         raise ValueError(f"{config.grid[0]} x {config.grid[1]} patches cannot be halved; use an even number")
+
+
+def is_detector(folder: Path) -> bool:
+    """Return whether a folder's config.json is a detector's; False if there is none, or it cannot be read."""
+    try:
+        content = json.loads(read_contract_file(folder))
+    except (UserError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and {"backbone", "scales"} <= content.keys()
 
 
 def read_detector_contract(folder: Path) -> DetectorContract:

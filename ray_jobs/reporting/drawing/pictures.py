@@ -23,6 +23,8 @@ from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.boxes import Box, of_rows
 from ray_jobs.data.columns import each_label
 from ray_jobs.data.shards import Dataset, Images, Split
+from ray_jobs.detection import mistakes
+from ray_jobs.detection.average_precision import Boxes, Detected
 from ray_jobs.randomness import Purpose
 from vit_model.contract import MODEL_FILES, Preprocessing
 from vit_model.inspection import attention_rollout
@@ -40,6 +42,8 @@ MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 
 TINT, STRENGTH = (255, 90, 0), 0.65
 COOL, NEUTRAL = (30, 80, 160), (240, 240, 240)  # of cosines -1 and 0; 1 is TINT
 GOLDEN = (5**0.5 - 1) / 2  # of a turn, from the hue of a class to that of the next
+DETECTED = 192  # side of an image with detections
+RIGHT, WRONG, MISSED = "#3ec46d", "#ff4d3d", "white"
 LEVELS = 16  # of attention, so that a last bit of difference does not show
 
 
@@ -149,6 +153,37 @@ def _with_boxes(pixels: np.ndarray, boxes: Sequence[Box], size: tuple[int, int])
         sides = np.clip(np.round(box[:4] * scale), 0, image.width - 1)
         draw.rectangle([*sides], outline="grey" if box.ignored else f"hsl({hue}, 100%, 55%)")
     return np.asarray(image)
+
+
+def detected_urls(dataset: Dataset, rows: Sequence[int], seen: Sequence[tuple[Boxes, Detected]]) -> list[str]:
+    """Return these rows of test as `data:` URLs, squashed to squares, with their boxes and detections.
+
+    Green: right; red: wrong, with a score of `mistakes.SHOWN` or more; white: missed boxes.
+    """
+    size = dataset.info.image
+    side, channels = (max(size.height, size.width), size.channels) if size else (DETECTED, 3)
+    half, side = (0.5,) * channels, min(side, DETECTED)
+    preprocessing = Preprocessing(mean=half, std=half, resolution=side, channels=channels)
+    images = dataset.images("test", preprocessing, np.asarray(rows, int))
+    index = dataset.index("test").take(np.asarray(rows, int))
+    sizes = np.stack([index[name].to_numpy() for name in ("width", "height")] * 2, axis=1)
+    urls = []
+    for pixels, (truth, found), whole in zip(images, seen, sizes, strict=True):
+        image = Image.fromarray(np.repeat(pixels, 3 // pixels.shape[-1], axis=-1))
+        image = image.resize(
+            (DETECTED, DETECTED), Image.Resampling.NEAREST if side <= SMALL else Image.Resampling.BILINEAR
+        )
+        draw, named = ImageDraw.Draw(image), mistakes.named(truth, found)
+        drawn = [(box, MISSED) for box in truth.boxes[named.is_missed]]
+        drawn += [
+            (found.boxes[number], RIGHT if kind == "right" else WRONG)
+            for number, kind in zip(named.shown, named.kinds, strict=True)
+            if kind != mistakes.IGNORED
+        ]
+        for box, colour in drawn:
+            draw.rectangle([*np.clip(np.round(box * DETECTED / whole), 0, DETECTED - 1)], outline=colour, width=2)
+        urls.append(jpeg_url(image))
+    return urls
 
 
 def data_url(pixels: np.ndarray) -> str:

@@ -11,6 +11,7 @@ from pipelines.machine import examined, init
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import RecipeError
 from tests.support.archives import image, tar
+from tests.support.boxes import boxed_photos
 from tests.support.cifar import members
 from tests.support.vits import TINY, contract_for
 from vit_model.config import ViTConfig
@@ -50,6 +51,17 @@ def test_an_archive_of_a_folder_is_as_the_folder(
         assert source.root == str(images)
         said.append(capsys.readouterr().out.replace(str(file), "").replace(str(images), ""))
     assert said[0] == said[1] and "2 images of 2 classes" in said[0] and "about 40 pixels" in said[0]
+
+
+def test_images_with_boxes_get_a_detector(tmp_path: Path) -> None:
+    boxed_photos(tmp_path / "photos")
+    with pytest.raises(RecipeError, match=r"the layout of COCO, a detection data set.*source\.boxes: coco"):
+        (tmp_path / "photos/train/_annotations.coco.json").write_text("{}")
+        init.write_recipe(tmp_path / "no.yaml", tmp_path / "photos", "folder", [], "s", init.Console(quiet=True))
+    init.write_recipe(tmp_path / "r.yaml", tmp_path / "photos", "{boxes: kitti}", [], "s", init.Console(quiet=True))
+    stages = load_pipeline(str(tmp_path / "r.yaml")).stages
+    assert [stage.job for stage in stages.values()] == ["ingest", "detect", "report"]
+    assert stages["detect"].resolution == 128 and stages["detect"].steps == 100
 
 
 def test_images_without_labels_are_embedded(

@@ -1,7 +1,6 @@
 """Boxes of an ingest: the same from every form of annotations, with the data set's splits and its digest."""
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,90 +16,15 @@ from ray_jobs import ingest
 from ray_jobs.data.boxes import Box
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.sources import catalog
+from tests.support.boxes import BOXES, CLASSES, FORMS, HEIGHT, WIDTH, kitti, made
 from tests.support.ingesting import in_tasks_here
 from tests.support.records import make_context
 from vit_model.errors import UserError
-
-WIDTH, HEIGHT = 40, 20
-CLASSES = ("cat", "dog")
-BOXES = {
-    "train/1": [Box(4, 2, 20, 18, 1), Box(0, 0, 8, 4, 0)],
-    "train/2": [],
-    "val/3": [Box(30, 10, 40, 20, 0)],
-    "test/4": [Box(12, 6, 16, 20, 1)],
-}
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
-
-
-def coco(root: Path, boxes: dict[str, list[Box]]) -> None:
-    for split in ("train", "val", "test"):
-        names = [name for name in boxes if name.startswith(split)]
-        (root / split / "_annotations.coco.json").write_text(
-            json.dumps(
-                {
-                    "images": [
-                        {"id": number, "file_name": f"{Path(name).name}.png", "width": WIDTH, "height": HEIGHT}
-                        for number, name in enumerate(names)
-                    ],
-                    "categories": [{"id": 7 + label, "name": name} for label, name in enumerate(CLASSES)],
-                    "annotations": [
-                        {
-                            "image_id": number,
-                            "category_id": 7 + box.label,
-                            "bbox": [box.x1, box.y1, box.x2 - box.x1, box.y2 - box.y1],
-                        }
-                        for number, name in enumerate(names)
-                        for box in boxes[name]
-                    ],
-                }
-            )
-        )
-
-
-def yolo(root: Path, boxes: dict[str, list[Box]]) -> None:
-    (root / "data.yaml").write_text(f"names: {list(CLASSES)}")
-    for name, some in boxes.items():
-        lines = (
-            f"{box.label} {(box.x1 + box.x2) / 2 / WIDTH} {(box.y1 + box.y2) / 2 / HEIGHT}"
-            f" {(box.x2 - box.x1) / WIDTH} {(box.y2 - box.y1) / HEIGHT}\n"
-            for box in some
-        )
-        (root / f"{name}.txt").write_text("".join(lines))
-
-
-def voc(root: Path, boxes: dict[str, list[Box]]) -> None:
-    for name, some in boxes.items():
-        objects = "".join(
-            f"<object><name>{CLASSES[box.label]}</name><bndbox><xmin>{box.x1 + 1}</xmin><ymin>{box.y1 + 1}</ymin>"
-            f"<xmax>{box.x2}</xmax><ymax>{box.y2}</ymax></bndbox></object>"
-            for box in some
-        )
-        size = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height></size>"
-        (root / f"{name}.xml").write_text(f"<annotation>{size}{objects}</annotation>")
-
-
-def kitti(root: Path, boxes: dict[str, list[Box]]) -> None:
-    for name, some in boxes.items():
-        sides = (f"{CLASSES[box.label]} 0 0 0 {box.x1} {box.y1} {box.x2} {box.y2} 1 1 1 0 0 0 0\n" for box in some)
-        (root / f"{name}.txt").write_text("".join(sides))
-
-
-FORMS = {"coco": coco, "yolo": yolo, "voc": voc, "kitti": kitti}
-
-
-def made(root: Path, form: str, boxes: dict[str, list[Box]] = BOXES) -> dict[str, Any]:
-    """A folder of images with annotations, and its source."""
-    for number, name in enumerate(boxes):
-        path = root / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
-    FORMS[form](root, boxes)
-    return {"kind": "folder", "root": str(root), "boxes": form}
 
 
 def ingested(source: dict[str, Any], store: Path, number: int = 1, **fields: Any) -> tuple[Dataset, str]:

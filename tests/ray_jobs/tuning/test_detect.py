@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 import torch
 from faster_coco_eval import COCO, COCOeval_faster
-from PIL import Image, ImageDraw
 
 from pipelines.spec import Detect
 from pipelines.store import Layout, Manifest, Store, create_attempt, open_store
@@ -28,7 +27,7 @@ from ray_jobs.training.task import Task, at_point, make_task
 from ray_jobs.tuning import detections, fits
 from ray_jobs.tuning.ledger import open_ledger
 from ray_jobs.tuning.trial import Refitted
-from tests.ray_jobs.ingesting.test_boxes import kitti
+from tests.support.boxes import boxed_photos
 from tests.support.ingesting import ingest_here
 from tests.support.records import make_context
 from vit_model.contract import MODEL_FILES
@@ -81,23 +80,6 @@ def refit(given: Context[Detect]) -> tuple[Task, Dataset, Refitted]:
     done = fits.refit(given, task, pools[0], 0)
     assert done is not None
     return task, dataset, done
-
-
-def boxed_photos(root: Path) -> dict[str, Any]:
-    """Black photographs of several sizes, each with a white box."""
-    rng, boxes = np.random.default_rng(0), {}
-    for number in range(16):
-        width, height = rng.integers(60, 120, 2).tolist()
-        x1, y1 = (int(rng.integers(0, side // 2)) for side in (width, height))
-        box = Box(x1, y1, x1 + int(rng.integers(20, width // 2)), y1 + int(rng.integers(20, height // 2)), number % 2)
-        image = Image.new("RGB", (width, height))
-        ImageDraw.Draw(image).rectangle([box.x1, box.y1, box.x2 - 1, box.y2 - 1], fill="white")
-        name = f"{'test' if number > 13 else 'train'}/{number}"
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        image.save(root / f"{name}.png")
-        boxes[name] = [box]
-    kitti(root, boxes)
-    return {"kind": "folder", "root": str(root), "boxes": "kitti"}
 
 
 @pytest.mark.parametrize("stored", ["files", "pixels"])
@@ -181,7 +163,7 @@ def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: M
     table = pa.concat_tables(parts)
     for name in ("stage", "artifact"):
         table = table.append_column(name, pa.repeat(name, len(table)))
-    best, other = reported.lines(table)
+    best, other = reported.lines(reported.detectors(table))
     assert (best["method"], best["draws"], other["method"]) == ("ViT, from scratch", 2, detections.MEDIAN_BOX)
     assert best["low"] < best["AP"] < best["high"] and best["behind"] is None
     assert other["behind"] == pytest.approx(best["AP"] - other["AP"]) and other["behind_low"] < other["behind"]
