@@ -139,21 +139,23 @@ def predict(
         raise RecipeError(str(error)) from None
     if as_json:
         print_json(rows)
-    if as_csv and any("objects" in row for row in rows):
+    if as_csv:
+        _print_table(rows, split is not None)
+    if any("error" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _print_table(rows: list[dict[str, Any]], has_labels: bool) -> None:
+    """Print a line per image, or per object."""
+    if any("objects" in row for row in rows):
         objects = [(row["image"], each) for row in rows for each in row.get("objects", ())]
         header = ["image", "class", "score", "x", "y", "width", "height"]
         print_csv(header, ([image, each["class"], each["score"], *each["bbox"]] for image, each in objects))
-    elif as_csv:
-        answers = [row | _answer(row) for row in rows if "top" in row]
-        names = [
-            "image",
-            "prediction",
-            *(["probability"] if any("probability" in row for row in answers) else []),
-        ]
-        names += ["label"] if split else []
-        print_csv(names, ([row[name] for name in names] for row in answers))
-    if any("error" in row for row in rows):
-        raise typer.Exit(1)
+        return
+    answers = [row | _answer(row) for row in rows if "top" in row]
+    has_probability = any("probability" in row for row in answers)
+    names = ["image", "prediction", *["probability"] * has_probability, *["label"] * has_labels]
+    print_csv(names, ([row[name] for name in names] for row in answers))
 
 
 def _predicted(
