@@ -7,6 +7,7 @@ classifier's logits. Boxes are in pixels of the stored image, except in the loss
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from ray_jobs.augment import CROPPING, TrainTransform, crops, drop_path_draws
 from ray_jobs.augment.objects import LEAST, in_crop
 from ray_jobs.data.boxes import Box, of_rows
 from ray_jobs.data.crops import Crops
+from ray_jobs.data.loader import MEMORY_BYTES
+from ray_jobs.data.sampler import Sampler, sample_positions
 from ray_jobs.data.shards import Images
 from ray_jobs.detection.average_precision import Detected, match, mean_ap
 from ray_jobs.detection.tables import found_table, truths_of
@@ -32,7 +35,7 @@ from ray_jobs.training.task import Evaluation, Task
 from vit_model.config import ViTConfig
 from vit_model.detection.contract import DetectorContract
 from vit_model.detection.detector import Detector
-from vit_model.detection.fcos import PER_IMAGE, Found, Outputs, Truth, detect, loss
+from vit_model.detection.fcos import PER_IMAGE, Found, Outputs, Truth, count_places, detect, loss
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -85,24 +88,77 @@ def detector_contract(task: Task) -> DetectorContract:
 
 
 def make_loss(
-    task: Task, engine: Plain, seed: int, data: Images, transform: TrainTransform
+    task: Task, engine: Plain, seed: int, data: Images, transform: TrainTransform, sampler: Sampler
 ) -> Callable[[MicroBatch], Tensor]:
-    """Return the loss of a fit, whose batches have row numbers of `data` as targets."""
+    """Return the loss of a fit, whose batches have row numbers of `data` as targets.
+
+    Its sums are divided by the number of places with a box in the whole batch of a step, which every worker counts for
+    itself. So the mean over micro-batches and workers is the loss of the batch.
+    """
     preprocessing, boxes = task.contract.preprocessing, of_rows(data.rows)
     sizes = np.stack([data.rows[name].to_numpy() for name in ("width", "height")], axis=1)
     side, detector = preprocessing.resolution, engine.masters
     assert isinstance(detector, Detector)
 
+    def truths_of(positions: NDArray[np.int64], rows: NDArray[np.int64], device: torch.device) -> list[Truth]:
+        seen = zip(rows.tolist(), *_crops(transform, positions, sizes[rows], side), strict=True)
+        return [truth(boxes[row], crop, is_flipped, side, device) for row, crop, is_flipped in seen]
+
+    @lru_cache(maxsize=1)  # for all micro-batches of a step
+    def places_in(step: int, device: torch.device) -> int:
+        positions = sample_positions(step, sampler.batch_size, rank=0, world=1)
+        truths = truths_of(positions, sampler.order.rows(positions), device)
+        return max(1, count_places(detector.places, truths))
+
+    frozen = _FrozenTokens(transform, side, len(data.rows)) if task.config.freeze == "backbone" else None
+
     def total(batch: MicroBatch) -> Tensor:
-        (images,) = batch.views
-        depth = drop_path_draws(task.contract.architecture, seed, batch.positions, images.device)
-        outputs = _float(engine.module(normalise(images, preprocessing, engine.dtype), *depth))
-        rows = batch.targets.cpu().numpy()
-        seen = zip(rows.tolist(), *_crops(transform, batch.positions, sizes[rows], side), strict=True)
-        truths = [truth(boxes[row], crop, is_flipped, side, images.device) for row, crop, is_flipped in seen]
-        return torch.stack(loss(outputs, detector.places, truths)).sum()
+        (images,), rows = batch.views, batch.targets.cpu().numpy()
+        inputs = normalise(images, preprocessing, engine.dtype)
+        if frozen is None:
+            depth = drop_path_draws(task.contract.architecture, seed, batch.positions, images.device)
+            outputs = _float(engine.module(inputs, *depth))
+        else:
+            outputs = _float(engine.module.read(frozen.of(engine.module, inputs, rows, batch.positions)))
+        truths = truths_of(batch.positions, rows, images.device)
+        share = len(batch.positions) / sampler.batch_size
+        count = share * places_in(int(batch.positions[0]) // sampler.batch_size, images.device)
+        return torch.stack(loss(outputs, detector.places, truths, count)).sum()
 
     return total
+
+
+class _FrozenTokens:
+    """The tokens of a ViT that is not trained, computed once for each image, and once for its mirror image.
+
+    Crops are different every time, and tokens of more than `MEMORY_BYTES` are not kept; then they are computed each
+    time. They are those of evaluation: without dropout and stochastic depth.
+    """
+
+    def __init__(self, transform: TrainTransform, side: int, images: int) -> None:
+        self._transform, self._side, self._images = transform, side, images
+        self._kept: dict[tuple[int, bool], Tensor] | None = {} if transform.config.augment in ("none", "flip") else None
+
+    def of(self, detector: Detector, inputs: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """Return the tokens [b, n, d] of normalised images, which are these rows at these positions."""
+        if self._kept is None:
+            return self._computed(detector, inputs)
+        flipped = [False] * len(rows)
+        if self._transform.config.augment == "flip":
+            flipped = crops("flip", self._transform.seed, positions, self._side, self._side).flipped.tolist()
+        keys = [*zip(rows.tolist(), flipped, strict=True)]
+        if missing := [number for number, key in enumerate(keys) if key not in self._kept]:
+            computed = self._computed(detector, inputs[missing])
+            if 2 * self._images * computed[0].numel() * computed.element_size() > MEMORY_BYTES:
+                self._kept = None
+                return computed  # of the first batch, in which all are missing
+            self._kept |= zip((keys[number] for number in missing), computed, strict=True)
+        return torch.stack([self._kept[key] for key in keys])
+
+    @torch.no_grad()
+    def _computed(self, detector: Detector, inputs: Tensor) -> Tensor:
+        detector.model.eval()
+        return detector.tokens(inputs)
 
 
 def _crops(
@@ -204,12 +260,13 @@ def score(task: Task, detector: Detector, images: Images) -> tuple[Evaluation, p
 
 
 def train_flops(task: Task) -> int:
-    """Return the FLOPs of a step per image, a backward pass counting as two forward passes."""
+    """Return the FLOPs of a step per image, a backward pass counting as two forward passes; frozen tokens are free."""
     with torch.device("meta"):
         detector = untrained(task)
         images = torch.empty(1, task.contract.architecture.in_channels, *detector.config.image_shape)
+        tokens = detector.tokens(images)
     with FlopCounterMode(display=False) as counter:
-        detector(images)
+        detector.read(tokens if task.config.freeze == "backbone" else detector.tokens(images))
     return 3 * counter.get_total_flops()
 
 

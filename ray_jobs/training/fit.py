@@ -288,7 +288,7 @@ def _setup(
     order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
     sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world)
     if task.objects:
-        loss = detecting.make_loss(task, engine, seed, data, transform)
+        loss = detecting.make_loss(task, engine, seed, data, transform, sampler)
     else:
         loss = make_loss(task, engine, seed, class_weights(task, data))
     guard, device = Guard(data, sampler, task.steps, manager), devices.device(worker.local_rank)

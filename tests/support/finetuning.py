@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipelines.spec import Finetune, Labels, Model
 from pipelines.store import FileEntry, create_attempt, open_store
@@ -63,14 +63,14 @@ def refitted(score: Score, **fields: Any) -> Refitted:
     return Refitted(record, images_table(score))
 
 
-def save_backbone(folder: Path, size: Model = SIZE) -> None:
+def save_backbone(folder: Path, size: Model = SIZE, side: int = 8, channels: Literal[1, 3] = 1) -> None:
     """A model of five other classes."""
-    image = shards.ImageSize(height=8, width=8, channels=1)
+    image = shards.ImageSize(height=side, width=side, channels=channels)
     none = {"train": 0, "dev": 0, "test": 0}
     info = shards.DatasetInfo(
         name="other", class_names=tuple("abcde"), image=image, splits=none, shards=(), content_digest="other"
     )
-    contract = model_contract(size, 8, info)
+    contract = model_contract(size, side, info)
     model = build(contract.architecture)
     model.initialise(configuration().seed + 5)
     save_model(folder, model, contract)

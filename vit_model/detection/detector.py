@@ -81,11 +81,15 @@ class Detector(AroundModel):
 
         Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
+        return self.read(self.tokens(images, drop_path_draws))
+
+    def tokens(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
+        """[b, c, height, width] -> the ViT's normed tokens [b, n, d]. Raises as `forward`."""
         tokens = self.model.encode(self.model.embed(images), drop_path_draws=drop_path_draws)
-        return self.read(self.model.norm(tokens) if self.config.norm_after_pooling else tokens)
+        return self.model.norm(tokens) if self.config.norm_after_pooling else tokens
 
     def read(self, tokens: Tensor) -> Outputs:
-        """The encoder's tokens [b, n, d] -> what the head says; for frozen features, which are computed once."""
+        """The ViT's tokens [b, n, d] -> what the head says; for frozen features, which are computed once."""
         config = self.model.config
         outputs: Outputs = self.head(self.pyramid(as_map(tokens[:, config.num_prefix_tokens :], config.grid)))
         return outputs

@@ -166,15 +166,17 @@ def assign(places: Places, truth: Truth) -> Tensor:
     return torch.where(smallest < math.inf, which, -1)
 
 
-def loss(outputs: Outputs, places: Places, truths: Sequence[Truth]) -> Losses:
+def loss(outputs: Outputs, places: Places, truths: Sequence[Truth], count: float | None = None) -> Losses:
     """Return the focal loss of the classes, 1 - GIoU of the boxes, and the cross-entropy of their centredness.
 
-    The number of places with a box is counted over the batch. Places inside an ignored region count in the classes'
-    loss only if they belong to a box.
+    Places inside an ignored region count in the classes' loss only if they belong to a box.
+
+    Args:
+        count: what the sums are divided by; None: the number of places of this batch with a box (`count_places`).
     """
     assigned = torch.stack([assign(places, truth) for truth in truths])  # [b, n]
     is_box = assigned >= 0
-    count = is_box.sum().clamp(min=1)
+    count = max(1, int(is_box.sum())) if count is None else count
     wanted = torch.zeros_like(outputs.classes)
     counts = torch.ones_like(outputs.centred)
     targets = []
@@ -193,6 +195,11 @@ def loss(outputs: Outputs, places: Places, truths: Sequence[Truth]) -> Losses:
         (1 - giou(predicted, target)).sum() / count,
         F.binary_cross_entropy_with_logits(outputs.centred[is_box], centredness, reduction="sum") / count,
     )
+
+
+def count_places(places: Places, truths: Sequence[Truth]) -> int:
+    """Return how many places of these images belong to a box."""
+    return sum(int((assign(places, truth) >= 0).sum()) for truth in truths)
 
 
 def focal(logits: Tensor, wanted: Tensor) -> Tensor:

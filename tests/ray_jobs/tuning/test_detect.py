@@ -10,7 +10,7 @@ import pytest
 import torch
 from faster_coco_eval import COCO, COCOeval_faster
 
-from pipelines.spec import Detect
+from pipelines.spec import Detect, ModelSize
 from pipelines.store import Layout, Manifest, Store, create_attempt, open_store
 from ray_jobs import finetune
 from ray_jobs.augment import TrainTransform
@@ -28,14 +28,17 @@ from ray_jobs.tuning import detections, fits
 from ray_jobs.tuning.ledger import open_ledger
 from ray_jobs.tuning.trial import Refitted
 from tests.support.boxes import boxed_photos
+from tests.support.finetuning import save_backbone
 from tests.support.ingesting import ingest_here
 from tests.support.records import make_context
 from vit_model.contract import MODEL_FILES
 from vit_model.detection.detector import load_detector, save_detector
 from vit_model.errors import UserError
+from vit_model.weights import load_model
 
 SIZE = {"patch_size": 8, "width": 32, "depth": 1, "num_heads": 2}
 SCENES = {"kind": "scenes", "figures": "shapes", "images": 24, "dev_images": 6, "test_images": 12, "resolution": 32}
+SGD = {"name": "sgd"}  # AdamW would amplify the rounding of biases before a norm, which have no gradient
 NONE = Overlap(np.zeros(12, bool), 0, 0, 0)
 
 
@@ -145,6 +148,43 @@ def test_a_killed_fit_ends_with_the_same_bytes(store: Store, scenes: Manifest, m
     again = [store_2.local(Layout.files("detect", "k", 2), ()) / name for name in MODEL_FILES]
     assert [file.read_bytes() for file in again] == kept
     assert resumed.images.equals(expected.images) and resumed.record.curve == expected.record.curve
+
+
+def test_micro_batches_do_not_change_the_training(store: Store, scenes: Manifest, tmp_path: Path) -> None:
+    """The places with a box are counted over the whole batch, though micro-batches have different numbers of them."""
+    weights = []
+    for parts in (1, 4):
+        other = open_store(str(tmp_path / str(parts)))
+        given = attempt(
+            other, ingest_here(other, SCENES), gradient_accumulation_steps=parts, dtype="float32", optimizer=SGD
+        )
+        refit(given)
+        weights.append(load_detector(other.local(Layout.files("detect", "k", 1), ()))[0].state_dict())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("policy", ["flip", "squash_crop_flip"])
+def test_tokens_of_a_frozen_backbone_are_those_of_its_images(
+    policy: str, store: Store, scenes: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept or computed each time, the fit is the same to the bit; and the ViT is as it was."""
+    backbone = store.local("", ()) / "backbone"
+    save_backbone(backbone, ModelSize.model_validate(SIZE), 32, channels=3)
+    fields = {"model": None, "backbone": "b", "freeze": "backbone", "augment": policy, "dtype": "float32"}
+    found = []
+    for number, limit in enumerate((detecting.MEMORY_BYTES, 0), start=1):
+        monkeypatch.setattr(detecting, "MEMORY_BYTES", limit)
+        given = attempt(store, scenes, number, **fields)
+        monkeypatch.setattr(type(given), "input", lambda *_: backbone)
+        task = at_point(make_task(given.config, given.dataset(), backbone), 0, {"learning_rate": 3e-3}, given.dataset())
+        pools, _ = finetune.labelled(given.config, given.dataset())
+        assert fits.refit(given, task, pools[0], 0) is not None
+        found.append(load_detector(store.local(Layout.files("detect", "k", number), ()))[0])
+    for (name, one), other in zip(found[0].named_parameters(), found[1].parameters(), strict=True):
+        assert torch.equal(one, other), name
+    before = load_model(backbone)[0].state_dict()
+    assert all(torch.equal(before[name], tensor) for name, tensor in found[0].model.state_dict().items())
 
 
 def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: Manifest) -> None:
