@@ -27,6 +27,8 @@ from ray_jobs.reporting.verdicts import percent, points
 METRICS = ("AP", "AP50", "AP75", *(f"AP {size}" for size in SIZES[1:]))
 FEWEST = 10  # test images with boxes of which an interval is shown
 PICTURES = 12
+SURE = 0.5  # the least score of a detection that puts a box in doubt
+DOUBTS = {"class": "wrong class", "place": "wrong place", "background": "missing box"}
 _OF = ("artifact", "stage", "task", "protocol", "method")
 Line = dict[str, Any]
 
@@ -128,6 +130,38 @@ def _line(detector: Detector, best: Detector) -> Line:
         "behind_low": difference and difference.low,
         "behind_high": difference and difference.high,
     }
+
+
+def doubted(found: Mapping[str, Sequence[Detector]], tested: Mapping[str, Dataset]) -> list[Line]:
+    """Return boxes of test images that are likely wrong, because the best detector is sure of something else.
+
+    Of a box of another class, its class is in doubt; where it overlaps a little with a box of its own class, this one's
+    place; and where there is no box, one may be missing. The surest of each data set come first.
+    """
+    lines: list[Line] = []
+    for task, some in sorted(found.items()):
+        best = _best_first(some)[0]
+        if (dataset := tested.get(best.about["artifact"])) is None:
+            continue
+        keys = dict(zip(dataset.sample_ids("test"), dataset.index("test")["key"].to_pylist(), strict=True))
+        of_task: list[Line] = []
+        for sample_id, truth, detected in zip(best.sample_ids, best.truths, best.detected, strict=True):
+            result = named(truth, detected)
+            of_task += [
+                {
+                    "task": task,
+                    "sample_id": sample_id,
+                    "file": keys[sample_id],
+                    "doubt": DOUBTS[kind],
+                    "said": dataset.info.class_names[int(detected.classes[number])],
+                    "score": float(detected.scores[number]),
+                    "box": [round(float(side), 1) for side in detected.boxes[number]],
+                }
+                for number, kind in zip(result.shown, result.kinds, strict=True)
+                if kind in DOUBTS and detected.scores[number] >= SURE
+            ]
+        lines += sorted(of_task, key=lambda line: -line["score"])[:PICTURES]
+    return lines
 
 
 def _errors(detector: Detector) -> dict[str, int]:

@@ -103,7 +103,7 @@ def gather(context: Context[Report]) -> ReportData:
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests, scored),
-        **({"detectors": detections.lines(detectors)} if detectors else {}),
+        **_detected(detectors, tested),
         **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
         **_clusters(parts, embedded),
@@ -207,6 +207,13 @@ def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[mu
     others = multi_label.with_intervals(measures.other_metrics(rows.filter(pc.invert(of_detectors))), scored)
     shown = [line | {"seen": lines.seen_by(line, metrics)} for line in others]
     return {"other_metrics": shown} if shown else {}
+
+
+def _detected(detectors: Mapping[str, Sequence[detections.Detector]], tested: Mapping[str, Dataset]) -> dict[str, Any]:
+    """Return the lines of detectors, if there are any, and the boxes that they put in doubt."""
+    if not detectors:
+        return {}
+    return {"detectors": detections.lines(detectors), "doubted_boxes": detections.doubted(detectors, tested)}
 
 
 def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:

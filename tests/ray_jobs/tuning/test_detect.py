@@ -211,6 +211,31 @@ def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: M
     assert "detects the objects of Scenes with AP" in reported.headline([best, other])
 
 
+def test_planted_faults_of_annotations_are_in_doubt(store: Store) -> None:
+    """A detector that finds what is there doubts a missing, a shifted and a wrongly named box, and no other."""
+    dataset = attempt(store, ingest_here(store, SCENES | {"test_images": 40})).dataset()
+    ids, boxes = dataset.sample_ids("test"), [[box._asdict() for box in some] for some in dataset.boxes("test")]
+    found = [
+        [{key: box[key] for key in ("x1", "y1", "x2", "y2", "label")} | {"score": 0.9} for box in some]
+        for some in boxes
+    ]
+    of = [number for number, some in enumerate(boxes) if len(some) == 1][:3]
+    wide = boxes[of[1]][0]
+    width = wide["x2"] - wide["x1"]
+    boxes[of[0]] = []
+    boxes[of[1]] = [wide | {"x1": wide["x1"] + 0.4 * width, "x2": wide["x2"] + 0.4 * width}]
+    boxes[of[2]] = [boxes[of[2]][0] | {"label": (boxes[of[2]][0]["label"] + 1) % 8}]
+    about = {"artifact": "a", "stage": "s", "task": "t", "protocol": "p", "method": "m", "draw": 0}
+    rows = [about | {"sample_id": i, "boxes": b, "found": f} for i, b, f in zip(ids, boxes, found, strict=True)]
+    table = pa.Table.from_pylist(
+        rows, pa.schema([pa.field(n, pa.string()) for n in ("artifact", "stage")] + [*DETECTIONS])
+    )
+    lines = reported.doubted(reported.detectors(table), {"a": dataset})
+    assert {line["sample_id"]: line["doubt"] for line in lines} == dict(
+        zip([ids[number] for number in of], ["missing box", "wrong place", "wrong class"], strict=True)
+    )
+
+
 def coco_ap(images: list[dict[str, Any]], classes: int) -> list[float]:
     """AP, AP50 and AP75 of faster-coco-eval."""
 
