@@ -166,7 +166,9 @@ def _predicted(
         weights = _weights(model, checkpoint, store)
     else:
         opened = open_(store, create=False)
-        manifest = named_model(opened, model)
+        manifest = _stored(opened, model)
+        if manifest.kind == "detector":
+            raise RecipeError(f"--split {split}: {model} is a detector, which takes IMAGES")
     from pipelines.results.predictions import of_files, of_split  # with torch
 
     return of_files(weights, images) if split is None else of_split(opened, manifest, checkpoint, split)

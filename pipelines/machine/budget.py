@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pipelines.files.hashing import read_cache, write_cache
-from pipelines.spec import AnyStage, Finetune, Pretrain, quantity
+from pipelines.spec import AnyStage, Detect, Finetune, Pretrain, quantity
 from vit_model import compute
 from vit_model.config import Architecture, MaeOptions, ViTConfig
 from vit_model.sizes import ModelSize, ResNetSize, size_of
@@ -90,6 +90,8 @@ class Fits(NamedTuple):
             trials = len(stage.learning_rates) * (len(stage.learning_rates) > 1)
             if stage.search or stage.early_stopping or stage.labels.per_class or stage.refits > 1:
                 return None
+            if isinstance(stage, Detect):
+                return None  # most of its operations are the head's
         if stage.model is None or stage.resolution is None:
             return None
         architecture = stage.model.architecture(stage.resolution, 3, CLASSES)

@@ -6,6 +6,7 @@ The recipe is an ordinary file to edit; `init` keeps no other state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from pipelines.machine.examined import Examined, examine, write_checked
 from pipelines.spec import ModelSize, RecipeError
 from ray_jobs.training.cost import images_per_second
 from vit_model.config import MaeOptions
+from vit_model.detection.contract import GROUPS, SCALES, check
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
 LEARNING_RATES = ("3.0e-4", "1.0e-3", "3.0e-3")
@@ -147,6 +149,7 @@ def _detection(
     if backbones:
         (backbone,) = backbones
         say(f"{backbone.name}: {described(backbone.architecture)}")
+        scales = _scales(backbone)
         first = f"{backbone.stage()}\n\n"
         start = (
             f"backbone: {backbone.name}\n    resolution: {backbone.resolution}\n    learning_rates: [1.0e-4, 3.0e-4]"
@@ -159,7 +162,7 @@ def _detection(
             if has_gpu
             else "{patch_size: 8, width: 128, depth: 4, num_heads: 4}"
         )
-        first, start = "", f"model: {size}\n    resolution: {side}\n    learning_rates: [1.0e-3]"
+        first, scales, start = "", SCALES, f"model: {size}\n    resolution: {side}\n    learning_rates: [1.0e-3]"
     stages = f"""\
 {first}  # FCOS on a ViT: docs/detection.md. A higher resolution finds smaller objects, and takes longer.
   detect:
@@ -171,11 +174,24 @@ def _detection(
     augment: squash_crop_flip
     channels: {256 if has_gpu else 64}
     convs: {4 if has_gpu else 2}
+    scales: [{", ".join(f"{scale:g}" for scale in scales)}]
     threads: {machine.threads(2 if backbones else 1)}{machine.dtype_line}
 """
     description = f"A detector of the objects in {images.name}."
     options = pretrained.options(backbones)
     return images.recipe(file, description, stages, f"Objects in {images.name}", ["detect"], options)
+
+
+def _scales(backbone: pretrained.Backbone) -> tuple[float, ...]:
+    """Return the scales of a pyramid on a backbone, which needs an even grid for the coarsest. Raises RecipeError."""
+    try:
+        with suppress(ValueError):
+            check(backbone.architecture, GROUPS, SCALES)
+            return SCALES
+        check(backbone.architecture, GROUPS, SCALES[:-1])
+    except ValueError as error:
+        raise RecipeError(f"--from: {backbone.name}: {error}") from None
+    return SCALES[:-1]
 
 
 def _without_labels(

@@ -30,7 +30,7 @@ from vit_model import formats
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError, reasons
 
-OTHER_STAGES = ("images", "features", "finetune", "vit", "pixels", "report")
+OTHER_STAGES = ("images", "features", "finetune", "detect", "vit", "pixels", "report")
 LEARNING_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")  # as pipelines/recipes/bakeoff.yaml has them
 BATCH_SIZE, MAX_STEPS, MIN_STEPS, PASSES = 64, 500, 100, 100
 # Without a GPU: fewer pixels, rates, images per step, epochs, and images in one training

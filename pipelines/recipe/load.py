@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 import vit_model.config
 from pipelines.recipe import matrix
 from pipelines.recipe.pipeline import Pipeline, base, unknown_stage
-from pipelines.spec import STAGE_TYPES, Finetune, ModelSize, Pretrain, RecipeError, ResNetSize, nearest
+from pipelines.spec import STAGE_TYPES, Detect, Finetune, ModelSize, Pretrain, RecipeError, ResNetSize, nearest
 from vit_model.errors import reason
 from vit_model.variants import RESNETS, VARIANTS
 
@@ -253,7 +253,7 @@ def schema() -> dict[str, Any]:
         for model in (ModelSize, ResNetSize):
             if name in model.model_fields:
                 schema["$defs"][model.__name__]["properties"][name].setdefault("description", description)
-    for stage in (Pretrain, Finetune):
+    for stage in (Pretrain, Finetune, Detect):
         properties = schema["$defs"][stage.__name__]["properties"]
         properties["model"] = {"anyOf": [{"enum": [*VARIANTS, *RESNETS]}, properties["model"]]}
     return schema

@@ -16,6 +16,7 @@ import pyarrow as pa
 from vit_model.errors import UserError
 
 MOST = 1_000  # boxes in an image
+ANY_CLASS = -1  # the label of a region to ignore that is not of one class
 SHARES = (1, 1)  # the size that boxes are of whose sides are shares of the image's
 BOX = pa.struct(
     [

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from ray_jobs.data.boxes import ANY_CLASS
+
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """The IoUs from which on a detection matches a box; AP is the mean over them."""
 RECALLS = np.linspace(0, 1, 101)
@@ -37,7 +39,8 @@ class Boxes(NamedTuple):
     classes: NDArray[np.integer[Any]]
     """[m]"""
     ignored: NDArray[np.bool_]
-    """[m]; a detection of which enough lies in such a region is neither right nor wrong (COCO's crowds)"""
+    """[m]; a detection of which enough lies in such a region of its class, or of ANY_CLASS, is neither right nor wrong
+    (COCO's crowds)"""
 
 
 class Detected(NamedTuple):
@@ -64,7 +67,7 @@ class Matches(NamedTuple):
 def match(truths: Sequence[Boxes], found: Sequence[Detected], num_classes: int) -> dict[str, list[Matches]]:
     """Match the detections of each class with its boxes; return {size: [matches of each class]}."""
     with redirect_stdout(io.StringIO()):  # it reports its progress
-        truth = _coco(len(truths), num_classes, _annotations(truths))
+        truth = _coco(len(truths), num_classes, _annotations(truths, num_classes))
         evaluation = COCOeval(truth, _coco(len(truths), num_classes, _results(found)), "bbox")
         evaluation.evaluate()
     params, count = evaluation.params, len(truths)
@@ -84,10 +87,11 @@ def _coco(images: int, num_classes: int, annotations: Iterable[dict[str, Any]]) 
     return made
 
 
-def _annotations(truths: Sequence[Boxes]) -> Iterable[dict[str, Any]]:
+def _annotations(truths: Sequence[Boxes], num_classes: int) -> Iterable[dict[str, Any]]:
     for image, truth in enumerate(truths):
         for box, of_class, is_ignored in zip(truth.boxes, truth.classes, truth.ignored, strict=True):
-            yield _annotation(image, box, of_class) | {"iscrowd": int(is_ignored)}
+            for each in range(num_classes) if of_class == ANY_CLASS else [of_class]:
+                yield _annotation(image, box, each) | {"iscrowd": int(is_ignored)}
 
 
 def _results(found: Sequence[Detected]) -> Iterable[dict[str, Any]]:

@@ -18,7 +18,7 @@ from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import SIZES, Boxes, Detected, Matches, average_precisions, match
 from ray_jobs.detection.intervals import ap_interval, difference_interval
 from ray_jobs.detection.mistakes import KINDS, named
-from ray_jobs.detection.tables import detected_of, truths_of
+from ray_jobs.detection.tables import MEDIAN_BOX, detected_of, truths_of
 from ray_jobs.evaluation.rows import is_apart
 from ray_jobs.randomness import Purpose
 from ray_jobs.reporting.drawing.pictures import detected_urls
@@ -46,6 +46,11 @@ class Detector(NamedTuple):
     """of each training, see `average_precision.match`"""
 
     @property
+    def is_reference(self) -> bool:
+        """Whether it has learned nothing from pixels."""
+        return self.about["method"] == MEDIAN_BOX
+
+    @property
     def all(self) -> list[list[Matches]]:
         """The matches of boxes of all sizes, of each training."""
         return [draw["all"] for draw in self.draws]
@@ -68,7 +73,7 @@ def detectors(detections: pa.Table) -> dict[str, list[Detector]]:
             labels = [*(each.classes for each in truths), *(each.classes for each in chain(*detected))]
             classes = max(classes, *(1 + int(part.max(initial=-1)) for part in labels))
             read.append((of, tuple(sorted(ids[row] for row in draws[min(draws)])), truths, detected))
-        found[task] = [
+        made = (
             Detector(
                 dict(zip(_OF, of, strict=True)),
                 tested,
@@ -77,7 +82,12 @@ def detectors(detections: pa.Table) -> dict[str, list[Detector]]:
                 [match(truths, each, classes) for each in detected],
             )
             for of, tested, truths, detected in read
-        ]
+        )
+        # every stage says the same about a reference, which is there once for each set of images
+        once = {
+            (each.sample_ids, MEDIAN_BOX if each.is_reference else number): each for number, each in enumerate(made)
+        }
+        found[task] = [*once.values()]
     return found
 
 
@@ -96,7 +106,12 @@ def lines(found: Mapping[str, Sequence[Detector]]) -> list[Line]:
 
 
 def _best_first(some: Sequence[Detector]) -> list[Detector]:
-    return sorted(some, key=lambda each: (is_apart(each.about["method"]), -(_mean(each)["AP"] or 0.0)))
+    """Return the detectors of a data set by AP, after them those tested on a part of test, and then the references."""
+
+    def place(each: Detector) -> tuple[bool, bool, float]:
+        return each.is_reference, is_apart(each.about["method"]), -(_mean(each)["AP"] or 0.0)
+
+    return sorted(some, key=place)
 
 
 def pictures(found: Mapping[str, Sequence[Detector]], tested: Mapping[str, Dataset]) -> dict[str, list[str]]:
@@ -123,6 +138,7 @@ def _line(detector: Detector, best: Detector) -> Line:
     line |= {"draws": len(detector.draws), "num_images": len(detector.sample_ids)}
     line |= {"boxes": sum(int((~truth.ignored).sum()) for truth in detector.truths), "errors": _errors(detector)}
     line |= {"low": interval and interval.low, "high": interval and interval.high, "apart": is_apart(line["method"])}
+    line |= {"is_reference": detector.is_reference}
     is_compared = has_interval and detector is not best and detector.sample_ids == best.sample_ids
     difference = difference_interval(best.all, detector.all) if is_compared else None
     return line | {
@@ -194,9 +210,10 @@ def headline(found: Sequence[Line]) -> str:
         )
         if others and others[0]["behind"] is not None:
             ends = f"{points(others[0]['behind_low'])} to {points(others[0]['behind_high'])}"
-            gap = f"{points(others[0]['behind'])} points ({ends})"
+            gap = f"{points(others[0]['behind'], sign='')} points ({ends})"
+            other = others[0]["method"] if others[0]["is_reference"] else others[0]["stage"]
             is_shown = others[0]["behind_low"] > 0
-            told = "" if is_shown else "; better than it is not shown, because the interval includes zero"
-            sentence += f", {gap} from {others[0]['stage']}{told}"
+            sentence += f", {gap} more than {other}"
+            sentence += "" if is_shown else "; that it is better is not shown, because the interval includes zero"
         said.append(f"{sentence}.")
     return " ".join(said)

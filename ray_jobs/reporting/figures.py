@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from pipelines.store import FitName, LogLine, Manifest
-from ray_jobs.evaluation.rows import ACCURACY
+from ray_jobs.evaluation.rows import ACCURACY, AP
 from ray_jobs.reporting import costs
 from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.lines import chosen_trial
@@ -33,8 +33,9 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
     losses |= {tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]}
     several = {model["artifact"] for model in numbers.get("several_labels", ())}
+    detectors = {model["artifact"] for model in numbers.get("detectors", ())}
     for artifact, draws in losses.items():
-        metric = EXACT if artifact in several else ACCURACY
+        metric = AP if artifact in detectors else EXACT if artifact in several else ACCURACY
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)
     for sweep in numbers["sweeps"]:
         figures[f"search {sweep['artifact']}"] = plots.search(sweep["trials"], chosen_trial(sweep))

@@ -56,6 +56,7 @@ def render(data: ReportData) -> str:
         images=data.images,
         looked=data.looked,
         inside=data.inside,
+        detected=data.detected,
         metrics=COMPUTED,
         measured_on=measured_on(numbers["costs"]),
         best=best,

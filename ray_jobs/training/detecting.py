@@ -147,12 +147,14 @@ class _FrozenTokens:
         if self._transform.config.augment == "flip":
             flipped = crops("flip", self._transform.seed, positions, self._side, self._side).flipped.tolist()
         keys = [*zip(rows.tolist(), flipped, strict=True)]
-        if missing := [number for number, key in enumerate(keys) if key not in self._kept]:
-            computed = self._computed(detector, inputs[missing])
-            if 2 * self._images * computed[0].numel() * computed.element_size() > MEMORY_BYTES:
+        if not self._kept:
+            one = self._computed(detector, inputs[:1])
+            if 2 * self._images * one.numel() * one.element_size() > MEMORY_BYTES:
                 self._kept = None
-                return computed  # of the first batch, in which all are missing
-            self._kept |= zip((keys[number] for number in missing), computed, strict=True)
+                return self._computed(detector, inputs)
+        for number, key in enumerate(keys):
+            if key not in self._kept:  # each alone, because a fit that resumes meets them in other batches
+                self._kept[key] = self._computed(detector, inputs[number : number + 1])[0]
         return torch.stack([self._kept[key] for key in keys])
 
     @torch.no_grad()
@@ -254,7 +256,8 @@ def evaluation(step: int, detector: Detector, images: Evaluator) -> Evaluation:
 
 def score(task: Task, detector: Detector, images: Images) -> tuple[Evaluation, pa.Table, None]:
     """Return a refit's results on test, and the table of its detections (FOUND). Raises DivergenceError as `test`."""
-    tested = test(detector, Evaluator(images, task.contract.preprocessing, is_kept=False))
+    batch = task.config.batch_size  # a detector's maps take much memory
+    tested = test(detector, Evaluator(images, task.contract.preprocessing, batch=batch, is_kept=False))
     value = ap(tested.found, images.rows, len(task.objects))
     return Evaluation(task.steps, value, tested.loss, {AP: value}), found_table(tested.found), None
 

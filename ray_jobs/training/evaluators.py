@@ -29,7 +29,7 @@ from vit_model.contract import ModelContract, Preprocessing
 from vit_model.objectives.losses import sigmoid_cross_entropy
 from vit_model.preprocessing import normalise
 
-_BATCH = 512  # images per worker
+BATCH = 512  # images per worker
 NOT_FINITE = "loss is {} after training: lower learning_rate, or use a longer warm-up"
 
 
@@ -48,7 +48,7 @@ class Evaluator:
         images: Images,
         preprocessing: Preprocessing,
         worker: Worker = ALONE,
-        batch: int = _BATCH,
+        batch: int = BATCH,
         is_kept: bool = True,
     ) -> None:
         self.images, self.labels = images, torch.from_numpy(images.labels)

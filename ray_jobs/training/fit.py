@@ -144,12 +144,10 @@ def start(
     config, device = task.config, devices.device(worker.local_rank)
     dtype = devices.torch_dtype(config.dtype, device)
     model = start_model(task, seed).to(device).train()
-    if isinstance(model, ViT):
-        model.activation_checkpointing = config.activation_checkpointing
-    optim.restrict(model, config, seed)
-    if isinstance(model, Detector):
-        for parameter in model.unused():
-            parameter.requires_grad_(False)
+    vit = model.model if isinstance(model, Detector) else model
+    if isinstance(vit, ViT):
+        vit.activation_checkpointing = config.activation_checkpointing
+    _restrict(model, config, seed)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
     saved = None if manager is None else manager.resume(task.attempts, model, optimizer)
     if saved is not None:
@@ -159,6 +157,14 @@ def start(
     if saved is not None:
         engine.load_state(saved.read, saved.step)
     return model, engine, saved
+
+
+def _restrict(model: Trained, config: Finetune, seed: int = 0) -> None:
+    """Exclude from training what a fine-tuning keeps, and of a detector what its outputs do not depend on."""
+    optim.restrict(model, config, seed)
+    if isinstance(model, Detector):
+        for parameter in model.unused():
+            parameter.requires_grad_(False)
 
 
 def class_weights(task: Task, data: Images) -> torch.Tensor | None:
@@ -186,7 +192,7 @@ def parameters(task: Task) -> tuple[int, int]:
     with torch.device("meta"):
         model = detecting.untrained(task) if task.objects else build(task.contract.architecture)
     whole = sum(weight.numel() for weight in model.parameters())
-    optim.restrict(model, task.config)
+    _restrict(model, task.config)
     return whole, sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 

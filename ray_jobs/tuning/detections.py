@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import Detected, average_precisions, match
-from ray_jobs.detection.tables import DETECTIONS, FILE, detected_of, found_table, truths_of
+from ray_jobs.detection.tables import DETECTIONS, FILE, MEDIAN_BOX, detected_of, found_table, truths_of
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import PRETRAINED, Overlap
 from ray_jobs.training.task import Task
@@ -24,7 +24,6 @@ from ray_jobs.tuning.trial import Refitted
 from vit_model.variants import FAMILIES
 
 PROTOCOL = "detection"
-MEDIAN_BOX = "the median box"
 
 
 def tables(
@@ -71,7 +70,7 @@ def _measured(images: pa.Table, task: Task) -> Iterator[tuple[str, float]]:
 def _median_box(dataset: Dataset) -> pa.Table:
     """Return one detection for each test image: the most frequent class of train, at the median of its boxes."""
     sizes = {split: _sizes(dataset.index(split)) for split in ("train", "test")}
-    boxes = dataset.boxes("train")
+    boxes = [[box for box in some if not box.ignored] for some in dataset.boxes("train")]
     labels = np.array([box.label for some in boxes for box in some], np.int64)
     if not len(labels):
         return found_table([Detected(np.zeros((0, 4)), np.zeros(0), labels)] * len(sizes["test"]))

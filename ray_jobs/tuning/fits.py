@@ -28,7 +28,7 @@ from ray_jobs.evaluation.rows import MEAN_AP
 from ray_jobs.process.context import Context
 from ray_jobs.training import detecting
 from ray_jobs.training.checkpoint import CheckpointManager
-from ray_jobs.training.evaluators import Evaluator, evaluation, predict, score
+from ray_jobs.training.evaluators import BATCH, Evaluator, evaluation, predict, score
 from ray_jobs.training.fit import Stopping, Trained, Validation, fit
 from ray_jobs.training.gauges import Gauges
 from ray_jobs.training.log import LogWriter, Reporting
@@ -60,9 +60,8 @@ def trial(
     """
     began, name, title = time.monotonic(), task.trial(fold), fit_title(context.config, task, fold, len(folds))
     inside, outside = (pool.take(rows) for rows in folds[fold])
-    preprocessing = task.contract.preprocessing
     stopping = make_stopping(context.config, task.config.steps, report)
-    held_out = Evaluator(outside, preprocessing, worker)
+    held_out = evaluator(task, outside, worker)
     manager = make_manager(context, str(name), worker)
     writer = None if worker.rank else make_log(context, name)
     try:
@@ -72,7 +71,7 @@ def trial(
             fitted = fit(*inputs, reporting, Validation(held_out, stopping, task.config.select_by), worker)
             if writer is None:
                 return None
-            alone = held_out if worker.world == 1 else Evaluator(outside, preprocessing)
+            alone = held_out if worker.world == 1 else evaluator(task, outside)
             result = score_trial(fitted.model, task, alone, stopping, writer)
         outcome = result.outcome
         if task.config.early_stopping is not None and stopping is not None:
@@ -93,6 +92,12 @@ def trial(
     _record(context, name, result, manager)
     print(f"{title}: {outcome}", flush=True)
     return result
+
+
+def evaluator(task: Task, images: Images, worker: Worker = ALONE) -> Evaluator:
+    """Return what evaluates a task's models on held-out images; a detector's maps are as large as in a step."""
+    batch = min(BATCH, task.config.batch_size) if task.objects else BATCH
+    return Evaluator(images, task.contract.preprocessing, worker, batch)
 
 
 def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | None:

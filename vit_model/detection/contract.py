@@ -15,6 +15,7 @@ from vit_model.errors import UserError
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
 """The sides of the pyramid's maps, as multiples of the grid of patches (ViTDet, Li et al. 2022)."""
+RANGES = {SCALES[first:last] for first in range(4) for last in range(first + 1, 5)}
 GROUPS = 32  # of the head's group norms
 
 
@@ -26,9 +27,10 @@ class DetectorContract(Contract):
     class_names: Annotated[tuple[str, ...], Field(min_length=1)]
     channels: PositiveInt = 256
     """Of the pyramid's maps and of the head."""
-    convs: PositiveInt = 4
+    convs: Annotated[int, Field(ge=1, le=8)] = 4
     """In each of the head's two towers."""
-    scales: Annotated[tuple[float, ...], Field(min_length=1)] = SCALES
+    scales: Annotated[tuple[float, ...], Field(min_length=1, max_length=4)] = SCALES
+    """The largest first, each half of the one before, because a map detects what is too large for the one before."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -46,8 +48,8 @@ def check(config: Architecture, channels: int, scales: Sequence[float]) -> None:
         raise ValueError(f"a hybrid, with stem {list(config.stem)}, cannot be a detector's backbone; use a plain ViT")
     if channels % GROUPS:
         raise ValueError(f"channels {channels} is not a multiple of {GROUPS}, the groups of the head's norms")
-    if unknown := set(scales) - set(SCALES):
-        raise ValueError(f"scale {min(unknown):g} is not 4, 2, 1 or 0.5")
+    if tuple(scales) not in RANGES:
+        raise ValueError(f"scales {[*scales]} are not neighbours among 4, 2, 1, 0.5, the largest first")
     if 4 in scales and config.width % 4:
         raise ValueError(f"width {config.width} is not a multiple of 4, which the finest map needs")
     if 0.5 in scales and any(side % 2 for side in config.grid):

@@ -86,7 +86,7 @@ class Detector(AroundModel):
     def tokens(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
         """[b, c, height, width] -> the ViT's normed tokens [b, n, d]. Raises as `forward`."""
         tokens = self.model.encode(self.model.embed(images), drop_path_draws=drop_path_draws)
-        return self.model.norm(tokens) if self.config.norm_after_pooling else tokens
+        return self.model.fc_norm(tokens) if self.config.norm_after_pooling else tokens
 
     def read(self, tokens: Tensor) -> Outputs:
         """The ViT's tokens [b, n, d] -> what the head says; for frozen features, which are computed once."""

@@ -23,6 +23,7 @@ from pipelines.spec.stages.base import (
     threads,
 )
 from vit_model.config import LoRAOptions
+from vit_model.detection.contract import RANGES
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, execution, later, marks, takes, wrong_field
 from vit_model.sizes import Model, ModelSize
@@ -319,7 +320,9 @@ class Detect(Finetune):
     channels: int = Field(256, ge=32, multiple_of=32, description="of the pyramid's maps and of the head")
     convs: int = Field(4, ge=1, le=8, description="convolutions in each of the head's two towers")
     scales: tuple[Literal[4, 2, 1, 0.5], ...] = Field(  # type: ignore[valid-type]
-        (4, 2, 1, 0.5), min_length=1, description="the pyramid's maps, as multiples of the grid of patches"
+        (4, 2, 1, 0.5),
+        min_length=1,
+        description="the pyramid's maps, as multiples of the grid of patches: neighbours, the largest first",
     )
 
     @model_validator(mode="after")
@@ -329,6 +332,8 @@ class Detect(Finetune):
                 raise ValueError(f"{name}: detect has no such setting; leave it out")
         if self.augment in ("shift", "shift_flip", "vtab"):
             raise ValueError(f"augment {self.augment}: detect needs a policy that crops or flips, such as flip")
-        if list(self.scales) != sorted(set(self.scales), reverse=True):
-            raise ValueError(f"scales {[*self.scales]}: list each once, the largest first")
+        if tuple(map(float, self.scales)) not in RANGES:
+            raise ValueError(f"scales {[*self.scales]}: give neighbours among 4, 2, 1, 0.5, the largest first")
+        if self.optimizer.base_width is not None:
+            raise ValueError("optimizer.base_width: detect has no such setting; leave it out")
         return self

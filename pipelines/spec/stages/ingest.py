@@ -60,7 +60,7 @@ class Ingest(BaseStage):
         beside = "boxes" if self.source.has_boxes else "masks" if getattr(self.source, "masks", False) else None
         if self.short_side is not None and beside is not None:
             raise ValueError(
-                f"short_side {self.short_side}: {beside} are of the original images' size; remove short_side or"
-                f" source.{beside}"
+                f"short_side {self.short_side}: {beside} are of the original images' size; remove short_side, or read"
+                f" the images without {beside}"
             )
         return self

@@ -18,23 +18,27 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import yaml
 
 from pipelines.spec import BoxFormat, quantity
-from ray_jobs.data.boxes import SHARES, Box
+from ray_jobs.data.boxes import ANY_CLASS, SHARES, Box
 from ray_jobs.sources.boxes import coco, per_image
 from ray_jobs.sources.boxes.per_image import KITTI_IGNORED, Named
-from ray_jobs.sources.names import listed, splits_of_files
+from ray_jobs.sources.names import SPLIT_WORDS, listed, splits_of_files
 from vit_model.errors import UserError
 
 Read = Callable[[Sequence[str]], Iterable[bytes]]
 """Yields the contents of files, in their order."""
-_LABELS = {"images": "labels", "JPEGImages": "Annotations", "image_2": "label_2"}
-"""A folder of images -> the folder of their annotations, beside it."""
+_LABELS = {
+    "images": ("labels", "annotations", "Annotations"),
+    "JPEGImages": ("Annotations", "labels"),
+    "image_2": ("label_2",),
+}
+"""A folder of images -> folders of their annotations, beside it."""
 _NAMES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt")
 
 
@@ -65,17 +69,23 @@ class Annotated(NamedTuple):
 
 
 def form_of(files: Sequence[str], images: Sequence[str]) -> tuple[BoxFormat, str] | None:
-    """Return the form of the annotations among a folder's files, and one of these; None without annotations."""
+    """Return the form of the annotations among a folder's files, and one of these; None without annotations.
+
+    Files beside images in several folders that name no split are not taken for annotations: the folders are classes.
+    """
+    if coco_files := [key for key in files if COCO_FILE.fullmatch(key)]:
+        return "coco", coco_files[0]
     present = set(files)
-    named = {PurePosixPath(key).name for key in files} & {*_NAMES}
-    for form, found in (
-        ("coco", filter(COCO_FILE.fullmatch, files)),
-        ("voc", (key for image in images if (key := _beside(image, ".xml")) in present)),
-        ("kitti", (key for key in files if "label_2" in PurePosixPath(key).parts)),
-        ("yolo", (key for image in images if named and (key := _beside(image, ".txt")) in present)),
-    ):
-        if (sign := next(iter(found), None)) is not None:
-            return form, sign  # type: ignore[return-value]
+    folders = {PurePosixPath(key).parent.name.lower() for key in images} - {name.lower() for name in _LABELS}
+    if len(folders - SPLIT_WORDS.keys()) > 1:
+        return None
+    if xml := _beside(images, ".xml", present):
+        return "voc", next(iter(xml.values()))
+    text = _beside(images, ".txt", present)
+    if kitti := [key for key in text.values() if "label_2" in PurePosixPath(key).parts]:
+        return "kitti", kitti[0]
+    if text and {PurePosixPath(key).name for key in files} & {*_NAMES}:
+        return "yolo", next(iter(text.values()))
     return None
 
 
@@ -113,6 +123,8 @@ def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read
         ),
     }
     used = sorted(image for image, place in places.items() if place in splits)
+    if not used:
+        raise UserError("its annotations have no image")
     notes = [
         f"{quantity(len(keys), 'image')} {why}, left out: {listed(keys)}" for why, keys in left_out.items() if keys
     ]
@@ -180,9 +192,7 @@ def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]])
 
 
 def _yolo(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
-    class_names = _yolo_names(files, read)
-    present = set(files)
-    beside = {image: key for image in images if (key := _beside(image, ".txt")) in present}
+    class_names, beside = _yolo_names(files, read), _beside(images, ".txt", set(files))
     if not beside:
         raise UserError("no text files with YOLO's labels, such as labels/train/1.txt for images/train/1.jpg")
     found = dict.fromkeys(images, Annotation([]))  # an image without a file has no objects
@@ -218,8 +228,8 @@ def _yolo_names(files: Iterable[str], read: Read) -> tuple[str, ...]:
 
 def _named(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     """VOC and KITTI: a file per image, which has the names of classes."""
-    ending, present = ".xml" if form == "voc" else ".txt", set(files)
-    beside = {image: key for image in images if (key := _beside(image, ending)) in present}
+    ending = ".xml" if form == "voc" else ".txt"
+    beside = _beside(images, ending, set(files))
     if not beside:
         example = "Annotations/1.xml for JPEGImages/1.jpg" if form == "voc" else "label_2/1.txt for image_2/1.png"
         raise UserError(f"no {ending} files with annotations, such as {example}")
@@ -229,21 +239,28 @@ def _named(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: R
     used = {box.name for _, some in found.values() for box in some if box.name != KITTI_IGNORED}
     number = {name: label for label, name in enumerate(sorted(used))}
     annotations = {
-        image: Annotation([Box(*box[:4], number.get(box.name, 0), box.ignored) for box in some], size)
+        image: Annotation([Box(*box[:4], number.get(box.name, ANY_CLASS), box.ignored) for box in some], size)
         for image, (size, some) in found.items()
     }
     return _Found(tuple(number), annotations)
 
 
-def _beside(image: str, ending: str) -> str:
-    """Return the key of an image's annotations: in the folder beside its own, if that is one for images."""
-    path = PurePosixPath(image)
-    parts = [*path.parts[:-1]]
-    for place in range(len(parts) - 1, -1, -1):
-        if parts[place] in _LABELS:
-            parts[place] = _LABELS[parts[place]]
-            break
-    return "/".join([*parts, path.stem + ending])
+def _beside(images: Iterable[str], ending: str, present: Collection[str]) -> dict[str, str]:
+    """Return the file of annotations of each image that has one: in a folder beside its own, or in its own."""
+    found = {}
+    for image in images:
+        path = PurePosixPath(image)
+        parts = [*path.parts[:-1]]
+        places = [parts]
+        for place in range(len(parts) - 1, -1, -1):
+            if parts[place] in _LABELS:
+                others = ([*parts[:place], name, *parts[place + 1 :]] for name in _LABELS[parts[place]])
+                places = [*others, parts]
+                break
+        keys = ("/".join([*folders, path.stem + ending]) for folders in places)
+        if (key := next((key for key in keys if key in present), None)) is not None:
+            found[image] = key
+    return found
 
 
 def _in(key: str, reader: Callable[..., Any], *arguments: Any) -> Any:

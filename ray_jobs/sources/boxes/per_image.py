@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -94,9 +95,12 @@ def voc(data: bytes) -> tuple[tuple[int, int], list[Named]]:
 def _xml_number(element: ElementTree.Element, path: str) -> float:
     text = element.findtext(path)
     try:
-        return float(text or "")
+        number = float(text or "")
     except ValueError:
-        raise UserError(f"{path} of {element.tag} is {text!r}, not a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{path} of {element.tag} is {text!r}, not a number")
+    return number
 
 
 def _lines(data: bytes) -> Iterator[str]:

@@ -13,7 +13,7 @@ With `labels: false`, folders are not classes: images may be anywhere, and are i
 tables say otherwise. With `boxes`, the annotations of objects say what an image shows (`ray_jobs.sources.boxes`).
 Folders around the whole content of an archive are ignored.
 
-Out: `scan` lists entries without opening an image.
+Out: the entries, without opening an image.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         tables = check_tables(source.root, members, EXTENSIONS)
         arranged = arrange(source.root, list(members), dict(zip(tables, read(tables), strict=True)), columns)
     else:
-        arranged = _with_boxes(source.root, list(members), source.boxes, read)
+        arranged = _with_boxes(source.root, sorted(members), source.boxes, read)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in arranged.entries)
     notes = _notes(arranged._replace(special=special))
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)

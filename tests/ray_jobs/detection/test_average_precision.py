@@ -12,6 +12,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from ray_jobs.data.boxes import ANY_CLASS
 from ray_jobs.detection.average_precision import Boxes, Detected, average_precisions, class_ap, match, mean_ap
 
 CLASSES, SIDE = 3, 200
@@ -113,3 +114,16 @@ def test_nothing_detected_is_an_ap_of_zero() -> None:
     truths, found = scenes(5)
     nothing = [Detected(*(part[:0] for part in each)) for each in found]
     assert mean_ap(match(truths, nothing, CLASSES)["all"]) == 0.0
+
+
+def test_a_region_without_a_class_is_ignored_for_every_class() -> None:
+    """As if it were there once for each class."""
+    truths, found = scenes(40)
+    any_class = [truth._replace(classes=np.where(truth.ignored, ANY_CLASS, truth.classes)) for truth in truths]
+    repeated = []
+    for boxes, classes, ignored in truths:
+        order = np.concatenate([np.flatnonzero(~ignored), np.repeat(np.flatnonzero(ignored), CLASSES)])
+        labels = np.concatenate([classes[~ignored], np.tile(np.arange(CLASSES), int(ignored.sum()))])
+        repeated.append(Boxes(boxes[order], labels, ignored[order]))
+    of_any, of_each = (average_precisions(match(some, found, CLASSES)) for some in (any_class, repeated))
+    assert of_any == pytest.approx(of_each, nan_ok=True) and of_any != average_precisions(match(truths, found, CLASSES))

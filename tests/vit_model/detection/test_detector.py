@@ -51,6 +51,8 @@ def test_tokens_beside_the_patches_are_left_out() -> None:
     changed = tokens.clone()
     changed[:, :3] = 9.0
     assert torch.equal(with_class.read(tokens).classes, with_class.read(changed).classes)
+    after = detector(pooling="gap", norm_after_pooling=True)  # its only norm is behind the pooling
+    assert torch.isfinite(after(drawn("image", (1, 3, SIDE, SIDE))).classes).all()
     assert with_class.layer_of("model.blocks.0.attn.qkv.weight") == 1
     assert with_class.layer_of("head.classes.weight") == with_class.last_layer
 

@@ -3,8 +3,8 @@
 import pytest
 
 from pipelines.spec import BoxFormat as Format
-from ray_jobs.data.boxes import Box, in_image
-from ray_jobs.sources.boxes.folders import Annotated, annotated
+from ray_jobs.data.boxes import ANY_CLASS, Box, in_image
+from ray_jobs.sources.boxes.folders import Annotated, annotated, form_of
 from tests.ray_jobs.sources.boxes.test_formats import KITTI, VOC, dataset
 from vit_model.errors import UserError
 
@@ -28,6 +28,8 @@ LAYOUTS: list[tuple[Format, dict[str, bytes], dict[str, list[Box]]]] = [
     ("yolo", {"labels/train/a.txt": YOLO, "data.yaml": NAMES}, {"images/train/a.jpg": [DOG], "images/train/b.jpg": []}),
     ("yolo", {"train/labels/a.txt": YOLO, "data.yaml": NAMES}, {"train/images/a.jpg": [DOG]}),
     ("yolo", {"a.txt": YOLO, "classes.txt": b"cat\r\ndog\r\n"}, {"a.jpg": [DOG]}),
+    ("yolo", {"images/a.txt": YOLO, "classes.txt": b"cat\ndog"}, {"images/a.jpg": [DOG]}),
+    ("voc", {"annotations/a.xml": VOC.encode()}, {"images/a.jpg": [Box(10, 5, 30, 40, 0, True)]}),
     ("voc", {"VOC2007/Annotations/a.xml": VOC.encode()}, {"VOC2007/JPEGImages/a.jpg": [Box(10, 5, 30, 40, 0, True)]}),
     ("kitti", {"training/label_2/1.txt": KITTI.encode()}, {"training/image_2/1.png": [Box(10, 5, 30, 40, 0)]}),
 ]
@@ -91,8 +93,36 @@ def test_images_of_which_nothing_is_known_are_left_out_and_named() -> None:
         read("coco", {"annotations/instances_val.json": dataset(), "train/a.jpg": b"", "train/b.jpg": b""})
 
 
+FORMS: list[tuple[Format | None, list[str]]] = [
+    ("coco", ["train/_annotations.coco.json", "train/a.jpg"]),
+    ("yolo", ["data.yaml", "images/train/a.jpg", "labels/train/a.txt", "images/val/b.jpg"]),
+    ("voc", ["JPEGImages/a.jpg", "Annotations/a.xml"]),
+    ("kitti", ["training/image_2/1.png", "training/label_2/1.txt"]),
+    (None, ["cat/a.jpg", "cat/a.txt", "dog/b.jpg", "classes.txt"]),  # captions in class folders
+    (None, ["cat/a.jpg", "cat/a.xml", "dog/b.jpg"]),
+    (None, ["label_1/a.jpg", "label_2/b.jpg", "label_2/b.txt"]),
+]
+
+
+@pytest.mark.parametrize(("form", "files"), FORMS)
+def test_annotations_are_told_from_files_in_class_folders(form: Format | None, files: list[str]) -> None:
+    found = form_of(files, [key for key in files if key.endswith((".jpg", ".png"))])
+    assert (found and found[0]) == form
+
+
+def test_a_region_without_a_class_is_of_any() -> None:
+    found = read("kitti", {"1.txt": KITTI.replace("dog", "DontCare").encode() + KITTI.encode(), "1.png": b""})
+    assert [box.label for box in found.images["1.png"].boxes] == [ANY_CLASS, 0]
+
+
 FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
     ("coco", {"a.jpg": b""}, "no JSON file with COCO's annotations"),
+    ("coco", {"a.json": dataset(images=[], annotations=[]), "a.jpg": b""}, "its annotations have no image"),
+    (
+        "voc",
+        {"a.jpg": b"", "a.xml": VOC.replace("<width>100", "<width>nan").encode()},
+        "size/width of annotation is 'nan'",
+    ),
     ("coco", {"a.json": dataset(), "a.jpg": b""}, "a.json: image b.jpg: there is none"),
     (
         "coco",
