@@ -78,7 +78,8 @@ def test_from_boxes_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> Non
     image = root / "test/15.png"
     objects = vitflow_local("predict", "objects/found", image, "--json", "--store", store)
     (found,) = json.loads(objects.stdout)
-    width, height = Image.open(image).size
+    with Image.open(image) as opened:
+        width, height = opened.size
     assert found["image"] == str(image) and all(
         x >= 0 and x + w <= width + 1e-3 and y + h <= height + 1e-3
         for x, y, w, h in map(itemgetter("bbox"), found["objects"])

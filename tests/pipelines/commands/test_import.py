@@ -105,7 +105,7 @@ def test_without_files_there_is_no_key(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("job", STAGE_TYPES)
 def test_a_stages_code_is_the_module_of_its_job(job: str) -> None:
-    assert module(job) == {"import": "import_model", "predict": "embed"}.get(job, job)
+    assert module(job) == {"import": "import_model", "predict": "embed", "detect": "finetune"}.get(job, job)
     modules = {f"ray_jobs/{module(each)}.py" for each in STAGE_TYPES}
     assert modules & set(identity.import_closure(job)) == {f"ray_jobs/{module(job)}.py"}
 

@@ -35,6 +35,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     commit(store, make_manifest("finetune", key="mb", inputs=taken, metrics=scores, files=files))
     several = {"validation_mAP": 0.5, "test_mAP": 0.375}
     commit(store, make_manifest("finetune", key="mc", inputs=taken, metrics=several))
+    commit(store, make_manifest("detect", key="oa", inputs=taken, metrics={"parameters": 8, "test_AP": 0.25}))
     commit(store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75}))
     commit(store, make_manifest("report", key="ra", config={"title": "Zoo"}))
     commit(store, make_manifest("audit", key="la", inputs=taken, metrics={"audited": 9, "label_issues": 2}))
@@ -58,6 +59,8 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     assert (tuned["accuracy"], tuned["bytes"], tuned["metrics"]) == ("62.5% test", 7, scores)
     (evaluation,) = list_kind(store, "evaluations")
     assert (evaluation["task"], evaluation["best"]) == ("zoo", "75.0% SVM @ 5")
+    (detector,) = list_kind(store, "detectors")
+    assert (detector["task"], detector["parameters"], detector["AP"]) == ("zoo", 8, 0.25)
     (audit,) = list_kind(store, "audits")
     assert (audit["task"], audit["audited"], audit["label_issues"]) == ("zoo", 9, 2)
     for kind in ("embeddings", "predictions", "inspections"):

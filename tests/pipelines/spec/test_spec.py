@@ -157,7 +157,7 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
         ("evaluate", "no stage is called 'evaluate'; with job evaluate there are: few_shot"),
         (
             "train",
-            "no stage is called 'train'; with job pretrain or finetune there are: pretrain, finetune_100,",
+            "no stage is called 'train'; with job pretrain or finetune or detect there are: pretrain, finetune_100,",
         ),
         ("fewshot", "no stage is called 'fewshot'; did you mean 'few_shot'?"),
     ],
