@@ -172,7 +172,8 @@ class ScenesSource(FileSource):
     kind: Literal["scenes"]
     name: str = Field("Scenes", description="the name of the data set in reports")
     figures: Literal["shapes", "digits", "fashion_mnist"] = Field(
-        "digits", description="the objects; those of digits and Fashion-MNIST are in the split of their own set"
+        "digits",
+        description="the objects; a digit or piece of Fashion-MNIST appears only in the split that it has in its own set",
     )
     images: int = Field(3_000, ge=1, description="number of training images")
     dev_images: int = Field(500, ge=0)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pipelines.spec import quantity
 from vit_model.errors import UserError
 
-SPLIT_WORDS = {  # those of Hugging Face's datasets, holdout, and words that end in "set"
+SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that end in "set"
     **dict.fromkeys(("train", "training", "trainset"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),

@@ -185,7 +185,7 @@ def _crops(
 
 
 def truth(boxes: Sequence[Box], crop: NDArray[np.float64], is_flipped: bool, side: int, device: torch.device) -> Truth:
-    """Return an image's boxes as a loss takes them; those of which a crop shows too little are ignored there."""
+    """Return the boxes of an image as a loss takes them; it ignores a box of which the crop shows too little."""
     given = torch.tensor([box[:4] for box in boxes], dtype=torch.float32).reshape(-1, 4)
     top, left, height, width = crop.tolist()
     inside, visible = in_crop(given, (top, left, height, width), is_flipped, side)

@@ -125,7 +125,7 @@ def start_model(task: Task, seed: int) -> Trained:
 
 
 def classifier(task: Task, seed: int) -> Network:
-    """Return the model of a task that is no detection before its first step."""
+    """Return the model of a classification before its first step."""
     model = build(task.contract.architecture)
     model.initialise(seed)
     if task.backbone is not None:

@@ -70,7 +70,7 @@ def fit_fold(
         manager,
         Reporting(unit=f"fold {number}, step"),
     ).model
-    assert isinstance(model, Network)  # an audit's task is no detection
+    assert isinstance(model, Network)  # an audit trains classifiers
     held_out = pool.take(np.flatnonzero(folds == number))
     probabilities = predict(model, task.contract, held_out).softmax(dim=1).numpy()
     with context.staging() as staging:

@@ -42,7 +42,7 @@ _LABELS = {
 _NAMES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt")
 
 
-# COCO's own names, and those of Roboflow's exports
+# the names that COCO and Roboflow's exports use
 COCO_FILE = re.compile(
     r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
 )

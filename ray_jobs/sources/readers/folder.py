@@ -53,7 +53,7 @@ EXTENSIONS = tuple(
     f".{name}" for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
 _AT_ONCE = 16
-_MOST_BYTES = 2**30  # of a table or of annotations; those of COCO's train2017 have 470 MB
+_MOST_BYTES = 2**30  # of a table or of annotations; COCO's train2017 has 470 MB
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
 _UNLABELLED = "If the images have no labels, set source.labels: false"
 _Labelled = tuple[str, tuple[str, ...], str | None, str | None]  # key, classes, split, group
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
     boxes: list[Box] | None = None
     boxes_width: int | None = None
     boxes_height: int | None = None
-    """With boxes: those of the image, and the size that they are of, see `data.boxes.in_image`."""
+    """With boxes: the boxes of the image, and the size that they refer to, see `data.boxes.in_image`."""
 
 
 class Listing(NamedTuple):

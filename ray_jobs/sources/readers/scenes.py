@@ -29,7 +29,7 @@ COVERED = 0.4  # of the smaller of two boxes
 EMPTY = 0.04  # of the images have no object
 SMALLEST, LARGEST = 1 / 6, 1 / 2  # sides of objects, as shares of the image's
 _SEED_PURPOSE = 0x7363656E  # "scen": keeps this stream apart from others with the same seed
-_FINER = 4  # shapes are drawn at so many times the resolution: smooth edges
+_FINER = 4  # times the resolution at which shapes are drawn, for smooth edges
 _TRIES = 20  # for a place; then the object is left out
 Ink = NDArray[np.uint8]
 """How much of each pixel [h, w] an object covers, 255: all."""
@@ -38,7 +38,7 @@ Ink = NDArray[np.uint8]
 class _Figures(NamedTuple):
     class_names: tuple[str, ...]
     draw: Callable[[str, int, np.random.Generator], tuple[Ink, int]]
-    """Returns an object of a split, whose longer side has so many pixels, and its class."""
+    """(split, pixels of the longer side, generator) -> the ink of an object of that split, and its class."""
 
 
 def listing(source: ScenesSource, files: Files) -> Listing:
