@@ -173,7 +173,7 @@ class ScenesSource(FileSource):
     name: str = Field("Scenes", description="the name of the data set in reports")
     figures: Literal["shapes", "digits", "fashion_mnist"] = Field(
         "digits",
-        description="the objects; a digit or piece of Fashion-MNIST appears only in the split that it has in its own set",
+        description="the objects; a digit or a piece of clothing appears only in the split that its own set gives it",
     )
     images: int = Field(3_000, ge=1, description="number of training images")
     dev_images: int = Field(500, ge=0)

@@ -1,8 +1,8 @@
 """Boxes of objects in a dataset's images.
 
-If a dataset's source has boxes, the column `boxes` of its index has them for each image, in pixels of the image as it is
-decoded, from its upper left corner. A box that is ignored is a region where nothing is right or wrong: a crowd (COCO),
-a difficult object (VOC), DontCare (KITTI). An image without boxes shows none of the objects.
+If a dataset's source has boxes, the column `boxes` of its index has them for each image, in pixels of the image as it
+is decoded, from its upper left corner. A box that is ignored is a region where nothing is right or wrong: a crowd
+(COCO), a difficult object (VOC), DontCare (KITTI). An image without boxes shows none of the objects.
 """
 
 from __future__ import annotations
