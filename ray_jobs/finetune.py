@@ -262,7 +262,7 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports
 def tables(
     task: Task, dataset: Dataset, refits: list[Refitted], selected_on: str, overlap: Overlap
 ) -> tuple[list[rows.Row], list[pa.Table], dict[str, list[pa.Table]]]:
-    """Return the rows of rows.parquet, the tables of predictions.parquet, and those of other files."""
+    """Return the rows of rows.parquet, the tables of predictions.parquet, and the tables of each other file."""
     config = task.config
     is_biases_only = config.freeze == "all_but_biases"
     settings: dict[str, Any] = {"learning_rate": task.learning_rate}

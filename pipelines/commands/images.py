@@ -26,13 +26,13 @@ from pipelines.commands.common import (
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
 from pipelines.store import Manifest, Store, model_folder
+from vit_model.detection.contract import SHOWN
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.data.shards import Split
 
 app = Commands()
-SHOWN = 0.3  # the least score of an object that is printed, as in a report's pictures
 
 
 @app.command("init")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
-from pipelines.spec import TRAINED
+from pipelines.spec import FINE_TUNED, TRAINED
 from pipelines.store import (
     FitName,
     LogLine,
@@ -105,7 +105,7 @@ class Trainings:
     def _training(self, stage: str, key: str) -> Training:
         if (stage, key) not in self._known:
             config = self._configs[stage]
-            has_folds = config["job"] in ("finetune", "detect") and _has_folds(self._store, key, config)
+            has_folds = config["job"] in FINE_TUNED and _has_folds(self._store, key, config)
             self._known[stage, key] = Training(stage, config["job"], key, config, has_folds)
         return self._known[stage, key]
 

@@ -44,6 +44,7 @@ from pipelines.spec.sources import GlyphSource as GlyphSource
 from pipelines.spec.sources import IdxSource as IdxSource
 from pipelines.spec.sources import ScenesSource as ScenesSource
 from pipelines.spec.sources import Source as Source
+from pipelines.spec.stages import FINE_TUNED as FINE_TUNED
 from pipelines.spec.stages import STAGE_TYPES as STAGE_TYPES
 from pipelines.spec.stages import TRAINED as TRAINED
 from pipelines.spec.stages import AnyStage as AnyStage

@@ -11,7 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from vit_model.errors import UserError
 
@@ -79,6 +81,11 @@ def table(boxes: Mapping[str, Sequence[Box]]) -> pa.Table:
     """Return the boxes of images by sample_id as a table of BOXES."""
     rows = [[box._asdict() for box in some] for some in boxes.values()]
     return pa.table([[*boxes], rows], schema=BOXES)
+
+
+def sizes_of(rows: pa.Table) -> NDArray[np.int64]:
+    """Return the width and height of each image of an index, [n, 2]."""
+    return np.stack([rows[name].to_numpy() for name in ("width", "height")], axis=1).astype(np.int64)
 
 
 def of_rows(rows: pa.Table) -> list[list[Box]]:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_jobs.detection.average_precision import Boxes, Detected
+from vit_model.detection.contract import SHOWN
 
-SHOWN = 0.3  # the least score of a detection that is named
 SAME, NEAR = 0.5, 0.1  # IoU from which on a detection is of a box, or near it
 KINDS = ("right", "class", "place", "double", "background")
 IGNORED = "ignored"

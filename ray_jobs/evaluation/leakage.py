@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from pipelines.spec import (
     BACKBONE_FIELDS,
+    FINE_TUNED,
     TRAINED,
     WITHOUT_LABELS,
     AnyStage,
@@ -379,7 +380,7 @@ def _named_training(store: Store, model: Manifest) -> list[Training]:
 def training_images(model: Manifest, index: pa.Table) -> pa.Table:
     """Return the rows of a data set's index (with `split` and `label`) that a pretraining or fine-tuning used."""
     train = index.filter(pc.equal(index["split"], "train"))
-    if model.job not in ("finetune", "detect"):
+    if model.job not in FINE_TUNED:
         return train
     labels, dev = Labels.model_validate(model.config["labels"]), index.filter(pc.equal(index["split"], "dev"))
     rows = support_rows(train["label"].to_numpy(), len(dev), labels, draw=0)

@@ -44,6 +44,8 @@ class Detector(NamedTuple):
     """what the first training detected"""
     draws: list[dict[str, list[Matches]]]
     """of each training, see `average_precision.match`"""
+    means: dict[str, float | None]
+    """the mean of each of METRICS over trainings; None for a size without boxes"""
 
     @property
     def is_reference(self) -> bool:
@@ -66,28 +68,22 @@ def detectors(detections: pa.Table) -> dict[str, list[Detector]]:
     found: dict[str, list[Detector]] = {}
     for task, by_detector in parts.items():
         classes = 0  # the same for all detectors, so that their APs can be compared class by class
-        read = []
+        read, references = [], set()
         for of, draws in by_detector.items():
+            tested = tuple(sorted(ids[row] for row in draws[min(draws)]))
+            if of[_OF.index("method")] == MEDIAN_BOX:
+                if tested in references:
+                    continue  # every stage says the same about it
+                references.add(tested)
             tables = [detections.take(sorted(draws[draw], key=ids.__getitem__)) for draw in sorted(draws)]
             truths, detected = truths_of(tables[0]), [detected_of(table) for table in tables]
             labels = [*(each.classes for each in truths), *(each.classes for each in chain(*detected))]
             classes = max(classes, *(1 + int(part.max(initial=-1)) for part in labels))
-            read.append((of, tuple(sorted(ids[row] for row in draws[min(draws)])), truths, detected))
-        made = (
-            Detector(
-                dict(zip(_OF, of, strict=True)),
-                tested,
-                truths,
-                detected[0],
-                [match(truths, each, classes) for each in detected],
-            )
-            for of, tested, truths, detected in read
-        )
-        # every stage says the same about a reference, which is there once for each set of images
-        once = {
-            (each.sample_ids, MEDIAN_BOX if each.is_reference else number): each for number, each in enumerate(made)
-        }
-        found[task] = [*once.values()]
+            read.append((dict(zip(_OF, of, strict=True)), tested, truths, detected))
+        found[task] = []
+        for named_by, tested, truths, detected in read:
+            matched = [match(truths, each, classes) for each in detected]
+            found[task].append(Detector(named_by, tested, truths, detected[0], matched, _means(matched)))
     return found
 
 
@@ -109,7 +105,7 @@ def _best_first(some: Sequence[Detector]) -> list[Detector]:
     """Return the detectors of a data set by AP, after them those tested on a part of test, and then the references."""
 
     def place(each: Detector) -> tuple[bool, bool, float]:
-        return each.is_reference, is_apart(each.about["method"]), -(_mean(each)["AP"] or 0.0)
+        return each.is_reference, is_apart(each.about["method"]), -(each.means["AP"] or 0.0)
 
     return sorted(some, key=place)
 
@@ -134,7 +130,7 @@ def pictures(found: Mapping[str, Sequence[Detector]], tested: Mapping[str, Datas
 def _line(detector: Detector, best: Detector) -> Line:
     has_interval = _images_with_boxes(detector) >= FEWEST
     interval = ap_interval(detector.all) if has_interval else None
-    line: Line = detector.about | _mean(detector)
+    line: Line = detector.about | detector.means
     line |= {"draws": len(detector.draws), "num_images": len(detector.sample_ids)}
     line |= {"boxes": sum(int((~truth.ignored).sum()) for truth in detector.truths), "errors": _errors(detector)}
     line |= {"low": interval and interval.low, "high": interval and interval.high, "apart": is_apart(line["method"])}
@@ -191,9 +187,8 @@ def _images_with_boxes(detector: Detector) -> int:
     return int(np.count_nonzero(np.sum([each.boxes for each in detector.all[0]], axis=0)))
 
 
-def _mean(detector: Detector) -> dict[str, float | None]:
-    """Return the mean of each metric over trainings; None for a size without boxes."""
-    values = [average_precisions(draw) for draw in detector.draws]
+def _means(draws: Sequence[dict[str, list[Matches]]]) -> dict[str, float | None]:
+    values = [average_precisions(draw) for draw in draws]
     means = {metric: float(np.mean([each[metric] for each in values])) for metric in METRICS}
     return {metric: None if np.isnan(mean) else mean for metric, mean in means.items()}
 

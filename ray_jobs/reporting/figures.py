@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from pipelines.spec import FINE_TUNED
 from pipelines.store import FitName, LogLine, Manifest
 from ray_jobs.evaluation.rows import ACCURACY, AP
 from ray_jobs.reporting import costs
@@ -90,7 +91,7 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
     """Return {fit: name} of the evaluated fits that the result comes from."""
     if manifest.job == "pretrain":
         return {None: "dev"}
-    if manifest.job not in ("finetune", "detect") or not lines:
+    if manifest.job not in FINE_TUNED or not lines:
         return {}
     number = manifest.metrics.get("trial")
     if number is None:  # without a search, trials are numbered as their rates

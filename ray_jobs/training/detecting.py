@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipelines.spec import Detect
 from ray_jobs.augment import CROPPING, TrainTransform, crops, drop_path_draws
 from ray_jobs.augment.objects import LEAST, in_crop
-from ray_jobs.data.boxes import Box, of_rows
+from ray_jobs.data.boxes import Box, of_rows, sizes_of
 from ray_jobs.data.crops import Crops
 from ray_jobs.data.loader import MEMORY_BYTES
 from ray_jobs.data.sampler import Sampler, sample_positions
@@ -96,8 +96,7 @@ def make_loss(
     itself. So the mean over micro-batches and workers is the loss of the batch.
     """
     preprocessing, boxes = task.contract.preprocessing, of_rows(data.rows)
-    sizes = np.stack([data.rows[name].to_numpy() for name in ("width", "height")], axis=1)
-    side, detector = preprocessing.resolution, engine.masters
+    sizes, side, detector = sizes_of(data.rows), preprocessing.resolution, engine.masters
     assert isinstance(detector, Detector)
 
     def truths_of(positions: NDArray[np.int64], rows: NDArray[np.int64], device: torch.device) -> list[Truth]:
@@ -122,7 +121,9 @@ def make_loss(
             outputs = _float(engine.module.read(frozen.of(engine.module, inputs, rows, batch.positions)))
         truths = truths_of(batch.positions, rows, images.device)
         share = len(batch.positions) / sampler.batch_size
-        count = share * places_in(int(batch.positions[0]) // sampler.batch_size, images.device)
+        count = None  # the loss counts the places of its own images
+        if share < 1:
+            count = share * places_in(int(batch.positions[0]) // sampler.batch_size, images.device)
         return torch.stack(loss(outputs, detector.places, truths, count)).sum()
 
     return total
@@ -213,8 +214,7 @@ def test(detector: Detector, images: Evaluator) -> Tested:
         DivergenceError: the loss is not finite.
     """
     rows, side = images.images.rows, detector.config.image_shape[0]
-    boxes, device = of_rows(rows), next(detector.parameters()).device
-    sizes = np.stack([rows[name].to_numpy() for name in ("width", "height")], axis=1)
+    boxes, sizes, device = of_rows(rows), sizes_of(rows), next(detector.parameters()).device
     was_training, places = detector.training, detector.places
 
     def packed(chosen: Tensor, outputs: Outputs) -> Tensor:
@@ -249,17 +249,15 @@ def _unpacked(values: NDArray[np.float32], scale: NDArray[np.float64]) -> Detect
 
 def evaluation(step: int, detector: Detector, images: Evaluator) -> Evaluation:
     """Return the results after a step: AP, also as the accuracy, and the loss. Raises DivergenceError as `test`."""
-    tested = test(detector, images)
-    value = ap(tested.found, images.images.rows, detector.head.num_classes)
-    return Evaluation(step, value, tested.loss, {AP: value})
+    return scored(step, detector, images)[0]
 
 
-def score(task: Task, detector: Detector, images: Images) -> tuple[Evaluation, pa.Table, None]:
-    """Return a refit's results on test, and the table of its detections (FOUND). Raises DivergenceError as `test`."""
-    batch = task.config.batch_size  # a detector's maps take much memory
-    tested = test(detector, Evaluator(images, task.contract.preprocessing, batch=batch, is_kept=False))
-    value = ap(tested.found, images.rows, len(task.objects))
-    return Evaluation(task.steps, value, tested.loss, {AP: value}), found_table(tested.found), None
+def scored(step: int, detector: Detector, images: Evaluator) -> tuple[Evaluation, pa.Table]:
+    """Return the results after a step, and the table of detections (FOUND). Raises DivergenceError as `test`."""
+    tested, truths = test(detector, images), truths_of(images.images.rows)
+    value = float(mean_ap(match(truths, tested.found, detector.head.num_classes)["all"]))
+    value = 0.0 if np.isnan(value) else value  # no image has boxes
+    return Evaluation(step, value, tested.loss, {AP: value}), found_table(tested.found)
 
 
 def train_flops(task: Task) -> int:
@@ -271,9 +269,3 @@ def train_flops(task: Task) -> int:
     with FlopCounterMode(display=False) as counter:
         detector.read(tokens if task.config.freeze == "backbone" else detector.tokens(images))
     return 3 * counter.get_total_flops()
-
-
-def ap(found: Sequence[Detected], rows: pa.Table, classes: int) -> float:
-    """Return COCO's AP; 0 if no image has boxes."""
-    value = float(mean_ap(match(truths_of(rows), found, classes)["all"]))
-    return 0.0 if np.isnan(value) else value

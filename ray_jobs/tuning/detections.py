@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from ray_jobs.data.boxes import sizes_of
 from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import Detected, average_precisions, match
 from ray_jobs.detection.tables import DETECTIONS, FILE, MEDIAN_BOX, detected_of, found_table, truths_of
@@ -69,7 +69,7 @@ def _measured(images: pa.Table, task: Task) -> Iterator[tuple[str, float]]:
 
 def _median_box(dataset: Dataset) -> pa.Table:
     """Return one detection for each test image: the most frequent class of train, at the median of its boxes."""
-    sizes = {split: _sizes(dataset.index(split)) for split in ("train", "test")}
+    sizes = {split: np.tile(sizes_of(dataset.index(split)), 2) for split in ("train", "test")}
     boxes = [[box for box in some if not box.ignored] for some in dataset.boxes("train")]
     labels = np.array([box.label for some in boxes for box in some], np.int64)
     if not len(labels):
@@ -78,8 +78,3 @@ def _median_box(dataset: Dataset) -> pa.Table:
     shares = [box[:4] / size for some, size in zip(boxes, sizes["train"], strict=True) for box in some]
     median = np.median(np.array(shares)[labels == label], axis=0)
     return found_table([Detected((median * size)[None], np.ones(1), np.array([label])) for size in sizes["test"]])
-
-
-def _sizes(index: pa.Table) -> NDArray[np.float64]:
-    """Return the width, height, width and height of each image, [n, 4]."""
-    return np.stack([index[name].to_numpy() for name in ("width", "height")] * 2, axis=1).astype(np.float64)

@@ -94,10 +94,10 @@ def trial(
     return result
 
 
-def evaluator(task: Task, images: Images, worker: Worker = ALONE) -> Evaluator:
+def evaluator(task: Task, images: Images, worker: Worker = ALONE, is_kept: bool = True) -> Evaluator:
     """Return what evaluates a task's models on held-out images; a detector's maps are as large as in a step."""
     batch = min(BATCH, task.config.batch_size) if task.objects else BATCH
-    return Evaluator(images, task.contract.preprocessing, worker, batch)
+    return Evaluator(images, task.contract.preprocessing, worker, batch, is_kept)
 
 
 def make_stopping(config: Finetune, steps: int, report: Report) -> Stopping | None:
@@ -191,7 +191,7 @@ def score_refit(task: Task, model: Trained, test: Images) -> tuple[Evaluation, p
         DivergenceError: the loss is not finite.
     """
     if isinstance(model, Detector):
-        return detecting.score(task, model, test)
+        return *detecting.scored(task.steps, model, evaluator(task, test, is_kept=False)), None
     logits = predict(model, task.contract, test)
     if task.contract.is_multi_label:
         results = evaluation(task.steps, logits, torch.from_numpy(test.labels))

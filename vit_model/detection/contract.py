@@ -16,6 +16,7 @@ from vit_model.errors import UserError
 SCALES = (4.0, 2.0, 1.0, 0.5)
 """The sides of the pyramid's maps, as multiples of the grid of patches (ViTDet, Li et al. 2022)."""
 RANGES = {SCALES[first:last] for first in range(4) for last in range(first + 1, 5)}
+SHOWN = 0.3  # the least score of a detection that people are shown
 GROUPS = 32  # of the head's group norms
 
 
@@ -26,9 +27,9 @@ class DetectorContract(Contract):
     """Without a classifier; its `training_data` and `license` are the detector's."""
     class_names: Annotated[tuple[str, ...], Field(min_length=1)]
     channels: PositiveInt = 256
-    """Of the pyramid's maps and of the head."""
+    """The channels of the pyramid's maps and of the head."""
     convs: Annotated[int, Field(ge=1, le=8)] = 4
-    """In each of the head's two towers."""
+    """The convolutions in each of the head's two towers."""
     scales: Annotated[tuple[float, ...], Field(min_length=1, max_length=4)] = SCALES
     """The largest first, each half of the one before, because a map detects what is too large for the one before."""
 

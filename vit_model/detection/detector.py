@@ -71,7 +71,7 @@ class Detector(AroundModel):
         self.head.initialise(generator)
 
     def unused(self) -> Iterator[nn.Parameter]:
-        """Yield the ViT's weights that no output depends on: those of its pooling and its tanh layer."""
+        """Yield the ViT's weights that no output depends on: its pooling and its tanh layer."""
         for name, parameter in self.model.named_parameters():
             if name.startswith(("attn_pool.", "pre_logits.")):
                 yield parameter

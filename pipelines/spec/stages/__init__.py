@@ -42,6 +42,9 @@ STAGE_TYPES: dict[str, type[BaseStage]] = {
 TRAINED = tuple(job for job, stage in STAGE_TYPES.items() if issubclass(stage, Pretrain | Finetune))
 """The jobs that train the model which they store."""
 
+FINE_TUNED = tuple(job for job, stage in STAGE_TYPES.items() if issubclass(stage, Finetune))
+"""The jobs that are fine-tunings: they have labels, folds and trials."""
+
 
 def module(job: str) -> str:
     """Return the name of a job's module in `ray_jobs`, which is also the name of its stage's module here."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from pipelines.store import Manifest, Store, local_files
-from ray_jobs.data.boxes import Box, of_rows
+from ray_jobs.data.boxes import of_rows, sizes_of
 from ray_jobs.data.columns import each_label
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.detection import mistakes
@@ -41,7 +41,7 @@ PHOTO = 112  # larger images are cropped to a square and resized to this side
 MOST_BYTES = 2**29  # of a model to read, above ViT-B in float32; its pass over 24 images takes 0.8 TFLOPs
 TINT, STRENGTH = (255, 90, 0), 0.65
 COOL, NEUTRAL = (30, 80, 160), (240, 240, 240)  # of cosines -1 and 0; 1 is TINT
-GOLDEN = (5**0.5 - 1) / 2  # of a turn, from the hue of a class to that of the next
+GOLDEN = (5**0.5 - 1) / 2  # of a turn, between the hues of two neighbouring classes
 DETECTED = 192  # side of an image with detections
 RIGHT, WRONG, MISSED = "#3ec46d", "#ff4d3d", "white"
 LEVELS = 16  # of attention, so that a last bit of difference does not show
@@ -126,63 +126,65 @@ def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) ->
 
     Images that have boxes are squashed to squares, in colour, and their boxes are drawn.
     """
-    size, has_boxes = dataset.info.image, dataset.info.has_boxes
-    side, channels = (max(size.height, size.width), size.channels) if size else (PHOTO, 3)
-    half = (0.5,) * channels
-    preprocessing = Preprocessing(
-        mean=half,
-        std=half,
-        crop="squash" if has_boxes else "center",
-        resolution=min(side, PHOTO),
-        channels=channels,
-    )
+    has_boxes = dataset.info.has_boxes
+    preprocessing = _preprocessing(dataset, PHOTO, "squash" if has_boxes else "center")
     pictures = dataset.images(split, preprocessing, np.asarray(rows, int))
     if not has_boxes:
         return pictures
     shown = dataset.index(split).take(np.asarray(rows, int))
-    sizes = zip(*(shown[name].to_pylist() for name in ("width", "height")), strict=True)
-    return np.stack([_with_boxes(*each) for each in zip(pictures, of_rows(shown), sizes, strict=True)])
+    outlined = []
+    for pixels, boxes, size in zip(pictures, of_rows(shown), sizes_of(shown), strict=True):
+        hues = (round(360 * (box.label * GOLDEN % 1)) for box in boxes)
+        colours = ("grey" if box.ignored else f"hsl({hue}, 100%, 55%)" for box, hue in zip(boxes, hues, strict=True))
+        coloured = zip((box[:4] for box in boxes), colours, strict=True)
+        outlined.append(np.asarray(_outlined(pixels, coloured, size, preprocessing.resolution)))
+    return np.stack(outlined)
 
 
-def _with_boxes(pixels: np.ndarray, boxes: Sequence[Box], size: tuple[int, int]) -> np.ndarray:
-    """Draw the boxes of an image of `size` on it, squashed to [side, side, channels]: a colour per class."""
+def _preprocessing(dataset: Dataset, most: int, crop: Literal["squash", "center"]) -> Preprocessing:
+    """Return how images become squares of their own size, or of up to `most` pixels a side."""
+    size = dataset.info.image
+    side, channels = (max(size.height, size.width), size.channels) if size else (most, 3)
+    half = (0.5,) * channels
+    return Preprocessing(mean=half, std=half, crop=crop, resolution=min(side, most), channels=channels)
+
+
+def _outlined(
+    pixels: np.ndarray,
+    boxes: Iterable[tuple[Sequence[float] | np.ndarray, str]],
+    size: np.ndarray,
+    side: int,
+    width: int = 1,
+) -> Image.Image:
+    """Return an image of `size` (width, height) that was squashed to a square, in colour and with coloured boxes."""
     image = Image.fromarray(np.repeat(pixels, 3 // pixels.shape[-1], axis=-1))
-    scale, draw = image.width / np.array(size * 2), ImageDraw.Draw(image)
-    for box in boxes:
-        hue = round(360 * (box.label * GOLDEN % 1))
-        sides = np.clip(np.round(box[:4] * scale), 0, image.width - 1)
-        draw.rectangle([*sides], outline="grey" if box.ignored else f"hsl({hue}, 100%, 55%)")
-    return np.asarray(image)
+    if image.width != side:
+        kind = Image.Resampling.NEAREST if image.width <= SMALL else Image.Resampling.BILINEAR
+        image = image.resize((side, side), kind)
+    draw = ImageDraw.Draw(image)
+    for box, colour in boxes:
+        sides = np.clip(np.round(np.asarray(box) * side / np.tile(size, 2)), 0, side - 1)
+        draw.rectangle([*sides], outline=colour, width=width)
+    return image
 
 
 def detected_urls(dataset: Dataset, rows: Sequence[int], seen: Sequence[tuple[Boxes, Detected]]) -> list[str]:
     """Return these rows of test as `data:` URLs, squashed to squares, with their boxes and detections.
 
-    Green: right; red: wrong, with a score of `mistakes.SHOWN` or more; white: missed boxes.
+    Green: right; red: wrong, with a score of SHOWN or more; white: missed boxes.
     """
-    size = dataset.info.image
-    side, channels = (max(size.height, size.width), size.channels) if size else (DETECTED, 3)
-    half, side = (0.5,) * channels, min(side, DETECTED)
-    preprocessing = Preprocessing(mean=half, std=half, resolution=side, channels=channels)
-    images = dataset.images("test", preprocessing, np.asarray(rows, int))
-    index = dataset.index("test").take(np.asarray(rows, int))
-    sizes = np.stack([index[name].to_numpy() for name in ("width", "height")] * 2, axis=1)
+    chosen = np.asarray(rows, int)
+    images = dataset.images("test", _preprocessing(dataset, DETECTED, "squash"), chosen)
     urls = []
-    for pixels, (truth, found), whole in zip(images, seen, sizes, strict=True):
-        image = Image.fromarray(np.repeat(pixels, 3 // pixels.shape[-1], axis=-1))
-        image = image.resize(
-            (DETECTED, DETECTED), Image.Resampling.NEAREST if side <= SMALL else Image.Resampling.BILINEAR
-        )
-        draw, named = ImageDraw.Draw(image), mistakes.named(truth, found)
+    for pixels, (truth, found), size in zip(images, seen, sizes_of(dataset.index("test").take(chosen)), strict=True):
+        named = mistakes.named(truth, found)
         drawn = [(box, MISSED) for box in truth.boxes[named.is_missed]]
         drawn += [
             (found.boxes[number], RIGHT if kind == "right" else WRONG)
             for number, kind in zip(named.shown, named.kinds, strict=True)
             if kind != mistakes.IGNORED
         ]
-        for box, colour in drawn:
-            draw.rectangle([*np.clip(np.round(box * DETECTED / whole), 0, DETECTED - 1)], outline=colour, width=2)
-        urls.append(jpeg_url(image))
+        urls.append(jpeg_url(_outlined(pixels, drawn, size, DETECTED, width=2)))
     return urls
 
 

@@ -38,11 +38,11 @@ def files_of(root: str, files: Files) -> Root:
     """
     if Path(root).is_dir():
         keys, special = in_folder(Path(root), files.keys())
-        return Root({key: whole(key, (Path(root) / key).stat().st_size) for key in keys}, special=special)
+        return Root({key: _whole(key, (Path(root) / key).stat().st_size) for key in keys}, special=special)
     name = PurePosixPath(root).name
     if list(files) != parts_of(name, files):
         facts = s3.facts(files.values())
-        return Root({name: whole(name, facts[location][1]) for name, location in files.items()})
+        return Root({name: _whole(name, facts[location][1]) for name, location in files.items()})
     members, refused = containers.contents(files, name)
     if refused and not members:
         raise UserError(
@@ -97,6 +97,6 @@ def _files_below(root: Path) -> Iterator[tuple[str, bool]]:
             yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
 
-def whole(key: str, size: int) -> Member:
+def _whole(key: str, size: int) -> Member:
     """Return a file that is not in an archive."""
     return Member(key, key, 0, size, "stored", size)

@@ -82,7 +82,7 @@ def test_a_folder_or_a_list_names_the_split(
 
 
 def test_images_of_which_nothing_is_known_are_left_out_and_named() -> None:
-    """An image without annotations, and beside images with a split one without; captions are no boxes."""
+    """An unannotated image, and one without a split where others have one; captions do not count as boxes."""
     files = {"annotations/instances_train.json": dataset(), "annotations/captions_train.json": b"[]", "c.jpg": b""}
     files |= {"train/a.jpg": b"", "train/b.jpg": b""}
     assert read("coco", files).notes == ("1 image without annotations, left out: c.jpg",)
