@@ -16,6 +16,8 @@ from vit_model.variants import stem_channels
 
 Grid = tuple[int, int]
 """(rows, columns) of patches."""
+Angles = tuple[Tensor, Tensor]
+"""The cosines and sines [patches, e] of rotary positions."""
 
 
 def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
@@ -50,6 +52,29 @@ def _waves(first: Tensor, second: Tensor, exponents: Tensor) -> Tensor:
     omega = 10000.0**-exponents
     angles = (coordinate[:, None] * omega for coordinate in (first, second))
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()[None]
+
+
+def rope(grid: Grid, width: int, device: torch.device | None = None) -> Angles:
+    """Return DINOv3's axial rotary positions for heads of this width.
+
+    A patch's middle has coordinates from -1 to 1 in the image, so another grid gets a denser table. The first quarter
+    of the angles is y times 2 pi * 100 ** -(4 k / width), the second x; the second half repeats the first.
+    """
+    periods = 100.0 ** -torch.arange(0, 1, 4 / width, device=device, dtype=torch.float32)
+    y, x = (2 * (place + 0.5) / side - 1 for place, side in zip(_coordinates(grid, device), grid, strict=True))
+    angles = torch.cat([2 * math.pi * place.float()[:, None] * periods for place in (y, x)], dim=1).tile(2)
+    return angles.cos(), angles.sin()
+
+
+def rotated(heads: Tensor, angles: Angles | None) -> Tensor:
+    """Turn the heads [b, h, n, e] of the last tokens, which are the patches; the others stay as they are."""
+    if angles is None:
+        return heads
+    cosines, sines = (part.to(heads.dtype) for part in angles)
+    before, patches = heads.split([heads.shape[2] - len(sines), len(sines)], dim=2)
+    half = patches.shape[-1] // 2
+    turned = torch.cat([-patches[..., half:], patches[..., :half]], dim=-1)
+    return torch.cat([before, patches * cosines + turned * sines], dim=2)
 
 
 def relative_scores(query: Tensor, table: Tensor) -> Tensor:
@@ -161,9 +186,9 @@ class Attention(nn.Module):
         self.lora: nn.ModuleDict | None = None
         """LoRA's matrices while it trains, by the name of the projection that they add to (`vit_model.lora`)."""
 
-    def forward(self, x: Tensor, first: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, first: int | None = None, angles: Angles | None = None) -> Tensor:
         """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d]."""
-        query, key, value = self.heads(x) if first is None else self.heads_of_first(x, first)
+        query, key, value = self.heads(x, angles) if first is None else self.heads_of_first(x, first, angles)
         mixed = attention(query, key, value, self.bias(query)).transpose(1, 2).flatten(2)
         projected: Tensor = self.proj(mixed)
         if self.lora is not None and "proj" in self.lora:
@@ -171,22 +196,25 @@ class Attention(nn.Module):
         out: Tensor = self.dropout(projected)
         return out
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, angles: Angles | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[b, n, d] -> queries, keys and values, each [b, h, n, e]."""
         query, key, value = self._split(self.qkv(x), 3)
         return (
-            self._adapted(query, "query", x),
-            self._adapted(key, "key", x),
+            rotated(self._adapted(query, "query", x), angles),
+            rotated(self._adapted(key, "key", x), angles),
             self._adapted(value, "value", x),
         )
 
-    def heads_of_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, n, d] -> queries [b, h, first, e] of the first tokens, keys and values [b, h, n, e] of all."""
+    def heads_of_first(self, x: Tensor, first: int, angles: Angles | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, n, d] -> queries [b, h, first, e] of the first tokens, keys and values [b, h, n, e] of all.
+
+        The first tokens are no patches, so their queries are not turned.
+        """
         weight, bias, d = self.qkv.weight, self.qkv.bias, x.shape[2]
         (query,) = self._split(F.linear(x[:, :first], weight[:d], bias[:d]), 1)
         key, value = self._split(F.linear(x, weight[d:], bias[d:]), 2)
         query = self._adapted(query, "query", x[:, :first])
-        return query, self._adapted(key, "key", x), self._adapted(value, "value", x)
+        return query, rotated(self._adapted(key, "key", x), angles), self._adapted(value, "value", x)
 
     def _adapted(self, heads: Tensor, projection: str, x: Tensor) -> Tensor:
         """Add LoRA's part of a projection of x [b, n, d], if it has one, to its heads [b, h, n, e]."""
@@ -206,26 +234,29 @@ class Attention(nn.Module):
             return None
         return relative_scores(query * query.shape[-1] ** -0.5, self.pos_embed)
 
-    def weights(self, x: Tensor) -> Tensor:
+    def weights(self, x: Tensor, angles: Angles | None = None) -> Tensor:
         """[b, n, d] -> attention weights, float32 [b, h, n, n]; rows sum to 1."""
-        query, key, _ = self.heads(x)
+        query, key, _ = self.heads(x, angles)
         return attention_scores(query, key, self.bias(query)).softmax(dim=-1, dtype=torch.float32)
 
 
 class Mlp(nn.Module):
-    """Two linear layers around a GELU; dropout after each but the last addition (section B.1)."""
+    """Two linear layers around a GELU, or three of a SwiGLU; dropout after each but the last addition (section B.1)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.gelu = config.gelu
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
+        self.gate = nn.Linear(config.width, config.mlp_dim) if config.swiglu else None
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, n, d] -> [b, n, d]."""
         hidden = self.fc1(x)
-        if self.gelu == "quick":
+        if self.gate is not None:
+            hidden = F.silu(self.gate(x)) * hidden
+        elif self.gelu == "quick":
             hidden = hidden * torch.sigmoid(1.702 * hidden)
         else:
             hidden = F.gelu(hidden, approximate="tanh" if self.gelu == "tanh" else "none")
@@ -247,13 +278,16 @@ class Block(nn.Module):
         if config.layer_scale is not None:
             self.ls1, self.ls2 = (nn.ParameterDict({"gamma": torch.empty(config.width)}) for _ in range(2))
 
-    def forward(self, x: Tensor, first: int | None = None, factors: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, first: int | None = None, factors: Tensor | None = None, angles: Angles | None = None
+    ) -> Tensor:
         """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d].
 
-        `factors` [2, b, 1, 1] multiply the outputs of attention and MLP for each image (`ViT.drop_path_factors`).
+        `factors` [2, b, 1, 1] multiply the outputs of attention and MLP for each image (`ViT.drop_path_factors`);
+        `angles` turn the queries and keys of patches (`ViT.angles`).
         """
         of_attention, of_mlp = (None, None) if factors is None else factors.unbind()
-        x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1, of_attention)
+        x = self._join(x[:, :first], self.attn(self.norm1(x), first, angles), self.ls1, of_attention)
         return self._join(x, self.mlp(self.norm2(x)), self.ls2, of_mlp)
 
     def _join(self, x: Tensor, branch: Tensor, scale: nn.ParameterDict | None, factors: Tensor | None) -> Tensor:

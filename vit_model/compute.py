@@ -20,8 +20,8 @@ def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
     """Return the multiply-accumulates of one image's forward pass.
 
     For a ViT: n c p^2 d + blocks (N (4 d^2 + 2 d m) + 2 N^2 d) + d classes, plus a hybrid's stem, scores of relative
-    positions, the tanh layer, a MAP head and DeiT's second classifier. In axial blocks a token attends to its row or
-    column and not to all N. For a ResNet: its convolutions and its classifier.
+    positions, the third matrix of a SwiGLU, the tanh layer, a MAP head and DeiT's second classifier. In axial blocks a
+    token attends to its row or column and not to all N. For a ResNet: its convolutions and its classifier.
 
     With `mae`, a ViT's blocks see the visible patches, and the decoder is added.
     """
@@ -35,7 +35,7 @@ def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
     total += _block_macs(config, tokens)
     total += config.num_blocks * tokens * (2 * tokens - 1) * width * (config.position == "relative")
     if config.pooling == "map":
-        total += 2 * tokens * (width * width + width) + 2 * width * width + 2 * width * mlp
+        total += 2 * tokens * (width * width + width) + 2 * width * width + (2 + config.swiglu) * width * mlp
     total += width * width * config.representation_head
     return total + width * config.num_classes * (1 + config.distillation)
 
@@ -43,7 +43,7 @@ def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
 def _block_macs(config: ViTConfig, tokens: int) -> int:
     """Return the MACs of all blocks for this number of tokens, without scores of relative positions."""
     width, mlp = config.width, config.mlp_dim
-    total = config.num_blocks * tokens * (4 * width * width + 2 * width * mlp)
+    total = config.num_blocks * tokens * (4 * width * width + (2 + config.swiglu) * width * mlp)
     return total + 2 * tokens * _keys(config, tokens) * width
 
 

@@ -43,9 +43,12 @@ class ViTOptions(Frozen):
     """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
     registers: Annotated[int, Field(ge=0)] = later(0)
     """The number of extra learned tokens, which have no position (Darcet et al. 2024; DINOv2)."""
-    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = later("learned1d")
+    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative", "rope"] = later(
+        "learned1d"
+    )
     """The position embedding (section D.4). "sincos2d" is big_vision's fixed table, "sincos2d_moco" MoCo v3's;
-    "relative" adds query times an embedding of the distance along the raster to the attention's scores."""
+    "relative" adds query times an embedding of the distance along the raster to the attention's scores; "rope" turns
+    the queries and keys of patches (DINOv3, `vit_model.blocks.rope`)."""
     position_at: Literal["stem", "every_layer", "shared"] = later("stem")
     """Where positions are added: once before the first block, or to every block's input, from a table for each block
     or from a shared one."""
@@ -62,6 +65,8 @@ class ViTOptions(Frozen):
     """False removes the connections around attention and MLP, for ablations."""
     axial: bool = later(False)
     """Each block becomes two, one attending along rows and one along columns (section D.6)."""
+    swiglu: bool = later(False)
+    """The MLP is SiLU(a matrix times x) * (another one times x), and a third (Shazeer 2020; DINOv3's largest)."""
     gelu: Literal["tanh", "exact", "quick"] = "tanh"
     """"tanh" is what the authors' code computes; timm and Hugging Face use "exact", OpenAI's CLIP "quick", which is
     x * sigmoid(1.702 * x)."""
@@ -95,9 +100,9 @@ class ViTOptions(Frozen):
                 f"position_at {self.position_at!r} needs learned tables; position is {self.position!r}",
             ),
             (
-                self.axial and (self.class_token or self.registers > 0 or self.position == "relative"),
+                self.axial and (self.class_token or self.registers > 0 or self.position in ("relative", "rope")),
                 "axial blocks attend along rows and columns of the grid, so they cannot be combined with class_token,"
-                " registers or position 'relative'; use pooling 'gap'",
+                " registers or position 'relative' or 'rope'; use pooling 'gap'",
             ),
             (
                 self.axial and self.stochastic_depth > 0,
@@ -126,6 +131,8 @@ class ViTShape(ViTOptions):
             raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit")
         if self.position in ("learned2d", "sincos2d", "sincos2d_moco") and self.width % 4:
             raise ValueError(f"width {self.width} is not a multiple of 4, which position {self.position!r} needs")
+        if self.position == "rope" and (of_head := self.width // self.num_heads) % 4:
+            raise ValueError(f"the width of a head, {of_head}, is not a multiple of 4, which position 'rope' needs")
         if self.stem is not None and self.patch_size % (stride := stem_stride(self.stem)):
             raise ValueError(
                 f"patch_size {self.patch_size} is not a multiple of {stride}, the stride of a stem with"
@@ -231,7 +238,7 @@ class ViTConfig(_ForImages, ViTShape):
         """All trainable numbers, heads included."""
         width, mlp = self.width, self.mlp_dim
         norm, attention = 2 * width, 4 * (width * width + width)
-        mlp_layers = width * mlp + mlp + mlp * width + width
+        mlp_layers = (1 + self.swiglu) * (width * mlp + mlp) + mlp * width + width
         block = attention + mlp_layers + 2 * norm + 2 * width * (self.layer_scale is not None)
         relative = (2 * self.num_tokens - 1) * (width // self.num_heads) * (self.position == "relative")
         patch = (self.patch_size // self.stem_stride) ** 2
@@ -334,7 +341,7 @@ class MaeOptions(Frozen):
                 f" {encoder.representation_head}, pooling {encoder.pooling!r}; use 0, False, and 'cls' or 'gap'",
             ),
             (
-                encoder.position == "relative" or encoder.position_at != "stem" or encoder.axial,
+                encoder.position in ("relative", "rope") or encoder.position_at != "stem" or encoder.axial,
                 f"encodes some of the patches, which keep their positions only if these are added before the first"
                 f" block: position is {encoder.position!r}, position_at {encoder.position_at!r}, axial"
                 f" {encoder.axial}; use a learned or fixed position, 'stem' and False",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit_model.blocks import AttentionPool, Block, PatchEmbed, sincos2d, sincos2d_moco
+from vit_model.blocks import Angles, AttentionPool, Block, PatchEmbed, rope, sincos2d, sincos2d_moco
 from vit_model.config import ViTConfig
 from vit_model.parts import ParameterGroups, check_images, lecun_normal_
 
@@ -154,7 +154,7 @@ class ViT(ParameterGroups):
 
     def states(self, x: Tensor, first: int | None = None, drop_path_draws: Tensor | None = None) -> Iterator[Tensor]:
         """Eq. 2 and 3: yield the input of each block, with positions added, then the output of the last, [b, n, d]."""
-        config, factors = self.config, self.drop_path_factors(x, drop_path_draws)
+        config, factors, angles = self.config, self.drop_path_factors(x, drop_path_draws), self.angles()
         recomputes = self.activation_checkpointing and torch.is_grad_enabled()
         for index, layer in enumerate(self.blocks):
             block = partial(checkpoint, layer, use_reentrant=False) if recomputes else layer
@@ -167,7 +167,7 @@ class ViT(ParameterGroups):
                 x = along_axis(block, x, config.grid, index % 2)
             else:
                 of_images = None if factors is None else factors[index]
-                x = block(x, first if index == len(self.blocks) - 1 else None, of_images)
+                x = block(x, first if index == len(self.blocks) - 1 else None, of_images, angles)
         yield x
 
     def drop_path_factors(self, x: Tensor, draws: Tensor | None = None) -> Tensor | None:
@@ -205,7 +205,7 @@ class ViT(ParameterGroups):
     def positions(self, layer: int) -> Tensor | None:
         """Return the positions added before block `layer`, [1, n, d]; None without position embeddings."""
         config = self.config
-        if config.position in ("none", "relative"):
+        if config.position in ("none", "relative", "rope"):
             return None
         class_entries = 0
         if config.position == "learned1d":
@@ -224,6 +224,13 @@ class ViT(ParameterGroups):
         zeros = table.new_zeros(1, unplaced, config.width)
         return torch.cat([table[:, :class_entries], zeros, table[:, class_entries:]], dim=1)
 
+    def angles(self) -> Angles | None:
+        """Return the rotary positions of the patches; None without them."""
+        config = self.config
+        if config.position != "rope":
+            return None
+        return rope(config.grid, config.width // config.num_heads, self.patch_embed.proj.weight.device)
+
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Initialise all weights as the authors' JAX code does (vision_transformer, models_vit.py).
@@ -237,8 +244,8 @@ class ViT(ParameterGroups):
         | pre_logits.weight                     | the same                                            |
         | pos_embed of all kinds                | normal, std 0.02                                    |
         | query, key, value, proj weights       | uniform within sqrt(6 / 2d): Xavier, each as [d, d] |
-        | mlp.fc1.weight, mlp.fc2.weight        | uniform within sqrt(6 / (d + mlp_dim)): Xavier      |
-        | mlp.fc1.bias, mlp.fc2.bias            | normal, std 1e-6                                    |
+        | weights of mlp.fc1, fc2, gate         | uniform within sqrt(6 / (d + mlp_dim)): Xavier      |
+        | biases of mlp.fc1, fc2, gate          | normal, std 1e-6                                    |
         | attn_pool.latent                      | uniform within sqrt(6 / (1 + d)): Xavier            |
         | dist_token, reg_token                 | normal, std 0.02 (DeiT), 1e-6 (timm)                |
         | layer and group norms                 | weight 1, bias 0; a stem unit's last weight 0       |
@@ -259,9 +266,9 @@ class ViT(ParameterGroups):
         width, mlp_dim = self.config.width, self.config.mlp_dim
         owner, _, leaf = name.rpartition(".")
         layer = owner.rpartition(".")[2]
-        if layer in ("fc1", "fc2") and leaf == "bias":
+        if layer in ("fc1", "fc2", "gate") and leaf == "bias":
             drawn.normal_(std=1e-6, generator=generator)
-        elif layer in ("fc1", "fc2"):
+        elif layer in ("fc1", "fc2", "gate"):
             bound = math.sqrt(6 / (width + mlp_dim))
             drawn.uniform_(-bound, bound, generator=generator)
         elif leaf == "latent":

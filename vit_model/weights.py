@@ -185,7 +185,7 @@ def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig)
 
     Raises UserError for relative positions, because distances along one raster mean nothing on another.
     """
-    if old.grid == new.grid or old.position in ("none", "sincos2d", "sincos2d_moco"):
+    if old.grid == new.grid or old.position in ("none", "sincos2d", "sincos2d_moco", "rope"):
         return []
     if old.position == "relative":
         raise UserError(

@@ -25,6 +25,7 @@ MODELS: list[dict[str, Any]] = [
     {"pooling": "gap", "class_token": True, "norm_after_pooling": True, "registers": 1},
     {"pooling": "map"},
     {"position": "relative"},
+    {"position": "rope"},
     {"position_at": "every_layer"},
     {"position": "learned2d", "position_at": "shared", "norm_first": True},
     {"residual": False, "layer_scale": 0.1},
@@ -63,6 +64,8 @@ def slow_weights(model: ViT, images: Tensor) -> list[np.ndarray]:
             query = x @ kernel[h * e : (h + 1) * e].T + bias[h * e : (h + 1) * e]
             of_key = slice(width + h * e, width + (h + 1) * e)
             key = x @ kernel[of_key].T + bias[of_key]
+            if model.config.position == "rope":
+                query, key = (slowly_turned(part, model.config) for part in (query, key))
             scores = np.einsum("bqe,bke->bqk", query, key)
             if block.attn.pos_embed is not None:
                 table = block.attn.pos_embed.detach().double().numpy()
@@ -72,6 +75,18 @@ def slow_weights(model: ViT, images: Tensor) -> list[np.ndarray]:
             weights[:, h] = exponent / exponent.sum(axis=-1, keepdims=True)
         found.append(weights)
     return found
+
+
+def slowly_turned(heads: np.ndarray, config: ViTConfig) -> np.ndarray:
+    """Rotary positions as complex numbers, whose real parts are the first half of a head."""
+    e = heads.shape[2]
+    pairs = heads[..., : e // 2] + 1j * heads[..., e // 2 :]
+    for number, place in enumerate(itertools.product(*map(range, config.grid))):
+        for axis, side in enumerate(config.grid):
+            for k in range(e // 4):
+                angle = 2 * math.pi * (2 * (place[axis] + 0.5) / side - 1) * 100 ** (-4 * k / e)
+                pairs[:, config.num_prefix_tokens + number, axis * (e // 4) + k] *= np.exp(1j * angle)
+    return np.concatenate([pairs.real, pairs.imag], axis=2)
 
 
 @pytest.mark.parametrize("options", [*MODELS, *AXIAL], ids=str)
@@ -259,7 +274,7 @@ def test_what_a_model_has_not_is_said() -> None:
         inspection.patch_embedding_components(model, 33)
     with pytest.raises(ValueError, match=r"layer is 1; with position_at 'stem' it must be from 0 to 0"):
         inspection.position_similarity(model, layer=1)
-    for position in ("none", "relative"):
+    for position in ("none", "relative", "rope"):
         model, _ = model_and_images({"position": position})
         with pytest.raises(ValueError, match=f"position similarity .* position '{position}' has none"):
             inspection.position_similarity(model)

@@ -51,7 +51,8 @@ def test_what_is_added_changes_nothing_before_the_first_step_and_depends_on_the_
 
 @pytest.mark.parametrize("targets", [("query", "value"), ("key",), ("proj",), ALL], ids=str)
 @pytest.mark.parametrize(
-    "fields", [{}, {"pooling": "gap"}, {"axial": True, "pooling": "gap"}, {"position": "relative"}]
+    "fields",
+    [{}, {"pooling": "gap"}, {"axial": True, "pooling": "gap"}, {"position": "relative"}, {"position": "rope"}],
 )
 def test_the_merged_model_is_an_ordinary_one_that_computes_the_same(fields: dict[str, Any], targets: Any) -> None:
     """Queries of the class token alone, of all tokens, and of rows and columns."""

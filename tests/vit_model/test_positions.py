@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from tests.support import timm_models
-from vit_model.blocks import relative_scores, resize_axis, resize_position_embedding, sincos2d, sincos2d_moco
+from vit_model.blocks import (
+    relative_scores,
+    resize_axis,
+    resize_position_embedding,
+    rope,
+    rotated,
+    sincos2d,
+    sincos2d_moco,
+)
 
 
 def table(entries: int, width: int = 5) -> torch.Tensor:
@@ -91,6 +99,20 @@ def test_mocos_table_has_timms_frequencies() -> None:
 
     theirs = build_sincos2d_pos_embed([3, 5], 16).view(15, 4, 4)[:, [0, 2, 1, 3]].reshape(15, 16)
     torch.testing.assert_close(sincos2d_moco((3, 5), 16)[0], theirs)
+
+
+def test_rope_depends_on_the_distance_of_two_patches_in_the_image() -> None:
+    """Between two patches the scores are those of any two with the same distance, in height and width of the image."""
+    grid, e = (3, 4), 8
+    query, key = torch.randn(2, e, generator=torch.Generator().manual_seed(0))
+    every = [rotated(one.expand(1, 1, 12, e), rope(grid, e))[0, 0].view(*grid, e) for one in (query, key)]
+    finer = [rotated(one.expand(1, 1, 48, e), rope((6, 8), e))[0, 0].view(6, 8, e) for one in (query, key)]
+    first = every[0][0, 0] @ every[1][1, 2]
+    for other in (every[0][1, 1] @ every[1][2, 3], finer[0][0, 0] @ finer[1][2, 4], finer[0][3, 1] @ finer[1][5, 5]):
+        torch.testing.assert_close(other, first)
+    assert not torch.allclose(every[0][0, 0] @ every[1][2, 1], first)
+    prefix = torch.randn(1, 1, 13, e)
+    assert torch.equal(rotated(prefix, rope(grid, e))[:, :, 0], prefix[:, :, 0])
 
 
 def test_relative_scores_are_query_times_the_distances_embedding() -> None:

@@ -1,11 +1,12 @@
 """Folders of Hugging Face transformers: config.json, safetensors, preprocessor_config.json.
 
-In: a folder with a ViT, DeiT, ViTMAE, DINOv2 (with or without registers), CLIP or SigLIP image encoder, with or without
-a classifier. Out: an `Imported`, or such a folder of our model. transformers is not needed.
+In: a folder with a ViT, DeiT, ViTMAE, DINOv2 (with or without registers), DINOv3, CLIP or SigLIP image encoder, with or
+without a classifier. Out: an `Imported`, or such a folder of our model. transformers is not needed.
 Use: `imported = read(folder)`; `write(folder, model, contract)`.
 
 Tensors have the names of transformers 4, which the files on the hub have and every version reads; names of version 5
-are converted first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_with_registers,clip,siglip}.
+are converted first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_with_registers,dinov3_vit,clip,
+siglip}.
 """
 
 import re
@@ -38,6 +39,7 @@ from vit_model.formats.imported import Imported
 from vit_model.model import ViT
 from vit_model.weights import checked_weights, resize_positions
 
+ROPE_THETA = 100  # of `vit_model.blocks.rope`
 GELUS = {
     "gelu": "exact",
     "gelu_python": "exact",
@@ -75,7 +77,7 @@ def read(folder: Path) -> Imported:
             f" {architecture.patch_size}; transformers ignores the pixels beyond."
         )
     processor = read_processor(folder, kind)
-    if processor is not None and kind.startswith("dinov2"):
+    if processor is not None and kind.startswith("dino"):
         architecture, image_size, resized = _at_processors_size(architecture, processor, weights)
         lines += resized
     class_names = _class_names(path, config, architecture.num_classes)
@@ -108,7 +110,7 @@ def read(folder: Path) -> Imported:
 def _at_processors_size(
     architecture: ViTConfig, processor: Processor, weights: dict[str, Tensor]
 ) -> tuple[ViTConfig, tuple[int, int], list[str]]:
-    """Resize a DINOv2's positions to the size of its processor's images, as transformers does at each call.
+    """Resize a DINOv2's or DINOv3's positions to the size of its processor's images, as transformers does at each call.
 
     Only to smaller sizes, as in published files, because a small file must not take much memory.
     """
@@ -143,8 +145,11 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             raise UserError(f"{path}: {key} is {sizes[key]!r}; expected a number")
     if sizes.get("use_swiglu_ffn"):
         raise UserError(f"{path}: use_swiglu_ffn: SwiGLU is not supported; an MLP of two layers is")
-    if sizes["hidden_act"] not in list(GELUS):
-        raise UserError(f"{path}: hidden_act {sizes['hidden_act']!r} is not supported; {', '.join(GELUS)} are")
+    activations = ["silu"] if sizes.get("use_gated_mlp") else list(GELUS)
+    if sizes["hidden_act"] not in activations:
+        raise UserError(f"{path}: hidden_act {sizes['hidden_act']!r} is not supported; {', '.join(activations)} is")
+    if sizes.get("rope_theta") not in (None, ROPE_THETA):
+        raise UserError(f"{path}: rope_theta {sizes['rope_theta']} is not supported; {ROPE_THETA:g} is")
     if isinstance(patch := sizes["patch_size"], list) and len(set(map(str, patch))) == 1:
         sizes["patch_size"] = patch[0]
     return kind, sizes
@@ -156,7 +161,7 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[st
     fields: dict[str, Any] = {
         "position_resize": "bicubic_antialias" if kind == "dinov2_with_registers" else "bicubic",
         "num_classes": 0 if head is None else head.shape[0] if head.ndim else 1,
-        "gelu": GELUS[sizes["hidden_act"]],
+        "gelu": GELUS.get(sizes["hidden_act"], "tanh"),  # a SwiGLU has none
     }
     if kind == "vit" and "pooler.dense.weight" in tensors:
         if sizes.get("pooler_act", "tanh") != "tanh":
@@ -166,6 +171,9 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[st
         fields |= {"registers": 1} if "embeddings.register_tokens" in tensors else {"distillation": True}
     elif kind.startswith("dinov2"):
         fields |= {"layer_scale": sizes["layerscale_value"], "registers": sizes.get("num_register_tokens", 0)}
+    elif kind == "dinov3_vit":
+        fields |= {"position": "rope", "swiglu": bool(sizes.get("use_gated_mlp"))}
+        fields |= {"layer_scale": sizes["layerscale_value"], "registers": sizes["num_register_tokens"]}
     elif kind.startswith("clip"):
         fields |= {"norm_first": True, "patch_bias": False}
     elif kind.startswith("siglip"):
@@ -279,7 +287,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
 def _class_of(config: ViTConfig) -> tuple[str, str]:
     """Return the model_type and class of transformers for an architecture. Raises UserError if there is none."""
     common = (
-        config.position == "learned1d"
+        config.position in ("learned1d", "rope")
         and config.position_at == "stem"
         and config.residual
         and not config.axial
@@ -298,7 +306,11 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
     extras = {name for name, is_there in present.items() if is_there}
     square = config.grid[0] == config.grid[1]
     head = config.num_classes > 0
-    if common and config.pooling == "cls":
+    if common and config.position == "rope":
+        if config.pooling == "cls" and not head and extras - {"registers"} == {"layer_scale"}:
+            return "dinov3_vit", "DINOv3ViTModel"
+        common = False
+    if common and not config.swiglu and config.pooling == "cls":
         if not extras:
             return "vit", "ViTForImageClassification"  # without labels its classifier is the identity
         if extras == {"representation_head"} and not head:
@@ -316,14 +328,15 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
             return "deit", f"DeiTForImageClassification{'WithTeacher' if head else ''}"
         if extras == {"registers"} and config.registers == 1 and head:
             return "deit", "DeiTForImageClassification"
-    if common and not extras and not config.class_token and square:
+    if common and not config.swiglu and not extras and not config.class_token and square:
         if config.pooling == "map" and not head:
             return "siglip_vision_model", "SiglipVisionModel"
         if config.pooling == "gap" and head:
             return "siglip", "SiglipForImageClassification"
     raise UserError(
-        "no class of transformers computes this architecture; supported are ViT, DeiT, DINOv2, CLIP (read at the class"
-        " token) and SigLIP (classifier on the mean of all tokens, or MAP head without one):"
+        "no class of transformers computes this architecture; supported are ViT, DeiT, DINOv2, DINOv3 (without a"
+        " classifier), CLIP (read at the class token) and SigLIP (classifier on the mean of all tokens, or MAP head"
+        " without one):"
         f" {config.model_dump(exclude_defaults=True)}"
     )
 
@@ -344,6 +357,9 @@ def _config(kind: str, name: str, config: ViTConfig, class_names: tuple[str, ...
         sizes |= {"mlp_ratio": config.mlp_dim // config.width, "layerscale_value": config.layer_scale}
         sizes |= {"num_register_tokens": config.registers} if config.registers else {}
         del sizes["intermediate_size"]
+    if kind == "dinov3_vit":
+        sizes |= {"layerscale_value": config.layer_scale, "num_register_tokens": config.registers, "key_bias": True}
+        sizes |= {"use_gated_mlp": True, "hidden_act": "silu"} if config.swiglu else {}
     if name == "CLIPVisionModelWithProjection":
         sizes["projection_dim"] = config.num_classes
         class_names = ()

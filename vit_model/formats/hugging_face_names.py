@@ -41,6 +41,23 @@ DINOV2_NAMES = VIT_NAMES | {
     "blocks.mlp.fc2": BLOCK + "mlp.fc2",
 }
 TOWER = "encoder.layers.{i}."
+LAYER = "layer.{i}."
+DINOV3_NAMES = {
+    "cls_token": "embeddings.cls_token",
+    "reg_token": "embeddings.register_tokens",
+    "patch_embed.proj": "embeddings.patch_embeddings",
+    "blocks.norm1": LAYER + "norm1",
+    "blocks.norm2": LAYER + "norm2",
+    "blocks.attn.qkv": LAYER + "attention.{qkv}_proj",
+    "blocks.attn.proj": LAYER + "attention.o_proj",
+    "blocks.ls1.gamma": LAYER + "layer_scale1.lambda1",
+    "blocks.ls2.gamma": LAYER + "layer_scale2.lambda1",
+    "blocks.mlp.gate": LAYER + "mlp.gate_proj",
+    "blocks.mlp.fc1": LAYER + "mlp.up_proj",
+    "blocks.mlp.fc2": LAYER + "mlp.down_proj",
+    "norm": "norm",
+    "head": "classifier",
+}
 CLIP_NAMES = {
     "cls_token": "embeddings.class_embedding",
     "pos_embed": "embeddings.position_embedding.weight",
@@ -74,7 +91,7 @@ RENAMED = (
     (r"\.attention\.o_proj\.", ".attention.output.dense."),
 )
 RENAMED_MLP = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
-PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\.")
+PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|vision_model|model)\.")
 
 SIZES = {
     "image_size": 224,
@@ -105,6 +122,15 @@ MASK = r"embeddings\.mask_token"
 TEXT = r"text_model\..*|text_projection\..*|logit_scale|logit_bias|embeddings\.position_ids"
 DINOV2 = SIZES | {"patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4, "layerscale_value": 1.0}
 REGISTERS = DINOV2 | {"patch_size": 16, "num_register_tokens": 4}
+DINOV3 = SIZES | {
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "layer_norm_eps": 1e-5,
+    "layerscale_value": 1.0,
+    "rope_theta": 100.0,
+    "num_register_tokens": 0,
+}
 CLIP = SIZES | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 SIGLIP = SIZES | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 CLIP_FAMILY = Family(CLIP_NAMES, ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"), CLIP, TEXT)
@@ -125,13 +151,13 @@ FAMILIES = {
         REGISTERS,
         MASK,
     ),
+    "dinov3_vit": Family(DINOV3_NAMES, ("DINOv3ViTModel",), DINOV3, MASK),
     "clip": CLIP_FAMILY,
     "clip_vision_model": CLIP_FAMILY,
     "siglip": SIGLIP_FAMILY,
     "siglip_vision_model": SIGLIP_FAMILY,
 }
 REFUSED = {
-    "dinov3_vit": "it has rotary position embeddings (RoPE)",
     "beit": "it has relative position biases",
     "data2vec-vision": "it has relative position biases",
     "siglip2_vision_model": "it takes patches of images of any shape",
@@ -167,6 +193,12 @@ def adapt(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[str, Tenso
         for leaf in ("weight", "bias"):
             tensors[f"cls_classifier.{leaf}"] = tensors.pop(f"classifier.{leaf}")
         lines.append("reg_token: the distillation token and its position, which have no classifier here.")
+    if kind == "dinov3_vit" and sizes["num_register_tokens"] == 0:
+        tensors.pop("embeddings.register_tokens", None)  # [1, 0, d]
+    for part, default in (("query", True), ("key", False), ("value", True)) if kind == "dinov3_vit" else ():
+        weights = [name for name in tensors if name.endswith(f".attention.{part[0]}_proj.weight")]
+        for name in () if sizes.get(f"{part}_bias", default) else weights:  # read as zeros
+            tensors[name.replace(".weight", ".bias")] = torch.zeros(tensors[name].shape[:1])
     if kind.startswith("dinov2") and "classifier.weight" in tensors:
         classes = tensors["classifier.weight"].shape[0]
         both = take(path, tensors, "classifier.weight", (classes, 2 * width))
@@ -204,7 +236,7 @@ def sources_of(names: dict[str, str], config: ViTConfig, qkv_bias: bool = True) 
         if (theirs == "visual_projection.bias") or (key == "blocks.attn.qkv.bias" and not qkv_bias):
             sources[name] = Source((), shape)
         elif key.startswith("blocks.attn.qkv."):
-            letters = ("q", "k", "v") if clip else ("query", "key", "value")
+            letters = ("q", "k", "v") if theirs.partition("{qkv}")[2].startswith("_proj") else ("query", "key", "value")
             parts = tuple(theirs.format(i=index, qkv=letter) for letter in letters)
             sources[name] = Source(parts, (config.width, *shape[1:]))
         else:
@@ -228,6 +260,10 @@ def for_class(kind: str, name: str, tensors: dict[str, Tensor]) -> dict[str, Ten
         tensors["embeddings.distillation_token"] = token
         for leaf in ("weight", "bias"):
             tensors[f"classifier.{leaf}"] = tensors.pop(f"cls_classifier.{leaf}")
+    if kind == "dinov3_vit":
+        tensors["embeddings.mask_token"] = torch.zeros_like(tensors["embeddings.cls_token"])
+        if "embeddings.register_tokens" not in tensors:
+            tensors["embeddings.register_tokens"] = tensors["embeddings.cls_token"][:, :0].contiguous()
     if kind.startswith("dinov2"):
         tensors["embeddings.mask_token"] = torch.zeros_like(tensors["embeddings.cls_token"][0])
         if "classifier.weight" in tensors:  # it reads the mean of the patches too

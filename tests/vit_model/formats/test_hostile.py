@@ -61,6 +61,9 @@ def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return damage
 
 
+DINOV3 = {"model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}
+
+
 def config(**fields: Any) -> Callable[[Path], None]:
     """Of a Hugging Face folder its fields, of one of timm's its model_args."""
 
@@ -159,10 +162,8 @@ HF = {
     "no number": (config(hidden_size="64"), "hidden_size is '64'; expected a number"),
     "no activation": (config(hidden_act="relu"), "hidden_act 'relu' is not supported; gelu"),
     "quantised": (config(quantization_config={}), "quantized weights"),
-    "RoPE": (
-        config(model_type="dinov3_vit"),
-        r"model_type 'dinov3_vit' is not supported \(it has rotary position embeddings",
-    ),
+    "RoPE": (config(**DINOV3, rope_theta=1e4), "rope_theta 10000.0 is not supported; 100 is"),
+    "gated": (config(**DINOV3, use_gated_mlp=True), "hidden_act 'gelu' is not supported; silu is"),
     "SwiGLU": (config(use_swiglu_ffn=True), "SwiGLU is not supported"),
     "other model": (config(model_type=["vit"]), r"model_type \['vit'\] is not supported; vit, deit"),
     "other class": (

@@ -76,6 +76,11 @@ def dinov2_with_zeros() -> nn.Module:
     return model
 
 
+def dinov3(**fields: Any) -> nn.Module:
+    config = SIZES | {"layerscale_value": 0.7, "num_register_tokens": 3} | fields
+    return transformers().DINOv3ViTModel(transformers().DINOv3ViTConfig(**config))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit": vit,
     "vit-tanh-eps": lambda: vit(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6),
@@ -89,6 +94,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dinov2-registers": lambda: transformers().Dinov2WithRegistersModel(
         transformers().Dinov2WithRegistersConfig(**DINO, num_register_tokens=3)
     ),
+    "dinov3": lambda: dinov3(),
+    "dinov3-large": lambda: dinov3(use_gated_mlp=True, hidden_act="silu", query_bias=False, value_bias=False),
     "clip": lambda: transformers().CLIPVisionModel(transformers().CLIPVisionConfig(**SIZES)),
     "clip-projection": lambda: transformers().CLIPVisionModelWithProjection(
         transformers().CLIPVisionConfig(**SIZES, projection_dim=7)
@@ -162,6 +169,11 @@ def test_logits_and_all_gradients_are_transformers(tmp_path: Path, name: str, si
     if name == "vit-no-qkv-bias":
         ours = {key: tensor for key, tensor in ours.items() if not key.endswith("qkv.bias")}
         them = {key: tensor for key, tensor in them.items() if not key.endswith("qkv.bias")}
+    if name.startswith("dinov3"):  # without some biases, which are zeros here
+        for key in [key for key in ours if key.endswith("qkv.bias")]:
+            absent = them[key] == 0
+            assert absent.any()
+            ours[key][absent] = 0
     if name == "clip-projection":
         del ours["head.bias"], them["head.bias"]
     if name == "vit-mae":
@@ -203,6 +215,8 @@ OURS: dict[str, dict[str, Any]] = {
     "oblong": {"image_size": (16, 24), "num_classes": 2},
     "tanh layer": {"representation_head": True},
     "registers and layer scale": {"registers": 2, "layer_scale": 1e-4, "num_classes": 3},
+    "rotary": {"position": "rope", "layer_scale": 0.5},
+    "rotary and gated": {"position": "rope", "layer_scale": 0.5, "registers": 2, "swiglu": True},
     "pre-norm": {"norm_first": True, "patch_bias": False, "gelu": "quick"},
 }
 
@@ -248,6 +262,8 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
         {"pooling": "gap", "norm_after_pooling": True},
         {"class_position": False},
         {"registers": 2},
+        {"position": "rope"},
+        {"swiglu": True},
         {"pooling": "gap"},
     ],
 )

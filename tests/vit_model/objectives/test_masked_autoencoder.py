@@ -230,6 +230,7 @@ def test_bfloat16_is_about_the_same() -> None:
         ({}, {"num_classes": 3}, "num_classes is 3"),
         ({}, {"pooling": "map"}, "pooling 'map'; use 0, False, and 'cls' or 'gap'"),
         ({}, {"position": "relative"}, "position is 'relative'"),
+        ({}, {"position": "rope"}, "position is 'rope'"),
         ({}, {"position_at": "every_layer"}, "position_at 'every_layer'"),
         ({}, {"axial": True, "pooling": "gap"}, "axial True"),
         ({}, {"stem": (), "patch_size": 8}, "convolutions of a hybrid's stem"),
