@@ -187,7 +187,8 @@ def _decided(
     Excluded images leave before the search for copies, so that no twin of theirs is left out.
     """
     config = context.config
-    salt = getattr(config.source, "salt", None) if class_names else None  # without labels, nothing is drawn
+    # without labels or masks, nothing is drawn
+    salt = getattr(config.source, "salt", None) if class_names or config.source.has_masks else None
     splits = assign_splits(images, salt, official)
     named, names = with_combinations(images, class_names or ("",))
     excluded = large(EXCLUDED).empty_table()

@@ -22,6 +22,7 @@ from pipelines.spec import (
     Predict,
     Pretrain,
     RecipeError,
+    Segment,
     Stage,
     input_fields,
     nearest,
@@ -106,9 +107,10 @@ class Pipeline(Frozen):
         inputs = stage.inputs()
         for source in inputs.get("data", ()):
             data = self.stages[source]
-            if stage.uses_labels() and isinstance(data, Ingest) and not getattr(data.source, "labels", True):
+            if stage.uses_labels() and isinstance(data, Ingest) and not data.source.has_labels:
                 raise ValueError(
-                    f"stages.{name}.data: {source} has no labels (source.labels: false), but {stage.job} needs them;"
+                    f"stages.{name}.data: {source} has no labels (source.labels: false, or mask_classes), but"
+                    f" {stage.job} needs them;"
                     f" use embed, or pretrain with objective {', '.join(WITHOUT_LABELS)} and no fewshot"
                 )
             is_multi_label = isinstance(data, Ingest) and data.source.has_several_labels
@@ -117,6 +119,10 @@ class Pipeline(Frozen):
             if isinstance(stage, Detect) and isinstance(data, Ingest) and not data.source.has_boxes:
                 raise ValueError(
                     f"stages.{name}.data: {source} has no boxes of objects: its source needs `boxes`, or kind scenes"
+                )
+            if isinstance(stage, Segment) and isinstance(data, Ingest) and not data.source.has_masks:
+                raise ValueError(
+                    f"stages.{name}.data: {source} has no masks: its source needs `mask_classes`, or `masks: true`"
                 )
         for source in inputs.get("backbone", ()) if isinstance(stage, Predict) else ():
             model = self.stages[source]

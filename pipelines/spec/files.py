@@ -50,6 +50,16 @@ class FileSource(Frozen):
         return False
 
     @property
+    def has_masks(self) -> bool:
+        """Whether the images have segmentation masks."""
+        return False
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the images have classes."""
+        return True
+
+    @property
     def has_several_labels(self) -> bool:
         """Whether an image can have several labels, or none."""
         return self.has_boxes

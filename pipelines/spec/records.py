@@ -162,6 +162,10 @@ class ShapesSource(FileSource):
             raise ValueError("max_count: label count needs max_count 2 or more")
         return self
 
+    @property
+    def has_masks(self) -> bool:
+        return self.masks
+
     def where(self) -> InPackage:
         """Return the module that draws the images, and with masks the one that draws these: no other file matters."""
         return InPackage("ray_jobs", "sources/readers", "shape*.py" if self.masks else "shapes.py")

@@ -81,12 +81,21 @@ class FolderSource(FileSource):
         " YOLO, Pascal VOC or KITTI; an image's labels are the classes of its boxes",
     )
 
+    mask_classes: Annotated[tuple[str, ...], AfterValidator(distinct)] | None = later(
+        None,
+        min_length=2,
+        max_length=255,
+        description="the images have masks, for segment: PNGs in a folder beside theirs (images/1.jpg, masks/1.png)."
+        " These are the names of their values 0, 1, ...; 255 is ignored. The images have no labels",
+    )
+
     @model_validator(mode="after")
     def _boxes_fit(self) -> Self:
-        if self.boxes is not None:
-            changed = [name for name in _OF_LABELS if getattr(self, name) != type(self).model_fields[name].default]
-            if changed:
-                raise ValueError(f"boxes {self.boxes}: the boxes have the labels; leave out {', '.join(changed)}")
+        for field, what in (("boxes", "the boxes have the labels"), ("mask_classes", "images with masks have none")):
+            others = (*_OF_LABELS, "mask_classes" if field == "boxes" else "boxes")
+            changed = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
+            if getattr(self, field) is not None and changed:
+                raise ValueError(f"{field}: {what}; leave out {', '.join(changed)}")
         return self
 
     @model_validator(mode="after")
@@ -102,6 +111,14 @@ class FolderSource(FileSource):
     @property
     def has_boxes(self) -> bool:
         return self.boxes is not None
+
+    @property
+    def has_masks(self) -> bool:
+        return self.mask_classes is not None
+
+    @property
+    def has_labels(self) -> bool:
+        return self.labels and not self.has_masks
 
     @property
     def has_several_labels(self) -> bool:

@@ -171,6 +171,10 @@ class VtabSource(FileSource):
             raise ValueError(f"masks: only oxford_iiit_pet has them; remove it for {self.task}")
         return self
 
+    @property
+    def has_masks(self) -> bool:
+        return self.masks
+
     def where(self) -> Below:
         return Below(self.root)
 

@@ -273,7 +273,7 @@ class Dataset:
         if not self.info.mask_classes:
             raise UserError(
                 f"dataset {self.info.name} has no masks; add `masks: true` to its source (shapes, or vtab with task"
-                " oxford_iiit_pet)"
+                " oxford_iiit_pet), or `mask_classes` (folder)"
             )
         rows = self.index(split).take(np.asarray(indices, np.int64))
         shards = sorted(pc.unique(rows["shard"]).to_pylist())

@@ -49,7 +49,7 @@ _MODULES: dict[str, ModuleType] = {
     "shapes": shapes,
     "scenes": scenes,
 }
-_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks}
+_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder}
 
 
 def listing(source: Source, files: Files) -> Listing:
@@ -90,7 +90,9 @@ def images(source: Source, files: Files, entries: pa.Table) -> Iterator[bytes | 
 
 def mask_classes(source: Source) -> tuple[str, ...]:
     """Return the names of the classes in a source's masks; empty if it is read without masks."""
-    names: tuple[str, ...] = _WITH_MASKS[source.kind].MASK_CLASSES if getattr(source, "masks", False) else ()
+    if not source.has_masks:
+        return ()
+    names: tuple[str, ...] = getattr(source, "mask_classes", None) or _WITH_MASKS[source.kind].MASK_CLASSES
     return names
 
 

@@ -13,6 +13,11 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
     **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
 }
+IMAGES = frozenset({"image", "images", "img", "imgs"})
+MASKS = frozenset(
+    {"mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations"}
+)
+"""The names of folders of images and of their masks, in small letters."""
 NAMED = 10  # files or classes in a note or a message
 
 

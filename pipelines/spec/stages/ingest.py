@@ -57,7 +57,7 @@ class Ingest(BaseStage):
 
     @model_validator(mode="after")
     def _masks_fit(self) -> Self:
-        beside = "boxes" if self.source.has_boxes else "masks" if getattr(self.source, "masks", False) else None
+        beside = "boxes" if self.source.has_boxes else "masks" if self.source.has_masks else None
         if self.short_side is not None and beside is not None:
             raise ValueError(
                 f"short_side {self.short_side}: {beside} are of the original images' size; remove short_side, or read"

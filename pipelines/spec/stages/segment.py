@@ -18,8 +18,11 @@ class Segment(BaseStage):
     VERSION = 2  # mIoU is the mean over the classes in the masks
     KIND = "evaluation"
     job: Literal["segment"]
-    data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
+    data: str = takes("dataset", description="a data set with masks: its source has `masks: true`, or `mask_classes`")
     backbone: Backbone = takes("model", description=BACKBONE)
     seen_in_training: SeenInTraining = seen_in_training()
     seed: Seed = Field(0, description="seed of the untrained weights")
     threads: int = execution(1, ge=1)
+
+    def uses_labels(self) -> bool:
+        return False

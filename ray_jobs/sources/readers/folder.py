@@ -10,7 +10,8 @@ In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layout
     root/train/metadata.parquet                   CSV, JSON lines or Parquet, in any folders
 
 With `labels: false`, folders are not classes: images may be anywhere, and are in train unless split folders or the
-tables say otherwise. With `boxes`, the annotations of objects say what an image shows (`ray_jobs.sources.boxes`).
+tables say otherwise. With `boxes`, the annotations of objects say what an image shows (`ray_jobs.sources.boxes`);
+with `mask_classes`, masks do (`ray_jobs.sources.folder_masks`).
 Folders around the whole content of an archive are ignored.
 
 Out: the entries, without opening an image.
@@ -25,13 +26,17 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from pipelines.spec import BoxFormat, FolderSource, quantity
 from ray_jobs.data.boxes import Box
 from ray_jobs.data.columns import SEVERAL
+from ray_jobs.data.masks import Mask
+from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
-from ray_jobs.sources.archives.entries import Files
+from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated
-from ray_jobs.sources.names import SPLIT_WORDS, split_in
+from ray_jobs.sources.names import SPLIT_WORDS, listed, split_in, splits_of_files
 from ray_jobs.sources.readers.features import alike_note, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -146,15 +151,15 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     Raises:
         UserError: see `roots.files_of`, `arrange` and `boxes.folders.annotated`.
     """
-    members, unusable, special, is_archive = roots.files_of(source.root, files)
-    around = _around([*members], source.boxes is not None) if is_archive else ""
-    members = {path.removeprefix(around): member for path, member in members.items() if path.startswith(around)}
+    members, unusable, special = _members(source, files)
 
     def read(keys: Sequence[str]) -> Iterator[bytes]:
         with ThreadPoolExecutor(_AT_ONCE) as threads:  # on S3, each file is a request
             yield from threads.map(lambda key: containers.read_member(files, members[key], _MOST_BYTES), keys)
 
-    if source.boxes is None:
+    if source.mask_classes is not None:
+        arranged = _with_masks(source.root, sorted(members))
+    elif source.boxes is None:
         columns = Columns(
             source.image_column,
             source.label_column if source.labels else None,
@@ -169,6 +174,37 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in arranged.entries)
     notes = _notes(arranged._replace(special=special))
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
+
+
+def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], tuple[Unusable, ...], tuple[str, ...]]:
+    """Return the files of a root by their paths below the folders around all of it, and what is left out."""
+    members, unusable, special, is_archive = roots.files_of(source.root, files)
+    around = _around([*members], source.has_boxes or source.has_masks) if is_archive else ""
+    return (
+        {path.removeprefix(around): member for path, member in members.items() if path.startswith(around)},
+        unusable,
+        special,
+    )
+
+
+def masks(source: FolderSource, files: Files, rows: pa.Table) -> Iterator[Mask | UserError]:
+    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
+    yield from folder_masks.masks(_members(source, files)[0], files, rows)
+
+
+def _with_masks(root: Path | str, files: Sequence[str]) -> Listing:
+    """Return the images that have masks, with the splits that their folders name. Raises UserError."""
+    images = _images(root, files)
+    of_images = folder_masks.beside(images, files)
+    if not of_images:
+        example = "masks/train/1.png for images/train/1.jpg"
+        raise UserError(f"{root}: source.mask_classes: no PNGs of masks, such as {example}")
+    without = [key for key in images if key not in of_images and not folder_masks.is_mask(key)]
+    folders = {image: image.rpartition("/")[0] for image in of_images}
+    splits, left_out = splits_of_files([*dict.fromkeys(folders.values())])
+    found = tuple(Entry(key, 0, splits[folders[key]]) for key in sorted(of_images) if folders[key] in splits)
+    notes = [f"{quantity(len(without), 'image')} without a mask, left out: {listed(without)}"] if without else []
+    return Listing(str(root), (), found, (), notes=(*notes, *left_out))
 
 
 def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: Read) -> Listing:

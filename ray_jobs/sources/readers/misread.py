@@ -8,16 +8,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from ray_jobs.sources.boxes.folders import form_of
-from ray_jobs.sources.names import SPLIT_WORDS
+from ray_jobs.sources.names import IMAGES, MASKS, SPLIT_WORDS
 from ray_jobs.sources.readers.label_tables import METADATA
 from vit_model.errors import UserError
 
 SEPARATORS = (";", "|", ",")
-_IMAGES = {"image", "images", "img", "imgs"}
-_MASKS = {
-    *("mask", "masks", "label", "labels", "gt"),
-    *("annotation", "annotations", "segmentation", "segmentations"),
-}
 _FORMS = {"coco": "COCO", "yolo": "YOLO", "voc": "Pascal VOC", "kitti": "KITTI"}
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
@@ -42,11 +37,11 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
 def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
     """Raise UserError for folders of images and their masks, which would be taken for two classes."""
     names = {name.lower() for name in class_names}
-    if len(names) > 1 and names <= _IMAGES | _MASKS and names & _IMAGES and names & _MASKS:
+    if len(names) > 1 and names <= IMAGES | MASKS and names & IMAGES and names & MASKS:
         raise UserError(
             f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
-            "not classes. Masks of your own images are not supported; to classify the images, set the root to a "
-            f"folder of class folders, or add a {METADATA}"
+            "not classes. Read the masks with source.mask_classes, the names of their values; or, to classify the "
+            f"images, set the root to a folder of class folders, or add a {METADATA}"
         )
 
 

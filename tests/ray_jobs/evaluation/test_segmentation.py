@@ -188,6 +188,26 @@ def test_pets_from_their_archives_are_scored_at_the_size_of_their_trimaps(tmp_pa
             assert counted == (masks[identity] == label).sum() > 0
 
 
+def test_images_of_ones_own_need_no_labels(tmp_path: Path) -> None:
+    """Pixels tell a bright part of an image from a dark one."""
+    rng, root = np.random.default_rng(0), tmp_path / "photos"
+    for number in range(24):
+        split, edge = ("train", "train", "val", "test")[number % 4], 4 * rng.integers(2, 7)
+        mask = np.arange(32) < edge
+        image = np.where(mask, 200, 30)[None, :, None] + rng.integers(0, 20, (32, 32, 3))
+        for folder, pixels in (("images", image), ("masks", np.tile(mask, (32, 1)))):
+            (root / folder / split).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(root / folder / split / f"{number}.png")
+    store = open_store(str(tmp_path / "store"))
+    source = {"kind": "folder", "root": str(root), "mask_classes": ["dark", "bright"]}
+    data = ingest_here(store, source, max_distance=None)
+    model = put_model(store, data, ModelSize(patch_size=4, width=16, depth=1, num_heads=2), "own")
+    found, pixels, _ = segmented(store, data, model)
+    best = {row["method"]: row["value"] for row in found}
+    assert best["pixels"] > 0.95 > 0.7 > best["majority"]
+    assert {one["label"] for one in pixels} == {"dark", "bright"}
+
+
 def test_l2_is_never_chosen_on_test(store: Store, shapes: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other masks of test, the same settings."""
     model = put_model(store, shapes, ModelSize(patch_size=8, width=16, depth=1, num_heads=2), "l2")

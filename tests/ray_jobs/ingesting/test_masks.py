@@ -175,11 +175,71 @@ def test_reused_images_get_their_masks_again(tmp_path: Path, monkeypatch: pytest
     [
         ({"kind": "vtab", "task": "dtd", "root": "x", "masks": True}, {}, "only oxford_iiit_pet has them"),
         (SHAPES | {"masks": True}, {"short_side": 64}, "masks are of the original images' size"),
+        ({"kind": "folder", "root": "x", "mask_classes": ["a", "b"]}, {"short_side": 64}, "masks are of the original"),
+        (
+            {"kind": "folder", "root": "x", "mask_classes": ["a", "b"], "boxes": "coco"},
+            {},
+            "boxes: the boxes have the labels; leave out mask_classes",
+        ),
+        ({"kind": "folder", "root": "x", "mask_classes": ["a", "b"], "labels": False}, {}, "leave out labels"),
     ],
 )
 def test_fields_that_do_not_fit_are_named(source: Any, fields: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Ingest.model_validate({"job": "ingest", "source": source} | fields)
+
+
+@pytest.mark.parametrize("form", ["folders", "voc", "tar"])
+def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
+    """In either order of folders, as Pascal VOC has them, and in an archive."""
+    rng, root = np.random.default_rng(0), tmp_path / "photos"
+    expected, members = {}, {}
+    for number in range(30):
+        split = ("train", "val", "test")[number % 3]
+        image = f"JPEGImages/{number}.jpg" if form == "voc" else f"images/{split}/{number}.jpg"
+        mask = image.replace("JPEGImages", "SegmentationClass").replace("images", "masks").replace(".jpg", ".png")
+        if form == "folders" and number % 2:
+            image, mask = f"{split}/img/{number}.jpg", f"{split}/gt/{number}.png"
+        values = rng.choice([0, 1, 2, IGNORED], (9 + number, 12)).astype(np.uint8)
+        palette = Image.fromarray(values).convert("P") if form == "voc" else Image.fromarray(values)
+        palette.putdata(values.ravel().tolist())
+        file = io.BytesIO()
+        palette.save(file, "PNG")
+        photo = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (*values.shape, 3), np.uint8)).save(photo, "JPEG")
+        members |= {image: photo.getvalue(), mask: file.getvalue()}
+        expected[image] = values
+    members["JPEGImages/alone.jpg" if form == "voc" else "images/train/alone.jpg"] = photo.getvalue()
+    del members[first := next(iter(expected))], expected[first]  # a mask without an image
+    if form == "tar":
+        root = tmp_path / "photos.tar"
+        root.write_bytes(tarred({f"around/{name}": data for name, data in members.items()}, "w"))
+    else:
+        for name, data in members.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
+    source = {"kind": "folder", "root": str(root), "mask_classes": ["sky", "sea", "land"]}
+    dataset, _ = ingested(source, tmp_path / "store", max_distance=None)
+    assert dataset.info.mask_classes == ("sky", "sea", "land") and dataset.info.class_names == ()
+    assert any("1 image without a mask, left out: " in note for note in dataset.info.notes)
+    found = {}
+    for split in ("train", "dev", "test"):
+        keys = dataset.index(split)["key"].to_pylist()
+        found |= dict(zip(keys, dataset.masks(split, range(len(keys))), strict=True))
+        named = {"train": "train", "dev": "val", "test": "test"}[split]
+        assert form == "voc" or all(named in Path(key).parts for key in keys)
+        assert keys, "also where no folder names a split"
+    assert found.keys() == expected.keys()
+    for key, mask in found.items():
+        np.testing.assert_array_equal(mask, expected[key])
+
+
+def test_a_folder_without_masks_says_where_they_belong(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/1.png").write_bytes(png(np.zeros((8, 8), np.uint8)))
+    source = {"kind": "folder", "root": str(tmp_path), "mask_classes": ["sky", "sea"]}
+    with pytest.raises(UserError, match=r"no PNGs of masks, such as masks/train/1\.png for images/train/1\.jpg"):
+        ingested(source, tmp_path / "store")
 
 
 def test_a_missing_mask_is_damage(tmp_path: Path) -> None:
