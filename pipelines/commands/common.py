@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import secrets
 import shlex
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import Signature, signature
 from itertools import chain
@@ -163,6 +166,40 @@ def named_model(store: Store, name: str) -> Manifest:
         which = f"model {manifest.key[:12]} of run {manifest.run}"
         errors.print(plain(", ".join(filter(None, [f"{name}: {which}", score(manifest)]))), soft_wrap=True)
     return manifest
+
+
+def named_weights(store: Store, name: str) -> Manifest:
+    """Return the model or else the detector that an argument names, as `named_model`."""
+    try:
+        return named_model(store, name)
+    except RecipeError as error:
+        try:
+            return find_artifact(store, name, "detector")
+        except RecipeError:
+            raise error from None
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which gets the name `output` if the block succeeds and is removed otherwise.
+
+    Raises:
+        RecipeError: `output` exists, or cannot be written.
+    """
+    taken = f"--output {output}: already exists; use a new name or an empty folder"
+    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
+        raise RecipeError(taken)
+    if not output.parent.is_dir():
+        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
+    temporary = output.parent / f".{output.name}.{secrets.token_hex(8)}.tmp"
+    try:
+        temporary.mkdir()
+        yield temporary
+        temporary.rename(output)  # replaces an empty folder, and nothing else
+    except OSError as error:
+        raise RecipeError(f"--output {output}: cannot write to it: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def store_option(uri: str) -> str:

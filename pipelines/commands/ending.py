@@ -9,7 +9,7 @@ from pipelines.commands.common import store_option
 from pipelines.engine.durations import in_hours, longest
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.spec import Detect, Finetune, quantity
+from pipelines.spec import Finetune, quantity
 from pipelines.store import Manifest, Store, promotion_of, promotion_sentence
 
 OF_IMAGES = {
@@ -73,8 +73,7 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     model = f"{pipeline.name}/{best.name}"
     data = next(stage.manifest for stage in stages if stage.name in best.config.inputs()["data"])
     yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
-    if not isinstance(best.config, Detect):
-        yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
+    yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
     if data is not None:
         yield f"{_images(data, 'key, split', 'images')}{where}  # which image is in which split"
 

@@ -17,15 +17,15 @@ from pipelines.commands.common import (
     StoreOption,
     console,
     errors,
-    named_model,
+    named_weights,
+    new_folder,
     open_,
     plain,
     print_csv,
     print_json,
 )
-from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
-from pipelines.store import Manifest, Store, model_folder
+from pipelines.store import model_folder
 from vit_model.detection.contract import SHOWN
 from vit_model.errors import UserError
 
@@ -117,6 +117,13 @@ def predict(
             " have several classes, prediction has all of them, and there is no probability",
         ),
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="of a detector: the folder to create, with detections.json, in COCO's format, and a picture of each"
+            " image with its objects"
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Classify images; print the five likeliest classes of each, or more if more reach their thresholds.
@@ -135,6 +142,11 @@ def predict(
     try:
         predicted = _predicted(model, images or [], split, checkpoint, store)
         rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
+        if output is not None:
+            from pipelines.results.predictions import write_detections
+
+            with new_folder(output) as folder:
+                write_detections(rows, folder)
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
@@ -166,7 +178,7 @@ def _predicted(
         weights = _weights(model, checkpoint, store)
     else:
         opened = open_(store, create=False)
-        manifest = _stored(opened, model)
+        manifest = named_weights(opened, model)
         if manifest.kind == "detector":
             raise RecipeError(f"--split {split}: {model} is a detector, which takes IMAGES")
     from pipelines.results.predictions import of_files, of_split  # with torch
@@ -201,17 +213,6 @@ def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str
         yield row
 
 
-def _stored(store: Store, name: str) -> Manifest:
-    """Return the model or else the detector that an argument names. Raises RecipeError."""
-    try:
-        return named_model(store, name)
-    except RecipeError as error:
-        try:
-            return find_artifact(store, name, "detector")
-        except RecipeError:
-            raise error from None
-
-
 def _weights(model: str, checkpoint: str, store: str) -> Path:
     """Return the path of weights outside the store if `model` is one, else the folder of the stored model."""
     path = Path(model)
@@ -219,7 +220,7 @@ def _weights(model: str, checkpoint: str, store: str) -> Path:
         return path
     opened = open_(store, create=False)
     try:
-        return model_folder(opened, _stored(opened, model), checkpoint)
+        return model_folder(opened, named_weights(opened, model), checkpoint)
     except RecipeError:
         if path.exists():
             raise RecipeError(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +17,8 @@ from pipelines.commands.common import (
     TokenOption,
     console,
     named_model,
+    named_weights,
+    new_folder,
     open_,
     say,
     store_option,
@@ -30,9 +28,7 @@ from pipelines.files import hub
 from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.recipe.pipeline import pin, stage_name
 from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
-
-if TYPE_CHECKING:
-    from pipelines.machine.export import Model
+from pipelines.store import Manifest, Store
 
 Format = Literal["hf", "timm", "npz", "onnx"]
 ModelArgument = Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, RUN/STAGE or @ALIAS")]
@@ -115,13 +111,16 @@ def export(
     ] = 1.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Export a model for another framework, with a model card."""
+    """Export a model for another framework, with a model card; a detector as ONNX."""
     if int8 and to != "onnx":
         raise RecipeError(f"--int8: vitflow writes no 8-bit weights as {to}; use --format onnx")
-    with _new_folder(output) as folder:
-        loaded = _load(store, model, checkpoint)
+    opened = open_(store, create=False)
+    manifest = named_weights(opened, model)
+    if manifest.kind == "detector" and (to != "onnx" or int8 or checkpoint != LAST):
+        raise RecipeError(f"{model} is a detector, which --format onnx exports, without --int8 and --checkpoint")
+    with new_folder(output) as folder:
         place = f"local-dir:{output.name}" if to == "timm" else output.name
-        lines = loaded.write_int8(folder, place, max_drop) if int8 else loaded.write(to, folder, place)
+        lines = _written(opened, manifest, checkpoint, to, folder, place, max_drop if int8 else None)
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
             # safetensors makes files private to their owner
@@ -148,7 +147,10 @@ def push(
 ) -> None:
     """Upload a model to the Hugging Face hub; needs HF_TOKEN."""
     repository = hub.pushable(target)
-    loaded = _load(store, model, checkpoint).licensed(license_)
+    from pipelines.machine.export import load  # with torch
+
+    opened = open_(store, create=False)
+    loaded = load(opened, named_model(opened, model), checkpoint).licensed(license_)
     with TemporaryDirectory() as folder:
         lines = loaded.write(to, Path(folder), f"hf-hub:{repository}" if to == "timm" else repository)
         title = f"{loaded.facts.manifest.stage}, vitflow {loaded.facts.manifest.key[:12]}"
@@ -160,32 +162,14 @@ def push(
         say("The repository existed and is private; to publish it, change its visibility on the hub.")
 
 
-def _load(store: str, selector: str, checkpoint: str) -> Model:
-    """Load a model of a store for export. Raises RecipeError, StoreDamaged."""
-    from pipelines.machine.export import load  # with torch
+def _written(
+    store: Store, manifest: Manifest, checkpoint: str, to: Format, folder: Path, place: str, max_drop: float | None
+) -> list[str]:
+    """Export a model or a detector; return lines about it. `max_drop`: of 8-bit weights."""
+    from pipelines.machine import export as exporting  # with torch
 
-    opened = open_(store, create=False)
-    return load(opened, named_model(opened, selector), checkpoint)
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which gets the name `output` if the block succeeds and is removed otherwise.
-
-    Raises:
-        RecipeError: `output` exists, or cannot be written.
-    """
-    taken = f"--output {output}: already exists; use a new name or an empty folder"
-    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
-        raise RecipeError(taken)
-    if not output.parent.is_dir():
-        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
-    temporary = output.parent / f".{output.name}.{secrets.token_hex(8)}.tmp"
-    try:
-        temporary.mkdir()
-        yield temporary
-        temporary.rename(output)  # replaces an empty folder, and nothing else
-    except OSError as error:
-        raise RecipeError(f"--output {output}: cannot write to it: {error.strerror}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    if manifest.kind == "detector":
+        exporting.write_detector(store, manifest, folder, place)
+        return []
+    loaded = exporting.load(store, manifest, checkpoint)
+    return loaded.write(to, folder, place) if max_drop is None else loaded.write_int8(folder, place, max_drop)

@@ -15,10 +15,11 @@ import torch
 
 from pipelines.results.card import Facts, Format, facts_of, render
 from pipelines.results.licences import license_to_publish
-from pipelines.spec import RecipeError
+from pipelines.spec import LAST, RecipeError
 from pipelines.store import Manifest, Store, model_folder
 from vit_model.build import Network
 from vit_model.contract import ModelContract
+from vit_model.detection.detector import load_detector
 from vit_model.errors import UserError
 from vit_model.formats import hugging_face, npz, onnx, timm
 from vit_model.formats.files import README
@@ -88,6 +89,22 @@ class Model(NamedTuple):
         card = render(self.facts, self.contract, "onnx", place, [], measured)
         (folder / README).write_text(card, encoding="utf-8")
         return measured
+
+
+def write_detector(store: Store, manifest: Manifest, folder: Path, place: str) -> None:
+    """Write a detector as ONNX, with its card; `place`: see `Model.write`.
+
+    Raises:
+        RecipeError: the extra is not installed. StoreDamaged: a file does not match its manifest.
+    """
+    detector, contract = load_detector(model_folder(store, manifest, LAST))
+    try:
+        onnx.write_detector(folder / "model.onnx", detector, contract)
+    except (UserError, ImportError) as error:
+        raise RecipeError(f"{manifest.key[:12]} as onnx: {error}") from None
+    facts = facts_of(store, manifest, LAST)
+    card = render(facts, contract.backbone, "onnx", place, [], detected=contract.class_names)
+    (folder / README).write_text(card, encoding="utf-8")
 
 
 def load(store: Store, manifest: Manifest, checkpoint: str) -> Model:

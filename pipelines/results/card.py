@@ -7,6 +7,7 @@ from outside (names of classes, data sets and files) is escaped.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -110,10 +111,12 @@ def render(
     place: str,
     lost: list[str],
     int8: list[str] | None = None,
+    detected: Sequence[str] = (),
 ) -> str:
     """Return the card.
 
     Args:
+        detected: the classes of a detector, whose backbone has `contract`.
         place: the folder or the hub's ORG/NAME that the card's code loads the model from.
         lost: a line for each property that the format does not keep.
         int8: the results of `pipelines.machine.int8`, if the weights have 8 bits.
@@ -127,8 +130,9 @@ def render(
         keep_trailing_newline=True,
     )
     environment.filters |= {"text": text, "percent": percent, "python": repr}
+    header = _header(facts, contract, to, is_detector=bool(detected))
     return environment.get_template(TEMPLATE.name).render(
-        header=yaml.safe_dump(_header(facts, contract, to), sort_keys=False, allow_unicode=True, width=1000),
+        header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True, width=1000),
         facts=facts,
         contract=contract,
         pixels=contract.preprocessing,
@@ -139,21 +143,24 @@ def render(
         place=place,
         lost=lost,
         int8=int8,
+        detected=detected,
         most_classes=MOST_CLASSES,
     )
 
 
-def _header(facts: Facts, contract: ModelContract, to: Format) -> dict[str, Any]:
+def _header(facts: Facts, contract: ModelContract, to: Format, is_detector: bool) -> dict[str, Any]:
     """Return the fields that the hub reads."""
     license_ = printable(contract.license or "")
     is_known = license_.lower() in ("", *KNOWN)
     names = dict.fromkeys(data.info.name for data in facts.data)
-    results = _results(facts)
+    task = "image-classification" if contract.class_names else "image-feature-extraction"
+    task = "object-detection" if is_detector else task
+    results = _results(facts, "object-detection" if is_detector else "image-classification")
     fields = {
         "license": license_.lower() if is_known else "other",
         "license_name": None if is_known else license_,
         "library_name": LIBRARIES.get(to),
-        "pipeline_tag": "image-classification" if contract.class_names else "image-feature-extraction",
+        "pipeline_tag": task,
         "tags": ["vitflow", "vision-transformer" if contract.architecture.family == "vit" else "resnet"],
         "datasets": [name for name in names if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)],
         "model-index": results and [{"name": printable(facts.manifest.stage), "results": results}],
@@ -161,7 +168,7 @@ def _header(facts: Facts, contract: ModelContract, to: Format) -> dict[str, Any]
     return {name: value for name, value in fields.items() if value}
 
 
-def _results(facts: Facts) -> list[dict[str, Any]]:
+def _results(facts: Facts, task: str) -> list[dict[str, Any]]:
     """Return the numbers as the hub's model-index, without those about a part of test."""
     results = []
     for line in (line for line in facts.measured if not is_apart(line["method"])):
@@ -169,7 +176,7 @@ def _results(facts: Facts) -> list[dict[str, Any]]:
         dataset = dict.fromkeys(("name", "type"), printable(line["task"])) | {"split": "test"}
         name = f"{line['metric']}, {line['protocol']}, {labels}"
         metric = {"type": line["metric"], "name": name, "value": round(line["value"], 5)}
-        results.append({"task": {"type": "image-classification"}, "dataset": dataset, "metrics": [metric]})
+        results.append({"task": {"type": task}, "dataset": dataset, "metrics": [metric]})
     return results
 
 

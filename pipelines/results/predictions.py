@@ -7,10 +7,13 @@ for a file that cannot be read. Imports torch.
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
 
 from pipelines.spec import Import, RecipeError
 from pipelines.store import Manifest, Store, model_folder, read_manifest
@@ -19,11 +22,14 @@ from ray_jobs.data.shards import Split, open_artifact
 from ray_jobs.import_model import model_of
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model import formats
-from vit_model.detection.contract import is_detector
+from vit_model.detection.contract import SHOWN, is_detector
 from vit_model.detection.detector import load_detector
 from vit_model.detection.predict import detect_readable
 from vit_model.predict import BATCH, answer, classify_readable
+from vit_model.preprocessing import decode_image
 from vit_model.weights import load_model
+
+BOX, GROUND = "#ffd166", "#14213d"
 
 
 def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -49,6 +55,49 @@ def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
         return
     network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
     yield from classify_readable(network, contract, list(files))
+
+
+def write_detections(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write what a detector found: detections.json, as COCO has annotations, and pictures of the images with boxes.
+
+    Pictures have the objects with a score of SHOWN or more. Images that could not be read are left out.
+
+    Raises:
+        RecipeError: the rows are not a detector's.
+    """
+    read = [row for row in rows if "objects" in row]
+    if not read:
+        raise RecipeError("--output: nothing was detected; it takes a detector and images")
+    (folder / "pictures").mkdir()
+    names = sorted({each["class"] for row in read for each in row["objects"]})
+    numbers = {name: number for number, name in enumerate(names, 1)}
+    images, annotations = [], []
+    for number, row in enumerate(read, 1):
+        picture = Image.fromarray(decode_image(row["image"], 3))
+        images.append({"id": number, "file_name": row["image"], "width": picture.width, "height": picture.height})
+        for each in row["objects"]:
+            kept = {"id": len(annotations) + 1, "image_id": number, "category_id": numbers[each["class"]]}
+            area = each["bbox"][2] * each["bbox"][3]
+            annotations.append(kept | {"bbox": each["bbox"], "area": area, "iscrowd": 0, "score": each["score"]})
+        _draw(picture, [each for each in row["objects"] if each["score"] >= SHOWN])
+        picture.save(folder / "pictures" / f"{number:0{len(str(len(read)))}}-{Path(row['image']).stem}.jpg", quality=90)
+    categories = [{"id": number, "name": name} for name, number in numbers.items()]
+    content = {"images": images, "categories": categories, "annotations": annotations}
+    (folder / "detections.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _draw(picture: Image.Image, objects: Sequence[dict[str, Any]]) -> None:
+    """Draw each object's box, with its class and score on a dark ground."""
+    canvas = ImageDraw.Draw(picture)
+    width = max(1, round(min(picture.size) / 200))
+    font = ImageFont.load_default(max(10, round(min(picture.size) / 30)))
+    for each in reversed(objects):  # the surest on top
+        x, y, *sides = each["bbox"]
+        canvas.rectangle([x, y, x + sides[0], y + sides[1]], outline=BOX, width=width)
+        text = f"{each['class']} {each['score']:.2f}"
+        place = (x + width, max(0.0, y - canvas.textbbox((0, 0), text, font)[3] - width))
+        canvas.rectangle(canvas.textbbox(place, text, font), fill=GROUND)
+        canvas.text(place, text, fill=BOX, font=font)
 
 
 def of_split(store: Store, model: Manifest, checkpoint: str, split: Split) -> Iterator[dict[str, Any]]:

@@ -222,15 +222,23 @@ def _inside(centres: Tensor, boxes: Tensor) -> Tensor:
     return (low & high).all(dim=-1).any(dim=1)
 
 
+def candidates(outputs: Outputs, places: Places, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return each place's box [b, n, 4] in an image of `height` x `width` pixels, and its scores [b, n, k].
+
+    A score is the geometric mean of the probability of a class and of the centredness.
+    """
+    scores = (outputs.classes.sigmoid() * outputs.centred.sigmoid()[..., None]).sqrt()
+    return clip(decode(outputs.sides, places.centres, places.strides), height, width), scores
+
+
 @torch.no_grad()
 def detect(outputs: Outputs, places: Places, height: int, width: int) -> list[Found]:
     """Return the boxes of each image of `height` x `width` pixels.
 
-    A score is the geometric mean of the probability of a class and of the centredness. Of each map, the `PER_MAP`
-    highest scores above `SCORE` count; after `nms` with threshold `NMS`, `PER_IMAGE` remain.
+    Of each map, the `PER_MAP` highest `scores` above `SCORE` count; after `nms` with threshold `NMS`, `PER_IMAGE`
+    remain.
     """
-    scores = (outputs.classes.sigmoid() * outputs.centred.sigmoid()[..., None]).sqrt()
-    boxes = clip(decode(outputs.sides, places.centres, places.strides), height, width)
+    boxes, scores = candidates(outputs, places, height, width)
     found = []
     for of_boxes, of_scores in zip(boxes, scores, strict=True):
         parts = []

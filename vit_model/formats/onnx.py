@@ -1,11 +1,13 @@
 """ONNX export: a model's graph and weights for runtimes without torch.
 
 In: a model and its contract. Out: a file with one input `images` [batch, c, height, width], float32 from
-`preprocessing.normalise`, and one output: `logits` [batch, classes], or `representation` [batch, d]. Its metadata are
-the fields of the contract as JSON (`preprocessing`, `class_names` ...).
+`preprocessing.normalise`, and one output: `logits` [batch, classes], or `representation` [batch, d]. A detector has
+two: the `boxes` [batch, n, 4] of all places, their corners in pixels of the input, and the `scores` [batch, n,
+classes]; the caller chooses among them, as `vit_model.detection.fcos.detect` does. The metadata are the fields of the
+contract as JSON (`preprocessing`, `class_names` ...).
 
 The packages of the extra "onnx" are imported inside functions, because they are optional.
-Use: `write(path, model, contract)`.
+Use: `write(path, model, contract)`; `write_detector(path, detector, contract)`.
 """
 
 import json
@@ -18,10 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from vit_model.build import Network
-from vit_model.contract import ModelContract
-from vit_model.weights import checked_weights
+from vit_model.config import ViTConfig
+from vit_model.contract import Contract, ModelContract
+from vit_model.detection.contract import DetectorContract
+from vit_model.detection.detector import Detector
+from vit_model.detection.fcos import candidates
+from vit_model.weights import checked_weights, finite_weights
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -33,8 +40,35 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
     Raises ValueError if the contract describes another model or a weight is NaN or infinite, and ImportError, naming
     the extra, if the packages of torch's exporter are missing.
     """
-    config = model.config
     checked_weights(model, contract)
+    _write(path, model, contract, ["logits" if contract.class_names else "representation"])
+
+
+def write_detector(path: Path, detector: Detector, contract: DetectorContract) -> None:
+    """Export a detector as `write` does a model. Raises as `write`."""
+    if contract.backbone.architecture != detector.config:
+        raise ValueError(f"contract is for {contract.backbone.architecture!r}, the backbone is {detector.config!r}")
+    finite_weights(detector)
+    _write(path, _Candidates(detector), contract, ["boxes", "scores"])
+
+
+class _Candidates(nn.Module):
+    """A detector's boxes and scores of all places."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self.detector = detector
+
+    @property
+    def config(self) -> ViTConfig:
+        return self.detector.config
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return candidates(self.detector(images), self.detector.places, *self.config.image_shape)
+
+
+def _write(path: Path, model: Network | _Candidates, contract: Contract, outputs: list[str]) -> None:
+    config = model.config
     try:
         import onnx  # noqa: F401, torch imports it later without naming the extra
         from onnxscript.ir.passes.common import ClearMetadataAndDocStringPass
@@ -49,7 +83,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
             exported,
             (images,),
             input_names=["images"],
-            output_names=["logits" if contract.class_names else "representation"],
+            output_names=outputs,
             dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
             dynamo=True,
             verbose=False,

@@ -22,15 +22,18 @@ from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.data.shards import open_artifact
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
-from ray_jobs.evaluation.rows import Truth
+from ray_jobs.evaluation.rows import ROWS, Truth, write_table
 from tests.support import timm_models
 from tests.support.datasets import put_noise
 from tests.support.records import committed, make_manifest
 from tests.support.scores import Scores, put_scores
 from tests.support.vits import TINY, contract_for, randomised
 from vit_model.config import ViTConfig
+from vit_model.detection.contract import DetectorContract
+from vit_model.detection.detector import Detector, save_detector
 from vit_model.formats import hugging_face
 from vit_model.formats.files import read_license
+from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.preprocessing import load_image, normalise
 from vit_model.weights import load_model, save_model
@@ -271,3 +274,60 @@ def test_only_onnx_has_8_bits(vitflow_here: Callable[..., Any], store: Store) ->
     given = ("--output", "out", "--store", store.uri)
     done = vitflow_here("export", "ma", "--format", "hf", "--int8", *given, check=2)
     assert "use --format onnx" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_code_on_a_detectors_card_finds_the_objects_that_vitflow_finds(
+    vitflow_here: Callable[..., Any], store: Store, photos: list[Path]
+) -> None:
+    """And `predict --output` writes them in COCO's format, with a picture of each image."""
+    pytest.importorskip("onnxruntime")
+    with committed(store, "detect", "de", kind="detector", stage="find") as folder:
+        backbone = ViT(CONFIG.model_copy(update={"num_classes": 0, "image_size": 16}))
+        detector = randomised_detector(backbone)
+        contract = DetectorContract(
+            backbone=contract_for(backbone.config, (), crop="squash"),
+            class_names=NAMES,
+            channels=32,
+            convs=1,
+            scales=(2, 1),
+        )
+        save_detector(folder, detector, contract)
+        write_table(folder / "rows.parquet", [], ROWS)
+    vitflow_here("export", "de", "--format", "onnx", "--output", "out", "--store", store.uri)
+    card = Path("out/README.md").read_text(encoding="utf-8")
+    assert "It finds objects of 3 classes" in card and yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == (
+        "object-detection"
+    )
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    done = vitflow_here("predict", "de", *photos, "--json", "--output", "found", "--store", store.uri)
+    content = json.loads(Path("found/detections.json").read_text())
+    assert [image["file_name"] for image in content["images"]] == [str(photo) for photo in photos]
+    assert len(list(Path("found/pictures").iterdir())) == len(photos)
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    for image, row in zip(content["images"], json.loads(done.stdout), strict=True):
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(code[0].replace("photo.jpg", image["file_name"]), {})  # the card's own
+        said = [line.rsplit(" [", 1) for line in printed.getvalue().splitlines()]
+        expected = [each for each in row["objects"] if each["score"] >= 0.3]
+        assert sorted(name for name, _ in said) == sorted(f"{each['class']} {each['score']:.2f}" for each in expected)
+        assert expected and sum(float(sides.split(",")[0]) for _, sides in said) == pytest.approx(
+            sum(each["bbox"][0] for each in expected), abs=0.1 * len(expected)
+        )
+        stored = [each for each in content["annotations"] if each["image_id"] == image["id"]]
+        assert [(names[each["category_id"]], each["score"], each["bbox"]) for each in stored] == [
+            (each["class"], each["score"], each["bbox"]) for each in row["objects"]
+        ]
+    refused = vitflow_here("export", "de", "--format", "hf", "--output", "hf", "--store", store.uri, check=2)
+    assert "de is a detector, which --format onnx exports" in refused.stderr
+
+
+def randomised_detector(backbone: ViT) -> Detector:
+    """A detector of random weights that is sure of something everywhere."""
+    detector = Detector(backbone, len(NAMES), 32, 1, (2, 1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in detector.parameters():
+            weight.normal_(std=0.2, generator=generator)
+        detector.head.sides.bias.fill_(1.0)
+    return detector
