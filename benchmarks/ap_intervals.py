@@ -15,7 +15,7 @@ from common import keep, setting
 from numpy.typing import NDArray
 
 from ray_jobs.detection.average_precision import Boxes, Detected, Matches, match, mean_ap
-from ray_jobs.detection.intervals import ap_interval, difference_interval
+from ray_jobs.detection.intervals import ap_interval, difference_interval, halves
 
 POOL, SIZES = 20_000, (50, 200, 1_000)
 SHARES = (0.4, 0.3, 0.15, 0.1, 0.05)  # of the classes
@@ -59,10 +59,10 @@ def line(pool: list[Matches], other: list[Matches] | None, size: int, sets: int)
     found, differences = [], []
     for _ in range(sets):
         images = rng.choice(POOL, size, replace=False)
-        some = subset(pool, images)
-        found.append(ap_interval([some]))
+        some = halves([subset(pool, images)])
+        found.append(ap_interval(some))
         if other is not None:
-            differences.append(difference_interval([some], [subset(other, images)]))
+            differences.append(difference_interval(some, halves([subset(other, images)])))
     cells = [f"{true:.3f}", f"{size:,}", f"{np.mean([each.value for each in found]):.3f}", *coverage(found, true)]
     cells += ["", ""] if difference is None else coverage(differences, difference)
     return f"| {' | '.join(cells)} |"

@@ -37,7 +37,6 @@ from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, require_runnable
 from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
-from ray_jobs.detection.tables import MEDIAN_BOX
 from ray_jobs.evaluation import multi_label, rows
 from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
@@ -342,7 +341,7 @@ def _on_test(found: list[rows.Row], metric: str) -> dict[str, float]:
         row["value"]
         for row in found
         if row["metric"] == metric
-        and row["method"] != MEDIAN_BOX
+        and row["method"] != rows.MEDIAN_BOX
         and not row["method"].endswith(rows.ON_SEEN)
         and not row["task"].endswith(rows.REAL)
     ]

@@ -98,8 +98,8 @@ def explain(
     opened = open_(store, create=False)
     sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
     keys = {name: side.manifest.key for name, side in zip((a, b), sides, strict=True)}
-    if not any(explaining.accuracies(opened, keys).values()):
-        raise RecipeError(f"neither {a} nor {b} has an accuracy to explain; `report list` shows other metrics")
+    if not any(explaining.measured(opened, keys).values()):
+        raise RecipeError(f"neither {a} nor {b} has an accuracy, mAP or AP; `report list` shows other metrics")
     try:
         fields = explaining.differences(opened, *sides)
         plan = explaining.repetitions(*sides, fields)
@@ -139,7 +139,7 @@ def _show(
         Whether the results have a setting in common.
     """
     keys = {name: side.manifest.key for name, side in zip((plan.a, plan.b), sides, strict=True)}
-    lines = explaining.attributed(plan, fields, explaining.accuracies(store, repeated | keys))
+    lines = explaining.attributed(plan, fields, explaining.measured(store, repeated | keys))
     known = explaining.literature(fields)
     is_shared = any(line["rest"] is not None for line in lines)
     if as_json:
@@ -181,10 +181,12 @@ def _seconds(sides: tuple[Side, Side]) -> float:
 def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
     """Return a table in percentage points: a row per field, a column per setting."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("accuracy %, and what each field of B changes in A", overflow="fold")
+    metrics = " or ".join(dict.fromkeys(line["metric"] for line in lines))
+    table.add_column(f"{metrics} %, and what each field of B changes in A", overflow="fold")
     for line in lines:
         labels = "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
         heading = ", ".join(filter(None, (line["protocol"], labels, line["scored"])))
+        heading += f", {line['metric']}" * (" or " in metrics)
         table.add_column(Text(heading), justify="right")
     table.add_row("A", *(_percent(line["a"]) for line in lines))
     effects = [{field["field"]: field for field in line["fields"]} for line in lines]

@@ -35,7 +35,8 @@ from pipelines.store import (
     read_overs,
     warn,
 )
-from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, is_apart, is_reference
+from ray_jobs.evaluation.rows import ACCURACY, is_apart, is_reference
+from ray_jobs.reporting.verdicts import AnyEntry
 from vit_model.fields import Frozen
 
 TICKS = 50  # of each schedule, the newest
@@ -244,8 +245,7 @@ def _measured(store: Store, manifests: list[Manifest]) -> list[Measured]:
             except (RecipeError, StoreDamaged) as error:
                 warn(f"{error}; leaving it out")
                 continue
-            lines = tuple(_line(entry, ACCURACY) for entry in found.entries)
-            lines += tuple(_line(entry, MEAN_AP) for entry in found.scored)
+            lines = tuple(map(_line, [*found.entries, *found.scored]))
             yield Found(measured[key].finished, key, Measured(key=key, lines=lines))
 
     # a manifest names the sha256 of its files
@@ -253,8 +253,9 @@ def _measured(store: Store, manifests: list[Manifest]) -> list[Measured]:
     return [*listed(store, "site/results", versions, Measured, read)]
 
 
-def _line(entry: Any, metric: str) -> Line:
-    line = measured_line(entry, metric, entry.table(metric))
+def _line(entry: AnyEntry) -> Line:
+    metric = entry.metric
+    line = measured_line(entry, metric)
     return Line(
         task=entry.task,
         test=sha256("\n".join(entry.sample_ids))[:8],

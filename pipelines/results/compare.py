@@ -11,7 +11,6 @@ from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -19,17 +18,19 @@ from pipelines.results.accuracies import add_headings, labels_of, table_with_tit
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError, nearest, quantity
 from pipelines.store import FileEntry, Manifest, Store, local_files, read_manifest
-from ray_jobs.evaluation.intervals import mean_interval
+from ray_jobs.detection import entries as detections
+from ray_jobs.detection.tables import DETECTIONS
+from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
 from ray_jobs.evaluation.multi_label import METRICS as OF_SEVERAL
 from ray_jobs.evaluation.multi_label import SCORES
-from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, PREDICTIONS, REAL, ROWS
+from ray_jobs.evaluation.rows import ACCURACY, AP, MEAN_AP, PREDICTIONS, REAL, ROWS
 from ray_jobs.reporting import measures, multi_label, verdicts
 from ray_jobs.reporting.verdicts import AnyEntry
 from vit_model.errors import UserError
 
-_TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE)
+_TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE, DETECTIONS_FILE)
 _NAMES = ("protocol", "method", "labels_per_class")
 
 
@@ -64,10 +65,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
     they have in common, `draws` of the `of_draws` measured draws, and over their common images, `num_images` of
     `of_images`. The intervals are not adjusted for multiple comparisons.
     """
-    only = [
-        [{"task": entry.task} | measured_line(entry, compared.metric, entry.table(compared.metric)) for entry in rest]
-        for rest in compared.rest
-    ]
+    only = [[{"task": entry.task} | measured_line(entry, compared.metric) for entry in rest] for rest in compared.rest]
     return {
         "a": compared.a,
         "b": compared.b,
@@ -89,17 +87,18 @@ def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
 
     Args:
         metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`. If
-            both results have several labels per image, accuracy means mAP.
+            both results have several labels per image, accuracy means mAP, and if both are detectors, AP.
 
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
     """
-    known = list(dict.fromkeys(["accuracy", *(computed.name for computed in COMPUTED), *OF_SEVERAL]))
+    known = list(dict.fromkeys(["accuracy", *(computed.name for computed in COMPUTED), *OF_SEVERAL, AP]))
     if metric not in known:
         raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
     measured = [measurements(store, _measured(store, selector)) for selector in (a, b)]
-    if metric == ACCURACY and all(side.scored and not side.entries for side in measured):
-        metric = MEAN_AP
+    if metric == ACCURACY and not any(side.entries for side in measured):
+        of_all = [{entry.metric for entry in side.scored} for side in measured]
+        metric = next((other for other in (MEAN_AP, AP) if all(other in side for side in of_all)), ACCURACY)
     sides = [_entries(side, metric) for side in measured]
     for selector, side in zip((a, b), sides, strict=True):
         if not side:
@@ -276,11 +275,15 @@ def measured_files(manifest: Manifest) -> list[FileEntry]:
 
 
 class Measurements(NamedTuple):
-    """What artifacts measured on test: accuracies, other metrics as a report has them, and several labels per image."""
+    """What artifacts measured on test.
+
+    Accuracies; other metrics as a report has them; and the results behind these on images with several labels or boxes,
+    without those of AP on too few images for an interval.
+    """
 
     entries: list[measures.Entry]
     others: list[dict[str, Any]]
-    scored: list[multi_label.Entry]
+    scored: list[multi_label.Entry | detections.Entry]
 
 
 def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
@@ -295,17 +298,19 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     try:
         rows = measures.join_tables(parts, "rows.parquet", ROWS)
         predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
-        scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
+        of_several = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
+        detectors = detections.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
     except UserError as error:
         raise RecipeError(str(error)) from None
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
-    others = multi_label.with_intervals(measures.other_metrics(rows), scored)
+    scored = [*of_several, *(entry for entry in detectors if entry.has_interval)]
+    others = verdicts.with_intervals(measures.other_metrics(rows), scored)
     return Measurements(measures.entries(rows, predictions, seeds), others, scored)
 
 
 def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEntry]:
     """Return {(task, protocol, method, labels per class, stage): `AnyEntry`}; the stage only if several measured it."""
-    entries: list[AnyEntry] = [*(measured.scored if metric in OF_SEVERAL else ())]
+    entries: list[AnyEntry] = [entry for entry in measured.scored if metric in entry.metrics]
     if metric == ACCURACY:
         entries += measured.entries
     elif any(metric == computed.name for computed in COMPUTED):
@@ -320,12 +325,14 @@ def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEn
 def _pair(pair: Pair, metric: str) -> dict[str, Any]:
     a, b, of_images = pair
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
-    tables = verdicts.paired(a, b, metric) if is_paired else (a.table(metric), b.table(metric))
-    sides = [measured_line(side, metric, table) for side, table in zip((a, b), tables, strict=True)]
+    parts = verdicts.paired(a, b) if is_paired else (a, b)
+    sides = [
+        measured_line(part, metric) | {"of_draws": len(whole.draws)} for part, whole in zip(parts, (a, b), strict=True)
+    ]
     if a.artifact == b.artifact and a.method == b.method:
         value = low = high = 0.0  # the same result
     elif is_paired:
-        value, low, high = verdicts.difference(metric, tables[1], tables[0])
+        value, low, high = parts[1].minus(parts[0], metric)
     else:
         # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
         first, second = sides
@@ -343,15 +350,15 @@ def _pair(pair: Pair, metric: str) -> dict[str, Any]:
     }
 
 
-def measured_line(entry: AnyEntry, metric: str, table: np.ndarray) -> dict[str, Any]:
-    """Describe a metric of an entry, from its parts by image [draws, n], for all or some of its draws."""
-    value, low, high = mean_interval(table.astype(float))
+def measured_line(entry: AnyEntry, metric: str) -> dict[str, Any]:
+    """Describe a metric of an entry."""
+    value, low, high = entry.interval(metric)
     return {
         **{name: getattr(entry, name) for name in _NAMES},
         metric: value,
         "low": low,
         "high": high,
-        "draws": len(table),
+        "draws": len(entry.draws),
         "of_draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
         "stage": entry.stage,

@@ -21,13 +21,13 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.results.lookup import find_manifests
 from pipelines.results.query import query
-from pipelines.spec import AnyStage, RecipeError
+from pipelines.spec import FINE_TUNED, AnyStage, RecipeError
 from pipelines.spec.search import placed
 from pipelines.store import Manifest, Store, read_manifest
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, marks
 
-EXPLAINED = ("evaluate", "finetune")
+EXPLAINED = ("evaluate", *FINE_TUNED)
 _BY_FIELD = ("ingest", "import")  # inputs whose fields are exchanged one by one
 TOGETHER = "together"  # the stage with every difference
 LITERATURE = {
@@ -96,9 +96,10 @@ def find_side(store: Store, selector: str) -> Side:
     found = [manifest for manifest in matches if manifest.job in EXPLAINED]
     if len(found) != 1:
         jobs = ", ".join(sorted({manifest.job for manifest in matches} - set(EXPLAINED)))
-        matched = f"{len(found)} evaluations and fine-tunings" if found or not jobs else f"results of {jobs} only"
+        stages = f"{len(found)} stages of {', '.join(EXPLAINED)}"
+        matched = stages if found or not jobs else f"results of {jobs} only"
         raise RecipeError(
-            f"{selector}: matches {matched}; expected one evaluation or fine-tuning, by its key or RUN/STAGE."
+            f"{selector}: matches {matched}; expected one, by its key or RUN/STAGE."
             " `vitflow report compare` compares the accuracies of any two results"
         )
     side = Side(found[0], load_run(store, found[0].run).pipeline)
@@ -271,17 +272,18 @@ def _changed(
 
 
 class Setting(NamedTuple):
-    """The conditions under which a result has one accuracy."""
+    """The conditions under which a result has one number."""
 
     protocol: str
     """without the name of the variant, which may differ between two results"""
     labels_per_class: int | None
     scored: str = ""
     """"" for all of test by its labels; else the ReaL labels, the part of test, or both"""
+    metric: str = "accuracy"
 
 
-def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setting, float]]:
-    """Return the mean accuracy of the model's rows, without baselines, by stage and setting.
+def measured(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setting, float]]:
+    """Return the mean accuracy, mAP or AP of the model's rows, without baselines, by stage and setting.
 
     Args:
         artifacts: stage -> key of its artifact.
@@ -290,9 +292,9 @@ def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Set
         SELECT artifact, split_part(protocol, ',', 1), labels_per_class,
                concat_ws(', ', nullif(regexp_extract(task, '[(](ReaL)[)]$', 1), ''),
                          nullif(regexp_extract(method, 'on test images (not )?seen in training'), '')),
-               avg(value)
-        FROM accuracies
-        WHERE split = 'test'
+               metric, avg(value)
+        FROM rows
+        WHERE split = 'test' AND metric IN ('accuracy', 'mAP', 'AP')
               AND regexp_matches(method, 'pretrained|trained on these images|from scratch')
         GROUP BY ALL"""
     found: dict[str, dict[Setting, float]] = {}
@@ -309,15 +311,15 @@ def attributed(
 
     If they have no setting in common, each result has separate lines, without contributions.
 
-    {protocol, labels_per_class, scored, a, b, fields: [{field, a, b, effect, note}], together, rest}: accuracies are
-    fractions, null if not measured. `effect` is A with B's value of this field, minus A. The largest comes first.
+    {protocol, labels_per_class, scored, metric, a, b, fields: [{field, a, b, effect, note}], together, rest}: numbers
+    are fractions, null if not measured. `effect` is A with B's value of this field, minus A. The largest comes first.
     `together` is A with all of them, minus A. `rest` is b - a minus the sum of the effects: interactions of fields, and
     the unexplained part.
     """
     both = values[plan.a], values[plan.b]
     settings = sorted(
         both[0].keys() & both[1].keys() or both[0].keys() | both[1].keys(),
-        key=lambda each: (each.scored, each.protocol, each.labels_per_class or math.inf),
+        key=lambda each: (each.scored, each.protocol, each.labels_per_class or math.inf, each.metric),
     )
     lines = []
     for setting in settings:

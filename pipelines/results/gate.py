@@ -20,7 +20,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import Store, read_manifest
 from ray_jobs.data.shards import open_artifact
 from ray_jobs.evaluation.intervals import rules_out
-from ray_jobs.evaluation.rows import ACCURACY
+from ray_jobs.evaluation.rows import ACCURACY, is_reference
 from ray_jobs.reporting.measures import Entry
 
 _VERDICTS = {True: "passed", False: "worse", None: "not shown"}
@@ -63,8 +63,13 @@ def gate(compared: Compared, max_loss: float) -> Gate:
 
 
 def _different(compared: Compared) -> list[dict[str, Any]]:
-    """Return the lines of a comparison without those of one artifact that both results share."""
-    return [line for line in as_json(compared)["both"] if line["a"]["artifact"] != line["b"]["artifact"]]
+    """Return the lines of a comparison that are about two models: not references, nor what both results share."""
+    return [
+        line
+        for line in as_json(compared)["both"]
+        if line["a"]["artifact"] != line["b"]["artifact"]
+        and not all(is_reference(line[side]["method"]) for side in ("a", "b"))
+    ]
 
 
 def markdown(store: Store, compared: Compared) -> Iterator[str]:

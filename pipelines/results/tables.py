@@ -148,7 +148,7 @@ TABLES = {
         Column("mfu", "DOUBLE", "model FLOPs utilisation; NULL on CPUs"),
         Column("seconds_left", "DOUBLE", "estimated time until the last step"),
         Column("dev_loss", "DOUBLE", "loss on dev, or on a trial's held-out images"),
-        Column("dev_accuracy", "DOUBLE", "accuracy on dev, or on a trial's held-out images"),
+        Column("dev_accuracy", "DOUBLE", "accuracy on dev, or on a trial's held-out images; AP of detections"),
         Column("few_shot", "JSON", "few-shot accuracies on dev by name; NULL if not measured"),
         Column("measures", "JSON", "the objective's measures by name; NULL if there are none"),
     ),

@@ -131,16 +131,30 @@ def class_ap(matches: Matches, weights: NDArray[np.floating[Any]] | None = None)
         weights: how often each image counts [..., i]; None: once.
     """
     weights = np.ones(len(matches.boxes)) if weights is None else weights
-    total = (weights @ matches.boxes)[..., None, None]
+    precision, recall = _curve(matches, weights)
+    # how many of the recalls are reached by each detection for the first time
+    reached = np.diff(np.searchsorted(RECALLS, recall, side="right"), axis=-1, prepend=0)
+    has_boxes = (weights @ matches.boxes)[..., None] > 0
+    return np.where(has_boxes, (precision * reached).sum(axis=-1) / len(RECALLS), np.nan)
+
+
+def precisions(matches: Matches) -> NDArray[np.float64]:
+    """Return a class's precision at each threshold and each of RECALLS [t, 101]; the mean is AP. NaN without boxes."""
+    precision, recall = _curve(matches, np.ones(len(matches.boxes)))
+    if not matches.boxes.any():
+        return np.full((len(THRESHOLDS), len(RECALLS)), np.nan)
+    ended = np.pad(precision, ((0, 0), (0, 1)))  # a recall that is not reached has a precision of 0
+    return np.stack([at[np.searchsorted(reached, RECALLS)] for at, reached in zip(ended, recall, strict=True)])
+
+
+def _curve(matches: Matches, weights: NDArray[np.floating[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return precision, which never rises, and recall down to each detection [..., t, d]."""
     each = weights[..., None, matches.image]
     right = np.cumsum(each * matches.is_right, axis=-1)
     precision = right / (np.cumsum(each * matches.is_counted, axis=-1) + _TINY)
     precision = np.maximum.accumulate(precision[..., ::-1], axis=-1)[..., ::-1]
-    with np.errstate(invalid="ignore"):
-        recall = right / total
-    # how many of the recalls are reached by each detection for the first time
-    reached = np.diff(np.searchsorted(RECALLS, recall, side="right"), axis=-1, prepend=0)
-    return np.where(total[..., 0] > 0, (precision * reached).sum(axis=-1) / len(RECALLS), np.nan)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return precision, right / (weights @ matches.boxes)[..., None, None]
 
 
 def class_aps(matches: Sequence[Matches], weights: NDArray[np.floating[Any]] | None = None) -> NDArray[np.float64]:

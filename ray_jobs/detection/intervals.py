@@ -26,82 +26,98 @@ from ray_jobs.detection.average_precision import Matches, class_aps
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval
 
 HALVES = 400
-LEVEL = 0.95
 _SEED_PURPOSE = 0x68616C66  # "half": keeps this stream apart from others
 _AT_ONCE = 50
 _INSIDE = 1e-3  # an AP is moved so far from 0 and 1 before its logit is taken
 
 
-class _Halves(NamedTuple):
-    """The AP of each class: over all images [k], and over halves of them [h, k]; NaN for one without boxes."""
+class Halves(NamedTuple):
+    """The AP of each of k classes, NaN for one without boxes, as a mean over trainings ("draws")."""
 
     whole: NDArray[np.float64]
+    """of all images [k]"""
     halves: NDArray[np.float64]
+    """of random halves of them [h, k]"""
     draws: NDArray[np.float64]
-    """the AP of each draw"""
+    """the AP of each draw, over all classes"""
+    images: NDArray[np.int64]
+    """how many images have boxes of each class [k]"""
+    with_boxes: int
+    """how many images have boxes"""
 
 
-Draws = Sequence[Sequence[Matches]]
-"""The matches of each class, for each training that detected objects in the same images."""
+def halves(draws: Sequence[Sequence[Matches]]) -> Halves:
+    """Take AP of random halves of the images, the same for every detector on these images.
+
+    Args:
+        draws: the matches of each class, for each training that detected objects in the same images.
+    """
+    boxes = np.stack([each.boxes for each in draws[0]])
+    count = boxes.shape[1]
+    rng = np.random.default_rng([_SEED_PURPOSE, count])
+    parts = []
+    for _ in range(HALVES // _AT_ONCE):
+        weights = np.zeros((_AT_ONCE, count))
+        for row in weights:
+            row[rng.choice(count, count // 2, replace=False)] = 1.0
+        parts.append(np.mean([class_aps(matches, weights) for matches in draws], axis=0))
+    whole = np.stack([class_aps(matches) for matches in draws])
+    return Halves(
+        whole.mean(axis=0),
+        np.concatenate(parts),
+        np.nanmean(whole, axis=1),
+        np.count_nonzero(boxes, axis=1),
+        int(np.count_nonzero(boxes.sum(axis=0))),
+    )
 
 
-def ap_interval(draws: Draws) -> Interval:
+def ap_interval(taken: Halves) -> Interval:
     """Return the mean AP of some trainings with its interval; at least two images have boxes."""
-    taken = _taken(draws)
     value = float(np.nanmean(taken.whole))
-    centre, margin = _estimate(draws[0], taken)
+    centre, margin = _estimate(taken, _quantile(1))
     if margin == 0:  # everything is right, or wrong, in each half
-        images = np.count_nonzero(np.sum([each.boxes for each in draws[0]], axis=0))
-        return accuracy_interval(np.full((1, images), value))
+        return accuracy_interval(np.full((1, taken.with_boxes), value))
     inside = min(max(centre, _INSIDE), 1 - _INSIDE)
     scaled = margin / (inside * (1 - inside))
     low, high = (float(expit(logit(inside) + sign * scaled)) for sign in (-1, 1))
     return Interval(value, min(low, value), max(high, value))
 
 
-def difference_interval(new: Draws, old: Draws) -> Interval:
-    """Return the mean AP of `new` minus that of `old` on the same images, with its interval."""
-    one, other = _taken(new), _taken(old)
-    taken = _Halves(one.whole - other.whole, one.halves - other.halves, one.draws)
-    centre, margin = _estimate(new[0], taken)
-    margin = float(np.hypot(margin, _among(other.draws)))
-    return Interval(float(np.nanmean(taken.whole)), centre - margin, centre + margin)
+def difference_interval(new: Halves, old: Halves, comparisons: int = 1) -> Interval:
+    """Return the mean AP of `new` minus that of `old` on the same images, with its interval.
+
+    With several `comparisons`, the intervals of all of them hold together (Bonferroni).
+    """
+    quantile = _quantile(comparisons)
+    both = new._replace(whole=new.whole - old.whole, halves=new.halves - old.halves)
+    centre, margin = _estimate(both, quantile)
+    margin = float(np.hypot(margin, _among(old.draws, quantile)))
+    return Interval(float(np.nanmean(both.whole)), centre - margin, centre + margin)
 
 
-def _taken(draws: Draws) -> _Halves:
-    """Return the mean AP over draws of each class; the same halves for every detector on these images."""
-    images = len(draws[0][0].boxes)
-    rng = np.random.default_rng([_SEED_PURPOSE, images])
-    parts = []
-    for _ in range(HALVES // _AT_ONCE):
-        weights = np.zeros((_AT_ONCE, images))
-        for row in weights:
-            row[rng.choice(images, images // 2, replace=False)] = 1.0
-        parts.append(np.mean([class_aps(matches, weights) for matches in draws], axis=0))
-    whole = np.stack([class_aps(matches) for matches in draws])
-    return _Halves(whole.mean(axis=0), np.concatenate(parts), np.nanmean(whole, axis=1))
+def _quantile(comparisons: int) -> float:
+    return 1 - 0.025 / comparisons
 
 
-def _among(draws: NDArray[np.float64]) -> float:
+def _among(draws: NDArray[np.float64], quantile: float) -> float:
     """Return half of the interval of a mean over draws that is due to these; 0 for one."""
     count = len(draws)
-    return float(stdtrit(count - 1, (1 + LEVEL) / 2) * draws.std(ddof=1) / count**0.5) if count > 1 else 0.0
+    return float(stdtrit(count - 1, quantile) * draws.std(ddof=1) / count**0.5) if count > 1 else 0.0
 
 
-def _estimate(matches: Sequence[Matches], taken: _Halves) -> tuple[float, float]:
+def _estimate(taken: Halves, quantile: float) -> tuple[float, float]:
     """Return the mean over classes without its bias, and half of the interval around it."""
     known = ~np.isnan(taken.whole)
-    whole, halves = taken.whole[known], taken.halves[:, known]
-    halves = halves[~np.isnan(halves).all(axis=1)]
-    of_halves = np.nanmean(halves, axis=1)
+    whole, of_classes, images = taken.whole[known], taken.halves[:, known], taken.images[known]
+    of_classes = of_classes[~np.isnan(of_classes).all(axis=1)]
+    of_halves = np.nanmean(of_classes, axis=1)
     value: Any = whole.mean()
     centre = float(2 * value - of_halves.mean())
-    variances = np.nanvar(halves, axis=0, ddof=1)
-    images = np.array([np.count_nonzero(each.boxes) for each, is_known in zip(matches, known, strict=True) if is_known])
+    variances = np.nanvar(of_classes, axis=0, ddof=1)
     counts = (images > 1) & (variances > 0)
     freedom = 1.0
     if counts.any():
         shares = variances[counts]
         freedom = float(shares.sum() ** 2 / (shares**2 / (images[counts] - 1)).sum())
-    of_images = float(stdtrit(max(1.0, freedom), (1 + LEVEL) / 2) * of_halves.std(ddof=1))
-    return centre, float(np.hypot(of_images, _among(taken.draws)))
+    of_images = float(stdtrit(max(1.0, freedom), quantile) * of_halves.std(ddof=1))
+    return centre, float(np.hypot(of_images, _among(taken.draws, quantile)))

@@ -14,7 +14,6 @@ from ray_jobs.detection.average_precision import Boxes, Detected
 from ray_jobs.evaluation.rows import PREDICTIONS
 
 FILE = "detections.parquet"
-MEDIAN_BOX = "the median box"  # the method that says the same about every image, as a reference
 _FIELDS = ("x1", "y1", "x2", "y2", "score", "label")
 _DETECTION = pa.struct([pa.field(name, pa.int32() if name == "label" else pa.float32(), False) for name in _FIELDS])
 FOUND = pa.schema([pa.field("found", pa.list_(pa.field("element", _DETECTION, False)), False)])

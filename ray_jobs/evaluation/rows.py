@@ -81,6 +81,7 @@ PREDICTIONS = pa.schema(
 # all classes are equally frequent.
 MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"
 CLASS_FREQUENCIES = "class frequencies"  # the same with several labels per image
+MEDIAN_BOX = "the median box"  # detects the same in every image
 ACCURACY, MEAN_AP, MEAN_IOU, AP = "accuracy", "mAP", "mIoU", "AP"  # only accuracies have rows in predictions.parquet
 # Every draw repeats the ids of the test split, so they belong in one dictionary. 73,728 ids of 32 letters take 2.7 MB;
 # beyond the default limit of 1 MB, Parquet writers drop the dictionary and write each id every time it occurs.
@@ -111,8 +112,9 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 
 def is_reference(method: str) -> bool:
-    """Return whether a method of evaluate or segment is a reference, and not a model that could be chosen."""
-    return method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY, CLASS_FREQUENCIES)) or "untrained" in method
+    """Return whether a method is a reference, and not a model that could be chosen."""
+    references = ("pixels", MOST_FREQUENT, OLD_MAJORITY, CLASS_FREQUENCIES, MEDIAN_BOX)
+    return method.startswith(references) or "untrained" in method
 
 
 def is_apart(method: str) -> bool:

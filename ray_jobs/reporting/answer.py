@@ -7,12 +7,11 @@ of the fewest labels first, and then of the most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MOST_FREQUENT, is_reference
-from ray_jobs.reporting import detections
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MEDIAN_BOX, MOST_FREQUENT, is_reference
 from ray_jobs.reporting.studies import headline
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
@@ -42,9 +41,7 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "How good is the model?", _apart(apart)
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
-    elif detectors := numbers.get("detectors"):
-        asked, said = "How well are objects detected?", detections.headline(detectors)
-    elif others := [line for line in numbers.get("other_metrics", ()) if not line["apart"]]:
+    elif others := [line for line in _measured_otherwise(numbers) if not line["apart"]]:
         asked, said = "How good is the model?", _highest_metric(others)
     elif audits := numbers.get("label_issues"):
         asked = "Which labels are probably wrong?"
@@ -64,6 +61,13 @@ def answer(numbers: Line) -> dict[str, str]:
         "headline": said[:1].upper() + said[1:],
         "advice": _advice(numbers["verdicts"]),
     }
+
+
+def _measured_otherwise(numbers: Line) -> Iterator[Line]:
+    """Yield the lines of metrics other than accuracy that were measured."""
+    for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
+        if line["value"] is not None:  # an AP without a box
+            yield line
 
 
 def _advice(verdicts: Sequence[Line]) -> str:
@@ -95,12 +99,13 @@ def _apart(lines: Sequence[Line]) -> str:
 
 
 def _compared(verdicts: Sequence[Line]) -> str:
-    """Describe one method's comparisons on one task, with few labels and with many; otherwise count them.
+    """Describe comparisons on one task: of one method with few labels and with many, or of several with the same.
 
-    Of several protocols with the same number of labels, the sentence takes the most accurate.
+    Otherwise count them. Of several protocols or methods with the same number of labels, the sentence takes the best.
     """
     strongest = [group[0] for group in settings(verdicts)]
-    if len({(verdict["task"], verdict["method"]) for verdict in strongest}) > 1:
+    tasks, labels, methods = ({v[name] for v in strongest} for name in ("task", "labels_per_class", "method"))
+    if len(tasks) > 1 or len(methods) > 1 < len(labels):
         return _counted(strongest)
     ordered = sorted(
         strongest,
@@ -166,6 +171,8 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
         reference = "always answering the most frequent class"
     elif verdict["reference"].startswith(CLASS_FREQUENCIES):
         reference = "answering each class's frequency"
+    elif verdict["reference"] == MEDIAN_BOX:
+        reference = "answering the median box"
     elif verdict["reference_kind"] == "pixels":
         reference += f", {verdict['reference'].replace('pixels', 'the same probe')}"
     reference += f" at {percent(verdict['reference_' + verdict['metric']], _digits(verdict))}"

@@ -13,9 +13,9 @@ from markupsafe import Markup
 
 from pipelines.spec import FINE_TUNED
 from pipelines.store import FitName, LogLine, Manifest
-from ray_jobs.evaluation.rows import ACCURACY, AP
+from ray_jobs.evaluation.rows import ACCURACY, AP, is_reference
 from ray_jobs.reporting import costs
-from ray_jobs.reporting.drawing import plots
+from ray_jobs.reporting.drawing import plots, svg
 from ray_jobs.reporting.lines import chosen_trial
 from ray_jobs.reporting.measures import Entry
 
@@ -34,7 +34,11 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
     losses |= {tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]}
     several = {model["artifact"] for model in numbers.get("several_labels", ())}
-    detectors = {model["artifact"] for model in numbers.get("detectors", ())}
+    detected = numbers.get("detectors", ())
+    for task in dict.fromkeys(line["task"] for line in detected):
+        shown = [line for line in detected if line["task"] == task and not is_reference(line["method"])]
+        figures[f"precision {task}"] = plots.precision_recall(shown[: svg.COLOURS])
+    detectors = {line["artifact"] for line in detected}
     for artifact, draws in losses.items():
         metric = AP if artifact in detectors else EXACT if artifact in several else ACCURACY
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)

@@ -40,7 +40,7 @@ def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
     measured = [line | {"value": line["accuracy"], "metric": ACCURACY} for line in numbers["accuracies"]]
     lines = {
         (line["artifact"], line["method"], line["labels_per_class"], line["protocol"], line["task"]): line
-        for line in (*measured, *numbers.get("other_metrics", ()))
+        for line in (*measured, *numbers.get("other_metrics", ()), *numbers.get("detectors", ()))
         if line["metric"] == metric
     }
     rows = [{"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}]
@@ -71,7 +71,7 @@ def power(strongest: Sequence[Line]) -> str:
 
 def trust(numbers: Line) -> list[dict[str, Any]]:
     """Return what speaks for and against the numbers: {text, is_good}."""
-    is_scored = numbers["accuracies"] or numbers.get("other_metrics")
+    is_scored = numbers["accuracies"] or numbers.get("other_metrics") or numbers.get("detectors")
     notes = list(_leakage(numbers["stages"])) if is_scored else []
     for dataset in numbers["datasets"]:
         if left_out := dataset["quarantined"]:

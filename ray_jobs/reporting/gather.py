@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from markupsafe import Markup
 from pipelines.spec import Report
 from pipelines.store import Manifest, Store, finished_log, local_files, promotion_of, promotion_sentence
 from ray_jobs.data.shards import Dataset, Split, open_artifact
+from ray_jobs.detection import entries as detected
 from ray_jobs.detection.tables import DETECTIONS
 from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
 from ray_jobs.evaluation.label_issues import FILE, read_issues
@@ -45,7 +47,7 @@ from ray_jobs.reporting import (
 from ray_jobs.reporting.answer import answer
 from ray_jobs.reporting.drawing import pictures
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import AnyEntry, kind, labels_text, verdicts
+from ray_jobs.reporting.verdicts import AnyEntry, kind, labels_text, verdicts, with_intervals
 
 FORMAT_VERSION = 1
 
@@ -91,12 +93,12 @@ def gather(context: Context[Report]) -> ReportData:
     tested = _tested_datasets(manifests, datasets)
     measured = _measured(store, manifests)
     embedded = _embedded(store, manifests)
-    detectors = detections.detectors(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
+    detectors = detections.by_task(detected.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS)))
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     models = [entry for entry in scored if kind(entry) != "pixels"]
     numbers = {
-        **_scores(store, parts, entries, scored, datasets, tested),
+        **_scores(store, parts, entries, [*scored, *chain(*detectors.values())], datasets, tested),
         **_trainings(parts),
         "measured_in_training": {key: [asdict(curve) for curve in curves] for key, curves in measured.items()},
         "mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst),
@@ -136,12 +138,13 @@ def _scores(
     store: Store,
     parts: Sequence[provenance.Part],
     entries: Sequence[Entry],
-    scored: Sequence[multi_label.Entry],
+    scored: Sequence[multi_label.Entry | detected.Entry],
     datasets: Mapping[str, Dataset],
     tested: Mapping[str, Dataset],
 ) -> dict[str, Any]:
     """Return the comparisons, accuracies, costs and data sets of report.json."""
-    compared: list[AnyEntry] = [*entries, *scored]
+    compared: list[AnyEntry] = [*entries]
+    compared += [each for each in scored if not isinstance(each, detected.Entry) or each.has_interval]
     metrics = {manifest.key: manifest.metrics for _, manifest, _ in parts}
     repeated = {manifest.key: provenance.published_protocol(store, manifest) for _, manifest, _ in parts}
     unknown = {key for key, recorded in metrics.items() if "unknown_training" in recorded}
@@ -203,13 +206,13 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
 def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[multi_label.Entry]) -> dict[str, Any]:
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
-    of_detectors = pc.is_in(rows["metric"].cast(pa.string()), pa.array(detections.METRICS))
-    others = multi_label.with_intervals(measures.other_metrics(rows.filter(pc.invert(of_detectors))), scored)
+    of_detectors = pc.is_in(rows["metric"].cast(pa.string()), pa.array(detected.METRICS))
+    others = with_intervals(measures.other_metrics(rows.filter(pc.invert(of_detectors))), scored)
     shown = [line | {"seen": lines.seen_by(line, metrics)} for line in others]
     return {"other_metrics": shown} if shown else {}
 
 
-def _detected(detectors: Mapping[str, Sequence[detections.Detector]], tested: Mapping[str, Dataset]) -> dict[str, Any]:
+def _detected(detectors: detections.ByTask, tested: Mapping[str, Dataset]) -> dict[str, Any]:
     """Return the lines of detectors, if there are any, and the boxes that they put in doubt."""
     if not detectors:
         return {}

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
-from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_interval
+from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_difference, mean_interval, paired_difference
 from ray_jobs.evaluation.metrics import COMPUTED, computed, contributions
 from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
 from vit_model.errors import UserError
@@ -89,19 +89,38 @@ class Entry:
         """The metrics that are computed from predictions, by name; none with ReaL, where images have several labels."""
         if self.task.endswith(REAL):
             return {}
-        return {metric.name: mean_interval(self.table(metric.name)) for metric in COMPUTED}
+        return {metric.name: self.interval(metric.name) for metric in COMPUTED}
+
+    def of_draws(self, draws: Sequence[int]) -> Entry:
+        """Return the same for some of the draws."""
+        if tuple(draws) == self.draws:
+            return self
+        places = [self.draws.index(draw) for draw in draws]
+        return replace(self, draws=tuple(draws), **self._arrays((places, slice(None))))
 
     def of_images(self, sample_ids: Sequence[str]) -> Entry:
         """Return the same for some of the images, given in their order."""
         places = np.searchsorted(np.array(self.sample_ids), np.array(sample_ids))
-        arrays = {name: getattr(self, name) for name in (*_ALWAYS, *_PERHAPS)}
-        fewer: dict[str, Any] = {name: None if array is None else array[:, places] for name, array in arrays.items()}
+        fewer = self._arrays((slice(None), places))
         return replace(self, sample_ids=tuple(sample_ids), labels=self.labels[places], **fewer)
 
-    def table(self, metric: str) -> np.ndarray:
-        """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
+    def _arrays(self, part: Any) -> dict[str, Any]:
+        """Return a part of each array [draws, n]."""
+        arrays = {name: getattr(self, name) for name in (*_ALWAYS, *_PERHAPS)}
+        return {name: None if array is None else array[part] for name, array in arrays.items()}
+
+    def interval(self, metric: str) -> Interval:
+        """Return the mean of a metric over draws and images with its 95% interval."""
+        return self.accuracy if metric == ACCURACY else mean_interval(self._table(metric))
+
+    def minus(self, other: Entry, metric: str, comparisons: int = 1) -> Interval:
+        """Return the paired difference to another entry of the same draws and images, with its interval."""
         if metric == ACCURACY:
-            return self.correct
+            return paired_difference(self.correct, other.correct, comparisons=comparisons)
+        return mean_difference(self._table(metric), other._table(metric), comparisons=comparisons)
+
+    def _table(self, metric: str) -> np.ndarray:
+        """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
         return contributions(computed(metric), self.labels, self.predictions)
 
 

@@ -7,7 +7,7 @@ report.json. Needs numpy and pyarrow only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from ray_jobs.data.shards import Dataset
-from ray_jobs.evaluation.intervals import mean_interval
-from ray_jobs.evaluation.multi_label import Scored, class_precisions, f1_by_class
+from ray_jobs.evaluation.intervals import Interval, mean_difference, mean_interval
+from ray_jobs.evaluation.multi_label import METRICS, Scored, class_precisions, f1_by_class
 from ray_jobs.evaluation.rows import MEAN_AP, is_apart
 
 SHOWN = 24  # images with wrong labels
@@ -30,6 +30,7 @@ class Entry:
 
     metric: ClassVar[str] = MEAN_AP
     """What comparisons are by."""
+    metrics: ClassVar[tuple[str, ...]] = METRICS
     artifact: str
     stage: str
     task: str
@@ -41,13 +42,22 @@ class Entry:
     labels_per_class: None = None
     draw_seed: None = None
 
-    def table(self, metric: str) -> np.ndarray:
+    def of_draws(self, draws: Sequence[int]) -> Entry:
+        """Return the same for some of the draws."""
+        scored = tuple(self.scored[self.draws.index(draw)] for draw in draws)
+        return replace(self, draws=tuple(draws), scored=scored)
+
+    def _table(self, metric: str) -> np.ndarray:
         """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
         return np.stack([draw.contributions(metric) for draw in self.scored])
 
-    def interval(self, metric: str) -> dict[str, float]:
-        """Return the ends of a metric's 95% interval over draws and images."""
-        return {"low": (interval := mean_interval(self.table(metric))).low, "high": interval.high}
+    def interval(self, metric: str) -> Interval:
+        """Return the mean of a metric over draws with its 95% interval over draws and images."""
+        return mean_interval(self._table(metric))
+
+    def minus(self, other: Entry, metric: str, comparisons: int = 1) -> Interval:
+        """Return the paired difference to another entry of the same draws and images, with its interval."""
+        return mean_difference(self._table(metric), other._table(metric), comparisons=comparisons)
 
 
 def entries(scores: pa.Table) -> list[Entry]:
@@ -73,17 +83,6 @@ def _scored(images: Sequence[Line]) -> Scored:
     for truth, predicted, image in zip(*flags, images, strict=True):
         truth[image["labels"]], predicted[image["predicted"]] = True, True
     return Scored(flags[0], scores, flags[1])
-
-
-def with_intervals(metrics: Sequence[Line], scored: Sequence[Entry]) -> list[Line]:
-    """Return the lines of `measures.other_metrics` with the ends of their intervals, None without scores."""
-    by_key = {tuple(getattr(entry, name) for name in _ENTRY): entry for entry in scored}
-    unknown = {"low": None, "high": None}
-    return [
-        line
-        | (entry.interval(line["metric"]) if (entry := by_key.get(tuple(line[name] for name in _ENTRY))) else unknown)
-        for line in metrics
-    ]
 
 
 def results(scored: Sequence[Entry], tested: Mapping[str, Dataset]) -> list[Line]:

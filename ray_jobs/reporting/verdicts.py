@@ -1,9 +1,10 @@
 """Verdicts: paired differences between trained methods and their references.
 
 In: `Entry`s. Out: `Verdict`s, one per comparison, and their sentences. A comparison pairs the same label draws and the
-same test images, by accuracy, or by mAP if images have several labels. The best of several references is chosen on
-test, which can only favour the reference. Comparisons with the same kind of model without pretraining (from scratch or
-untrained) show whether pretraining helped; comparisons with pixels answer another question.
+same test images, by accuracy, by mAP if images have several labels, or by AP of detections. The best of several
+references is chosen on test, which can only favour the reference. Comparisons with the same kind of model without
+pretraining (from scratch or untrained) show whether pretraining helped; comparisons with pixels answer another
+question.
 
 The comparisons of one report are a family. Each has a 95% interval, so about one of 20 intervals of true zeros excludes
 zero. Each therefore has a second, wider interval; with 95% probability these hold for all comparisons together
@@ -14,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from ray_jobs.evaluation.intervals import Interval, mean_difference, paired_difference
+from ray_jobs.detection import entries as detections
+from ray_jobs.evaluation.intervals import Interval
 from ray_jobs.evaluation.multi_label import METRICS
-from ray_jobs.evaluation.rows import ACCURACY, MOST_FREQUENT, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, MEDIAN_BOX, MOST_FREQUENT, is_apart
 from ray_jobs.reporting import multi_label
 from ray_jobs.reporting.measures import Entry
 
-AnyEntry = Entry | multi_label.Entry
+AnyEntry = Entry | multi_label.Entry | detections.Entry
 
 REFERENCES = {  # methods are compared with the best entry of each of these kinds
     "scratch": "the model trained from scratch",
@@ -66,7 +67,7 @@ def kind(entry: AnyEntry) -> str:
     """
     if is_apart(entry.method):
         return "apart"
-    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT)):
+    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT, MEDIAN_BOX)):
         return "pixels"
     return next((word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained")
 
@@ -180,30 +181,34 @@ def _shots(entries: Sequence[AnyEntry], task: str) -> int:
 def _against_best(method: AnyEntry, rivals: list[AnyEntry], comparisons: int) -> Verdict:
     """Compare with the best rival over the common draws; `adjusted` holds for `comparisons` comparisons."""
     metric = method.metric
-    tables = [paired(method, rival, metric) for rival in rivals]
-    best = int(np.argmax([theirs.mean() for _, theirs in tables]))
-    ours, theirs = tables[best]
+    pairs = [paired(method, rival) for rival in rivals]
+    ours, theirs = max(pairs, key=lambda pair: pair[1].interval(metric).value)
     further = METRICS[1:] if metric == METRICS[0] else ()
     return Verdict(
         method,
-        rivals[best],
-        float(ours.mean()),
-        float(theirs.mean()),
-        difference(metric, ours, theirs),
-        difference(metric, ours, theirs, comparisons),
-        draws=len(ours),
-        others={name: difference(name, *paired(method, rivals[best], name)) for name in further},
+        theirs,
+        ours.interval(metric).value,
+        theirs.interval(metric).value,
+        ours.minus(theirs, metric),
+        ours.minus(theirs, metric, comparisons),
+        draws=len(ours.draws),
+        others={name: ours.minus(theirs, name) for name in further},
     )
 
 
-def difference(metric: str, a: np.ndarray, b: np.ndarray, comparisons: int = 1) -> Interval:
-    """Return the difference a - b of a metric with its interval, from what `paired` returns."""
-    between = paired_difference if metric == ACCURACY else mean_difference
-    return between(a, b, comparisons=comparisons)
-
-
-def paired(a: AnyEntry, b: AnyEntry, metric: str = ACCURACY) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images' contributions to a metric for both entries, [draws, n] each, in the common draws."""
+def paired(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return two entries of one kind in the draws that they have in common."""
     common = sorted(set(a.draws) & set(b.draws))
-    first, second = (entry.table(metric)[[entry.draws.index(draw) for draw in common]] for entry in (a, b))
-    return first, second
+    return a.of_draws(common), b.of_draws(common)
+
+
+def with_intervals(metrics: Sequence[dict[str, Any]], entries: Sequence[AnyEntry]) -> list[dict[str, Any]]:
+    """Return the lines of `measures.other_metrics` with the ends of their intervals, `low` and `high`, or None."""
+    names = ("artifact", "stage", "task", "protocol", "method")
+    by_key = {tuple(getattr(entry, name) for name in names): entry for entry in entries}
+    lines = []
+    for line in metrics:
+        entry = by_key.get(tuple(line[name] for name in names))
+        interval = entry.interval(line["metric"]) if entry is not None and line["metric"] in entry.metrics else None
+        lines.append(line | {"low": interval and interval.low, "high": interval and interval.high})
+    return lines

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ray_jobs.data.boxes import sizes_of
 from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import Detected, average_precisions, match
-from ray_jobs.detection.tables import DETECTIONS, FILE, MEDIAN_BOX, detected_of, found_table, truths_of
+from ray_jobs.detection.tables import DETECTIONS, FILE, detected_of, found_table, truths_of
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import PRETRAINED, Overlap
 from ray_jobs.training.task import Task
@@ -40,7 +40,7 @@ def tables(
     frozen = ", frozen" if task.config.freeze == "backbone" else ""
     method = f"{FAMILIES[task.contract.architecture.family]}, {start}{frozen}"
     named = [(method, draw, done.images) for draw, done in enumerate(refits)]
-    named.append((MEDIAN_BOX, 0, _median_box(dataset)))
+    named.append((rows.MEDIAN_BOX, 0, _median_box(dataset)))
     made: list[rows.Row] = []
     parts: list[pa.Table] = []
     for name, draw, found in named:

@@ -63,7 +63,7 @@ def test_from_boxes_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> Non
     report = json.loads(only(store, "report/*/attempts/1/files/report.json").read_text())
     lines = {(line["stage"], line["method"]): line for line in report["detectors"]}
     assert {method for _, method in lines} == {"ViT, pretrained", "ViT, pretrained, frozen", "the median box"}
-    assert report["question"] == "How well are objects detected?" and "AP" in report["headline"]
+    assert report["question"] == "How good is the model?" and "highest AP is" in report["headline"]
     for folder in store.glob("artifacts/detect/*/attempts/1/files"):
         detector, contract = load_detector(folder)
         assert contract.class_names == ("0", "1") == detector.config.model_fields_set or detector.head.num_classes == 2
@@ -72,7 +72,7 @@ def test_from_boxes_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> Non
         weights = json.loads((folder.parents[2] / "manifest.json").read_text())["metrics"]
         assert weights["parameters"] == sum(weight.numel() for weight in detector.parameters())
     page = only(store, "report/*/attempts/1/files/report.html").read_text()
-    assert "AP of boxes on test" in page and "detects the objects of images" in ended.stdout + page
+    assert "AP of boxes on test" in page and "highest AP is" in ended.stdout and "Precision by recall" in page
     listed = vitflow_local("list", "--kind", "detectors", "--store", store)
     assert "objects/found" in listed.stdout
     image = root / "test/15.png"

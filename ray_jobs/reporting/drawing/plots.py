@@ -68,6 +68,23 @@ def few_shot(curves: Sequence[Curve]) -> Markup:
     return svg.figure("Test accuracy by number of labelled images per class", 288, *parts, legend=legend)
 
 
+def precision_recall(lines: Sequence[Mapping[str, Any]]) -> Markup:
+    """Plot the precision of detectors by recall, at an IoU of 50%; the area below a line is AP50.
+
+    Args:
+        lines: those of report.json about one data set.
+    """
+    panel = Panel(Scale(0, 1, LEFT, RIGHT), Scale(0, 1, 250, 24))
+    parts = [panel.axes(svg.percents(panel.x), svg.percents(panel.y), "recall", "precision")]
+    legend = []
+    for number, line in enumerate(lines):
+        recalls = np.linspace(0, 1, len(line["precisions"])).tolist()
+        name = f"{line['method']} ({line['stage']})"
+        parts.append(panel.line(recalls, line["precisions"], number, f"{name}: AP50 {line['AP50'] or 0:.1%}"))
+        legend.append((name, number, number))
+    return svg.figure("Precision by recall of each detector", 288, *parts, legend=legend)
+
+
 def costs(unit: str, points: Sequence[CostPoint]) -> Markup:
     """Plot accuracy by cost, a colour per series and a shape per model."""
     colours = _numbered(point.series for point in points)

@@ -14,9 +14,9 @@ from pipelines.results.explain import (
     Repetitions,
     Setting,
     Side,
-    accuracies,
     attributed,
     differences,
+    measured,
     no_repetitions,
     repetitions,
 )
@@ -150,7 +150,7 @@ def test_an_accuracy_is_of_one_set_of_labels_and_one_part_of_test(tmp_path: Path
         ]
         with committed(store, "evaluate", key) as folder:
             write_table(folder / "rows.parquet", rows, ROWS)
-    found = accuracies(store, {"a": "Pets", "b": "Cars"})
+    found = measured(store, {"a": "Pets", "b": "Cars"})
     parts = {
         "": 0.5,
         "ReaL": 0.7,

@@ -1,14 +1,20 @@
 """`report compare`: on the images that both have; may B replace A, and a table for a pull request."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from pipelines.results.compare import compare, match
+from pipelines.results.compare import compare, match, measurements
 from pipelines.results.gate import gate, markdown
+from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError
 from pipelines.store import Store, open_store
+from ray_jobs.detection.entries import Entry
+from ray_jobs.detection.intervals import difference_interval
+from ray_jobs.detection.tables import DETECTIONS, FILE
 from ray_jobs.evaluation.intervals import paired_difference
-from ray_jobs.evaluation.rows import Truth
+from ray_jobs.evaluation.rows import MEDIAN_BOX, ROWS, Truth, write_table
 from tests.support import in_process
 from tests.support.records import committed
 from tests.support.scores import Scores, put_scores
@@ -68,3 +74,47 @@ def test_the_table_has_the_images_that_flipped_and_the_classes_that_lost(store: 
     assert "**digits: 4 of 4 classes got worse**:" in text
     losses = [100 * (WORSE[label == LABELS].mean() - A[label == LABELS].mean()) for label in range(4)]
     assert f"{losses.index(min(losses))} {min(losses):+.2f}" in text.splitlines()[-1]
+
+
+def test_detectors_are_compared_by_ap(tmp_path: Path) -> None:
+    """The reference that both stages have is no candidate; AP's difference is that of the detections."""
+    store = open_store(str(tmp_path))
+    rng = np.random.default_rng(0)
+    found = {key: rng.random(COUNT) < share for key, share in (("aa", 0.6), ("bb", 0.9))}
+    for key, images in found.items():
+        put_detections(store, key, {"ViT, pretrained": images, MEDIAN_BOX: found["aa"] & False})
+    expected = difference_interval(*(entry.halves for entry in _entries(store, "bb", "aa")))
+    (line,) = [line for line in compare(store, "aa", "bb")["both"] if line["method"] == "ViT, pretrained"]
+    assert [line["difference"][name] for name in ("value", "low", "high")] == [*expected]
+    assert line["a"]["AP"] == pytest.approx(0.6, abs=0.05) and line["a"]["num_images"] == COUNT
+    for b, code in (("bb", 0), ("aa", 1)):
+        a = {"aa": "bb", "bb": "aa"}[b]
+        done = in_process.vitflow("report", "compare", a, b, "--gate", "0.01", "--store", store.uri, check=code)
+        assert done.stdout.count("allowed: -1") == 1
+    assert "| AP, % (95% interval) | A | B |" in "\n".join(markdown(store, match(store, "aa", "bb")))
+
+
+def put_detections(store: Store, key: str, found: dict[str, np.ndarray]) -> None:
+    """Commit a detection of images with one box each, which each method finds exactly or not at all."""
+    box = {"x1": 10.0, "y1": 10.0, "x2": 50.0, "y2": 50.0, "label": 0}
+    images = [
+        {
+            "task": "digits",
+            "protocol": "detection",
+            "method": method,
+            "draw": 0,
+            "sample_id": identity,
+            "boxes": [box | {"ignored": False}],
+            "found": [box | {"score": 0.5}] * int(is_found),
+        }
+        for method, is_right in found.items()
+        for identity, is_found in zip(IDS, is_right, strict=True)
+    ]
+    with committed(store, "detect", key, config={"seed": 0}, nonce=key) as folder:
+        write_table(folder / "rows.parquet", [], ROWS)
+        write_table(folder / FILE, images, DETECTIONS)
+
+
+def _entries(store: Store, *keys: str) -> list[Entry]:
+    made = measurements(store, [manifest for key in keys for manifest in find_manifests(store, key)])
+    return [entry for entry in made.scored if isinstance(entry, Entry) and entry.method != MEDIAN_BOX]

@@ -13,7 +13,15 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from ray_jobs.data.boxes import ANY_CLASS
-from ray_jobs.detection.average_precision import Boxes, Detected, average_precisions, class_ap, match, mean_ap
+from ray_jobs.detection.average_precision import (
+    Boxes,
+    Detected,
+    average_precisions,
+    class_ap,
+    match,
+    mean_ap,
+    precisions,
+)
 
 CLASSES, SIDE = 3, 200
 NAMES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large")
@@ -64,11 +72,11 @@ def coco_files(truths: list[Boxes], found: list[Detected]) -> tuple[dict[str, An
     return dataset, results
 
 
-def peers(folder: Path, truths: list[Boxes], found: list[Detected]) -> list[list[float]]:
-    """The six numbers that pycocotools and faster-coco-eval print."""
+def peers(folder: Path, truths: list[Boxes], found: list[Detected]) -> list[Any]:
+    """The evaluations of pycocotools and of faster-coco-eval."""
     dataset, results = coco_files(truths, found)
     (folder / "truths.json").write_text(json.dumps(dataset))
-    numbers = []
+    evaluations = []
     with redirect_stdout(io.StringIO()):
         for coco, evaluator in ((COCO, COCOeval), (faster_coco_eval.COCO, faster_coco_eval.COCOeval_faster)):
             truth = coco(str(folder / "truths.json"))
@@ -76,17 +84,21 @@ def peers(folder: Path, truths: list[Boxes], found: list[Detected]) -> list[list
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
-            numbers.append([*map(float, evaluation.stats[:6])])
-    return numbers
+            evaluations.append(evaluation)
+    return evaluations
 
 
 @pytest.mark.parametrize("count", [1, 60])
 def test_it_is_that_of_pycocotools_and_of_faster_coco_eval(tmp_path: Path, count: int) -> None:
     truths, found = scenes(count)
-    ours = average_precisions(match(truths, found, CLASSES))
+    matches = match(truths, found, CLASSES)
+    ours = average_precisions(matches)
     for theirs in peers(tmp_path, truths, found):
-        expected = [float("nan") if value == -1 else value for value in theirs]
+        expected = np.where(theirs.stats[:6] == -1, np.nan, theirs.stats[:6])
         assert [ours[name] for name in NAMES] == pytest.approx(expected, abs=1e-9, nan_ok=True)
+        curves = theirs.eval["precision"][:, :, :, 0, -1]  # of all sizes, [thresholds, recalls, classes]
+        for of_class, curve in zip(matches["all"], np.moveaxis(curves, 2, 0), strict=True):
+            assert precisions(of_class) == pytest.approx(np.where(curve == -1, np.nan, curve), abs=1e-9, nan_ok=True)
     assert count == 1 or 0.1 < ours["AP"] < 0.9
 
 
@@ -97,7 +109,7 @@ def test_weights_count_images_as_often_as_they_say(tmp_path: Path) -> None:
         weights = np.random.default_rng(seed).multinomial(40, [1 / 40] * 40)
         repeated = np.repeat(np.arange(40), weights)
         theirs, _ = peers(tmp_path, [truths[place] for place in repeated], [found[place] for place in repeated])
-        assert mean_ap(matches, weights.astype(float)) == pytest.approx(theirs[0], abs=1e-9)
+        assert mean_ap(matches, weights.astype(float)) == pytest.approx(theirs.stats[0], abs=1e-9)
 
 
 def test_a_class_without_boxes_leaves_the_mean() -> None:

@@ -18,10 +18,13 @@ from ray_jobs.data.boxes import Box
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
+from ray_jobs.detection import entries
 from ray_jobs.detection.tables import DETECTIONS, FILE
 from ray_jobs.evaluation.leakage import Overlap
+from ray_jobs.evaluation.rows import MEDIAN_BOX
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import detections as reported
+from ray_jobs.reporting.verdicts import sentence, verdicts
 from ray_jobs.training import detecting, fit, optim
 from ray_jobs.training.task import Task, at_point, make_task
 from ray_jobs.tuning import detections, fits
@@ -204,8 +207,8 @@ def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: M
     assert not predictions
     parts = files[FILE]
     by_metric = {(row["method"], row["draw"], row["metric"]): row["value"] for row in rows}
-    assert by_metric[detections.MEDIAN_BOX, 0, "AP"] < 0.05 < by_metric["ViT, from scratch", 1, "AP50"]
-    for method, part in (("ViT, from scratch", parts[0]), (detections.MEDIAN_BOX, parts[2])):
+    assert by_metric[MEDIAN_BOX, 0, "AP"] < 0.05 < by_metric["ViT, from scratch", 1, "AP50"]
+    for method, part in (("ViT, from scratch", parts[0]), (MEDIAN_BOX, parts[2])):
         assert part.schema == DETECTIONS
         expected = coco_ap(part.to_pylist(), len(task.objects))
         for metric, value in zip(("AP", "AP50", "AP75"), expected, strict=True):
@@ -213,15 +216,18 @@ def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: M
     table = pa.concat_tables(parts)
     for name in ("stage", "artifact"):
         table = table.append_column(name, pa.repeat(name, len(table)))
-    best, other = reported.lines(reported.detectors(table))
-    assert (best["method"], best["draws"], other["method"]) == ("ViT, from scratch", 2, detections.MEDIAN_BOX)
-    assert best["low"] < best["AP"] < best["high"] and best["behind"] is None
-    assert other["behind"] == pytest.approx(best["AP"] - other["AP"]) and other["behind_low"] < other["behind"]
-    assert best["AP"] == pytest.approx(by_metric["ViT, from scratch", 0, "AP"])
-    said = reported.headline([best, other])
-    assert "detects the objects of Scenes with AP" in said
-    assert "more than the median box; that it is better is not shown" in said
-    assert len(reported.detectors(pa.concat_tables([table, table.slice(24)]))["Scenes"]) == 2  # one reference
+    found = reported.by_task(entries.entries(table))
+    best, other = reported.lines(found)
+    assert (best["method"], best["draws"], other["method"]) == ("ViT, from scratch", 2, MEDIAN_BOX)
+    assert best["low"] < best["value"] < best["high"] and best["behind"] is None
+    assert other["behind"] == pytest.approx(best["value"] - other["value"]) and other["behind_low"] < other["behind"]
+    assert best["value"] == pytest.approx(by_metric["ViT, from scratch", 0, "AP"])
+    (judged,) = verdicts(found["Scenes"])
+    assert (judged.reference.method, judged.draws) == (MEDIAN_BOX, 1)
+    said = sentence(judged, None)
+    assert said.startswith("Scenes, all labels: ViT, from scratch (detection) reaches")
+    assert "% AP, the median box (detection)" in said
+    assert len(reported.by_task(entries.entries(pa.concat_tables([table, table.slice(24)])))["Scenes"]) == 2
 
 
 def test_planted_faults_of_annotations_are_in_doubt(store: Store) -> None:
@@ -243,7 +249,7 @@ def test_planted_faults_of_annotations_are_in_doubt(store: Store) -> None:
     table = pa.Table.from_pylist(
         rows, pa.schema([pa.field(n, pa.string()) for n in ("artifact", "stage")] + [*DETECTIONS])
     )
-    lines = reported.doubted(reported.detectors(table), {"a": dataset})
+    lines = reported.doubted(reported.by_task(entries.entries(table)), {"a": dataset})
     assert {line["sample_id"]: line["doubt"] for line in lines} == dict(
         zip([ids[number] for number in of], ["missing box", "wrong place", "wrong class"], strict=True)
     )
