@@ -3,10 +3,11 @@
 In: a dataset, the candidate, the model that the alias names, if any, and the anchor, if any. Out: `rows.parquet` and
 `predictions.parquet` (`ray_jobs.evaluation.rows`) of all of them, and the decision in the artifact's metrics:
 `verdict`, `reason`, `accuracy`, `images`, `excluded`, and with a rival `difference`, `lower` and `upper` (with an
-anchor also `total`, `total_lower` and `total_upper`).
+anchor also `total`, `total_lower` and `total_upper`). Of detectors, `AP` and detections.parquet instead.
 
 All models are scored on the same test images: those that neither they nor their ancestors were trained on, nor on a
-near-copy. The 95% interval of the difference is paired by image (`ray_jobs.evaluation.intervals`):
+near-copy. The 95% interval of the difference is paired by image (`ray_jobs.evaluation.intervals`,
+`ray_jobs.detection.intervals`):
 
     promoted              its lower end is above -max_loss, and the same with max_total_loss against the anchor
     worse                 its upper end is below -max_loss (or -max_total_loss)
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +30,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Promote
-from pipelines.store import PROMOTED, Manifest, contract_of
+from pipelines.store import PROMOTED, Manifest, contract_of, model_folder
 from ray_jobs.data.shards import Dataset
+from ray_jobs.detection.average_precision import Detected
+from ray_jobs.detection.entries import FEWEST, Entry, entries
+from ray_jobs.detection.scoring import detected_by, detections_of, measured
+from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
+from ray_jobs.detection.tables import found_table
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.features import infer
 from ray_jobs.evaluation.intervals import Interval, bounds, moments_of, paired_difference, rules_out
@@ -37,7 +44,7 @@ from ray_jobs.evaluation.leakage import seen_or_near
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
 from ray_jobs.process.stage import run_stage
-from vit_model.contract import ModelContract
+from vit_model.detection.contract import read_detector_contract
 from vit_model.errors import UserError
 
 WORSE, NOT_SHOWN, SAME, BELOW = "worse", "not shown", "same", "below the floor"
@@ -74,8 +81,7 @@ def promote(context: Context[Promote], run: Run = here) -> Result:
     dataset.require("test")
     models = {field: context.inputs[field][0] for field in FIELDS if field in context.inputs}
     names = {"candidate": "candidate", "against": config.against, "anchor": str(config.anchor)}
-    for field, model in models.items():
-        _check_classes(f"{field}: {model.stage} ({model.job} {model.key[:12]})", _contract(context, model), dataset)
+    _check_classes(context, models, dataset)
     seen, unknown = seen_or_near(context, dataset, [*models.values()])
     index = dataset.index("test").filter(pa.array(~seen))
     if not len(index):
@@ -84,52 +90,102 @@ def promote(context: Context[Promote], run: Run = here) -> Result:
             f" them. Set `against: [{config.data}]` in the ingest of their training data, and retrain"
         )
     print(f"{len(index):,} test images; {int(seen.sum()):,} left out, which a model has seen", flush=True)
-    truth = tables.Truth(dataset.info.name, index["sample_id"].to_pylist(), index["label"].to_numpy())
     keys = {model.key: field for field, model in models.items()}  # score a model once, whatever its names
-    predicted = {key: _predictions(context, field, index, run) for key, field in keys.items()}
-    rows, predictions = [], []
-    correct: dict[str, NDArray[np.bool_]] = {}
-    for field, model in models.items():
-        common = {"protocol": PROTOCOL, "method": names[field], "labels_per_class": None, "draw": 0}
-        for row, images in tables.scored(common, truth, predicted[model.key], "nothing", {}):
-            rows.append(row)
-            predictions.append(images)
-            correct[field] = images["correct"].to_numpy()
-            print(f"{names[field]}: {row['value']:.2%}", flush=True)
-    decision = decide(config, correct, is_same="against" in models and models["against"].key == models["candidate"].key)
+    score = _detections if is_detector(models["candidate"]) else _accuracies
+    scored = score(context, {field: keys[model.key] for field, model in models.items()}, names, index, run)
+    decision = decide(config, scored.by_field, is_same=_is_same(models))
     print(f"{decision.verdict}: {decision.reason}", flush=True)
     with context.staging() as staging:
-        tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
-        tables.write_predictions(staging.path / "predictions.parquet", predictions)
+        tables.write_table(staging.path / "rows.parquet", scored.rows, tables.ROWS)
+        tables.write_predictions(staging.path / "predictions.parquet", scored.predictions)
+        if scored.detections:
+            tables.write_parquet(staging.path / DETECTIONS_FILE, pa.concat_tables(scored.detections))
     counts = {"images": len(index), "excluded": int(seen.sum())}
     metrics = {"verdict": decision.verdict, "reason": decision.reason} | decision.metrics | counts
     metrics |= {"unknown_training": ", ".join(unknown)} if unknown else {}
-    return Result(tables.digest_rows(rows, tables.ROWS), staging.files, metrics)
+    return Result(tables.digest_rows(scored.rows, tables.ROWS), staging.files, metrics)
 
 
 # ------------------------------------------------------------------------------------------------- the decision
 
 
-def decide(config: Promote, correct: Mapping[str, NDArray[np.bool_]], is_same: bool = False) -> Decision:
+class Accuracy(NamedTuple):
+    """A classifier's answers about the test images."""
+
+    correct: NDArray[np.bool_]
+    """whether each is right [n]"""
+    metric: str = tables.ACCURACY
+
+    @property
+    def num_images(self) -> int:
+        """The number of test images."""
+        return len(self.correct)
+
+    @property
+    def value(self) -> float:
+        """The accuracy."""
+        return float(self.correct.mean())
+
+    def difference(self, rival: Accuracy) -> Interval:
+        """Return the difference to a rival's accuracy, with its interval."""
+        return paired_difference(self.correct[None], rival.correct[None])
+
+    def tells(self, rival: Accuracy, max_loss: float, images: int) -> bool:
+        """Return whether so many images with the same shares of differences show on which side of -max_loss it is."""
+        moments = moments_of((self.correct - rival.correct.astype(float))[None])
+        return rules_out(*bounds(moments._replace(images=images), 0.05, paired=True), max_loss) is not None
+
+
+class DetectorAP(NamedTuple):
+    """A detector's results on the test images."""
+
+    entry: Entry
+    metric: str = tables.AP
+
+    @property
+    def num_images(self) -> int:
+        """The number of test images."""
+        return len(self.entry.sample_ids)
+
+    @property
+    def value(self) -> float:
+        """The AP."""
+        return self.entry.means[tables.AP] or 0.0
+
+    def difference(self, rival: DetectorAP) -> Interval:
+        """Return the difference to a rival's AP, with its interval."""
+        return self.entry.minus(rival.entry, tables.AP)
+
+    def tells(self, rival: DetectorAP, max_loss: float, images: int) -> bool:
+        """Return the same as `Accuracy.tells`; an interval is taken to shrink with the root of the images."""
+        value, low, high = self.difference(rival)
+        scale = (self.num_images / images) ** 0.5
+        return rules_out(value - scale * (value - low), value + scale * (high - value), max_loss) is not None
+
+
+Scored = Accuracy | DetectorAP
+
+
+def decide(config: Promote, scored: Mapping[str, Scored], is_same: bool = False) -> Decision:
     """Return the decision about a candidate.
 
     Args:
-        correct: field -> whether its model has each image right, [n], the same images for all.
+        scored: field -> the results of its model, all of one kind and on the same images.
         is_same: the candidate is the model that the alias names.
     """
-    accuracy = float(correct["candidate"].mean())
-    metrics: Metrics = {"accuracy": accuracy}
-    if "against" not in correct:
+    candidate = scored["candidate"]
+    metrics: Metrics = {candidate.metric: candidate.value}
+    if "against" not in scored:
         needed = f"{config.against} names no model yet, and the floor is {config.floor:.2%}"
-        verdict = PROMOTED if accuracy >= config.floor else BELOW
-        return Decision(verdict, f"the accuracy is {accuracy:.2%}; {needed}", metrics)
+        verdict = PROMOTED if candidate.value >= config.floor else BELOW
+        return Decision(verdict, f"the {candidate.metric} is {candidate.value:.2%}; {needed}", metrics)
     judged = []
     for field, max_loss, names in (
         ("against", config.max_loss, ("difference", "lower", "upper")),
         ("anchor", config.max_total_loss, ("total", "total_lower", "total_upper")),
     ):
-        if field in correct:
-            difference, decision = judge(correct["candidate"], correct[field], max_loss, getattr(config, field))
+        if field in scored:
+            difference, decision = judge(candidate, scored[field], max_loss, getattr(config, field))
             metrics |= zip(names, difference, strict=True)
             judged.append(decision)
     if is_same:
@@ -142,68 +198,97 @@ def decide(config: Promote, correct: Mapping[str, NDArray[np.bool_]], is_same: b
     return Decision(PROMOTED, "; ".join(each.reason for each in judged), metrics)
 
 
-def judge(
-    candidate: NDArray[np.bool_], rival: NDArray[np.bool_], max_loss: float, name: str
-) -> tuple[Interval, Decision]:
-    """Return the 95% interval of a difference of accuracies, candidate - rival, and the decision by it alone.
+def judge(candidate: Any, rival: Any, max_loss: float, name: str) -> tuple[Interval, Decision]:
+    """Return the 95% interval of a difference, candidate - rival, and the decision by it alone.
 
     Args:
-        candidate, rival: whether each image is right, [n].
+        candidate, rival: both `Accuracy`, or both `DetectorAP`.
         name: the rival's.
     """
-    difference = paired_difference(candidate[None], rival[None])
+    difference = candidate.difference(rival)
     value, low, high = (f"{100 * number:+.2f}" for number in difference)
-    measured = f"{value} points (95% CI {low} to {high}) against {name} on {len(rival):,} images"
+    of_metric = "" if candidate.metric == tables.ACCURACY else f" of {candidate.metric}"
+    said = f"{value} points{of_metric} (95% CI {low} to {high}) against {name} on {candidate.num_images:,} images"
     allowed = f"{100 * max_loss:g} points"
     ruled_out = rules_out(difference.low, difference.high, max_loss)
     if ruled_out:
-        return difference, Decision(PROMOTED, f"{measured}: a loss of {allowed} is ruled out", {})
+        return difference, Decision(PROMOTED, f"{said}: a loss of {allowed} is ruled out", {})
     if ruled_out is False:
-        return difference, Decision(WORSE, f"{measured}: more than {allowed} are lost", {})
+        return difference, Decision(WORSE, f"{said}: more than {allowed} are lost", {})
     needed = images_needed(candidate, rival, max_loss)
     how_many = "more images than a test set has" if needed is None else f"about {needed:,} images"
-    reason = f"{measured}: a loss of {allowed} is not ruled out; {how_many} would tell"
+    reason = f"{said}: a loss of {allowed} is not ruled out; {how_many} would tell"
     return difference, Decision(NOT_SHOWN, reason, {})
 
 
-def images_needed(candidate: NDArray[np.bool_], rival: NDArray[np.bool_], max_loss: float) -> int | None:
+def images_needed(candidate: Any, rival: Any, max_loss: float) -> int | None:
     """Return about how many images would show on which side of -max_loss a difference is; None: over MOST_IMAGES.
 
-    The shares of images that only one of the models has right are taken to stay as they are.
+    The results on these images are taken to be typical.
     """
-    moments = moments_of((candidate - rival.astype(float))[None])
 
     def tells(images: int) -> bool:
-        return rules_out(*bounds(moments._replace(images=images), 0.05, paired=True), max_loss) is not None
+        told: bool = candidate.tells(rival, max_loss, images)
+        return told
 
     if not tells(MOST_IMAGES):
         return None
-    needed = bisect_left(range(MOST_IMAGES), True, lo=len(rival), key=tells)
+    needed = bisect_left(range(MOST_IMAGES), True, lo=candidate.num_images, key=tells)
     return int(float(f"{needed:.1e}"))
 
 
 # ------------------------------------------------------------------------------------------------- the models
 
 
-def _contract(context: Context[Promote], model: Manifest) -> ModelContract:
+class _Results(NamedTuple):
+    """What all models answered."""
+
+    by_field: dict[str, Scored]
+    rows: list[tables.Row]
+    predictions: list[pa.Table]
+    detections: list[pa.Table]
+
+
+def is_detector(model: Manifest) -> bool:
+    """Return whether a model detects objects, and does not classify images."""
+    return model.kind == "detector"
+
+
+def _is_same(models: Mapping[str, Manifest]) -> bool:
+    return "against" in models and models["against"].key == models["candidate"].key
+
+
+def _check_classes(context: Context[Promote], models: Mapping[str, Manifest], dataset: Dataset) -> None:
+    """Raise UserError unless all models classify images, or all detect objects, of exactly the dataset's classes."""
+    kinds = {field: "finds objects" if is_detector(model) else "classifies images" for field, model in models.items()}
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(f"{field} {kind}" for field, kind in kinds.items())
+        raise UserError(f"{said}: they cannot be compared. Give detectors an alias of their own")
+    ours = set(dataset.info.class_names)
+    for field, model in models.items():
+        where = f"{field}: {model.stage} ({model.job} {model.key[:12]})"
+        names, is_multi_label = _classes(context, model)
+        theirs = set(names)
+        if not theirs or is_multi_label:
+            why = "can give several classes" if theirs else "has no classifier"
+            raise UserError(f"{where} {why}; fine-tune it first")
+        if ours != theirs:
+            differences = {f"lacks the classes {_listed(ours - theirs)}": ours - theirs}
+            differences |= {f"has the classes {_listed(theirs - ours)}, which {dataset.info.name} lacks": theirs - ours}
+            raise UserError(
+                f"{where} {' and '.join(text for text, found in differences.items() if found)}: results over different"
+                " classes are not comparable. Collect test images of the same classes, or choose the model yourself:"
+                " `vitflow alias set`"
+            )
+
+
+def _classes(context: Context[Promote], model: Manifest) -> tuple[tuple[str, ...], bool]:
+    """Return the names of a model's classes, and whether an image can have several."""
+    if is_detector(model):
+        return read_detector_contract(model_folder(context.open_store(), model)).class_names, False
     contract = contract_of(context.open_store(), model)
     assert contract is not None, "a model without a contract"
-    return contract
-
-
-def _check_classes(where: str, contract: ModelContract, dataset: Dataset) -> None:
-    """Raise UserError if a model does not choose one of exactly the dataset's classes."""
-    ours, theirs = set(dataset.info.class_names), set(contract.class_names)
-    if not theirs or contract.is_multi_label:
-        raise UserError(f"{where} {'can give several classes' if theirs else 'has no classifier'}; fine-tune it first")
-    if ours != theirs:
-        differences = {f"lacks the classes {_listed(ours - theirs)}": ours - theirs}
-        differences |= {f"has the classes {_listed(theirs - ours)}, which {dataset.info.name} lacks": theirs - ours}
-        raise UserError(
-            f"{where} {' and '.join(text for text, names in differences.items() if names)}: accuracies over different"
-            f" classes are not comparable. Collect test images of the same classes, or choose the model yourself:"
-            " `vitflow alias set`"
-        )
+    return contract.class_names, contract.is_multi_label
 
 
 def _listed(names: set[str]) -> str:
@@ -212,17 +297,65 @@ def _listed(names: set[str]) -> str:
     return f"{', '.join(sorted(names)[:most])}{more}"
 
 
-def _predictions(context: Context[Promote], field: str, index: pa.Table, run: Run) -> NDArray[np.int64]:
-    """Return a model's predictions [n] of these rows of the index, as labels of the dataset."""
-    tasks = [
-        (context, field, index.take(np.arange(start, min(start + CHUNK, len(index)))))
-        for start in range(0, len(index), CHUNK)
-    ]
-    chosen = np.concatenate(run(predict, tasks))
-    names = context.dataset(context.config.cache_gib).info.class_names
-    labels = {name: label for label, name in enumerate(names)}
-    contract = _contract(context, context.inputs[field][0])
-    return np.array([labels[name] for name in contract.class_names])[chosen]
+def _accuracies(
+    context: Context[Promote], fields: Mapping[str, str], names: Mapping[str, str], index: pa.Table, run: Run
+) -> _Results:
+    """Score classifiers on these rows of the index.
+
+    Args:
+        fields: field -> the field whose model it is, to score each model once.
+        names: field -> what its method is called.
+    """
+    dataset = context.dataset(context.config.cache_gib)
+    truth = tables.Truth(dataset.info.name, index["sample_id"].to_pylist(), index["label"].to_numpy())
+    labels = {name: label for label, name in enumerate(dataset.info.class_names)}
+    answers = {}
+    for field in dict.fromkeys(fields.values()):
+        of_model, _ = _classes(context, context.inputs[field][0])
+        chosen = np.concatenate(run(predict, _parts(context, field, index)))
+        answers[field] = np.array([labels[name] for name in of_model])[chosen]
+    results = _Results({}, [], [], [])
+    for field, of in fields.items():
+        common = {"protocol": PROTOCOL, "method": names[field], "labels_per_class": None, "draw": 0}
+        for row, images in tables.scored(common, truth, answers[of], "nothing", {}):
+            results.rows.append(row)
+            results.predictions.append(images)
+            results.by_field[field] = Accuracy(images["correct"].to_numpy())
+            print(f"{names[field]}: {row['value']:.2%}", flush=True)
+    return results
+
+
+def _detections(
+    context: Context[Promote], fields: Mapping[str, str], names: Mapping[str, str], index: pa.Table, run: Run
+) -> _Results:
+    """Score detectors, as `_accuracies` does classifiers. Raises UserError if too few images have boxes."""
+    dataset = context.dataset(context.config.cache_gib)
+    dataset.boxes("test")  # raises if it has none
+    found = {
+        field: found_table([*chain(*run(detect, _parts(context, field, index)))])
+        for field in dict.fromkeys(fields.values())
+    }
+    results = _Results({}, [], [], [])
+    for field, of in fields.items():
+        about = {"task": dataset.info.name, "protocol": PROTOCOL, "method": names[field], "draw": 0}
+        part = detections_of(about, index, found[of])
+        results.detections.append(part)
+        common = about | {"labels_per_class": None}
+        results.rows.extend(
+            tables.measurement(common, metric, value, len(part), "nothing", {})
+            for metric, value in measured(part, len(dataset.info.class_names))
+        )
+        origin = [[text] * len(part) for text in (field, field)]
+        (entry,) = entries(pa.table([*origin, *part.columns], names=["artifact", "stage", *part.column_names]))
+        if not entry.has_interval:
+            raise UserError(f"data: fewer than {FEWEST} of {len(index):,} unseen test images have boxes; collect more")
+        results.by_field[field] = DetectorAP(entry)
+        print(f"{names[field]}: AP {results.by_field[field].value:.2%}", flush=True)
+    return results
+
+
+def _parts(context: Context[Promote], field: str, index: pa.Table) -> list[tuple[Any, ...]]:
+    return [(context, field, index.slice(start, CHUNK)) for start in range(0, len(index), CHUNK)]
 
 
 def predict(context: Context[Promote], field: str, rows: pa.Table) -> NDArray[np.int64]:
@@ -237,6 +370,11 @@ def predict(context: Context[Promote], field: str, rows: pa.Table) -> NDArray[np
         raise UserError(f"{field}: the model's output is not finite")
     likeliest: NDArray[Any] = values.argmax(axis=1)
     return likeliest
+
+
+def detect(context: Context[Promote], field: str, rows: pa.Table) -> list[Detected]:
+    """Return what the model detects in these rows of the index (in a Ray task)."""
+    return detected_by(context.input(field), context.dataset(context.config.cache_gib), rows, context.config.threads)
 
 
 if __name__ == "__main__":

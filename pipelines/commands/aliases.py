@@ -11,7 +11,7 @@ from pipelines.commands.common import (
     Commands,
     JsonOption,
     StoreOption,
-    named_model,
+    named_weights,
     open_,
     print_json,
     print_table,
@@ -60,7 +60,7 @@ def alias_set(
 ) -> None:
     """Let an alias name a model."""
     opened, name = open_(store, create=False), check_alias(name.removeprefix("@"))
-    _move(opened, name, input_ref(opened, named_model(opened, model)), read_alias(opened, name), "person")
+    _move(opened, name, input_ref(opened, named_weights(opened, model)), read_alias(opened, name), "person")
 
 
 @app.command("history")

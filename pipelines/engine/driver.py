@@ -38,7 +38,7 @@ from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import Connection
 from pipelines.environment import Flag, Thread, environment
-from pipelines.spec import AnyStage, Promote, RecipeError, module
+from pipelines.spec import WEIGHTS, AnyStage, Promote, RecipeError, module
 from pipelines.store import (
     LARGEST_RECORD,
     AliasMoved,
@@ -227,7 +227,7 @@ class Driver:
         return replace(planned, key=key, manifest=read_manifest(self.store, config.job, key), damaged=None)
 
     def _commit(self, name: str, manifest: Manifest, status: Status) -> None:
-        if manifest.kind in ("model", "detector") and manifest.run == self.run.id:
+        if manifest.kind in WEIGHTS and manifest.run == self.run.id:
             # Its process may have died before it did this.
             remove_progress(self.store, manifest.job, manifest.key)
         config = self.planned[name].config

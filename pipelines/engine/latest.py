@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pipelines import identity
 from pipelines.engine.history import newest_results, runs_of
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.spec import LATEST, AnyStage, RecipeError
+from pipelines.spec import LATEST, STAGE_TYPES, AnyStage, RecipeError, input_fields
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -52,7 +52,7 @@ def named_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> Name
     skipped with a warning.
 
     Raises:
-        RecipeError: an alias names nothing, and the stage needs a model.
+        RecipeError: an alias names nothing, and the stage needs a model; or it names one of another kind.
     """
     stored = {name: pipeline.stages[name].from_store() for name in names}
     wanting = {name: "pretrain" for name, fields in stored.items() if LATEST in fields.values()}
@@ -68,6 +68,10 @@ def named_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> Name
             raise RecipeError(
                 f"stages.{name}.{field}: {alias} names no model; `vitflow alias set {alias[1:]} MODEL` names one"
             )
+        for field, alias in fields.items():
+            kinds, model = input_fields(type(pipeline.stages[name]))[field], models.get(alias)
+            if model is not None and (kind := STAGE_TYPES[model.job].KIND) not in kinds:
+                raise RecipeError(f"stages.{name}.{field}: {alias} names a {kind}; expected a {' or '.join(kinds)}")
     return Named(models, {alias: record.number if record else 0 for alias, record in records.items()})
 
 

@@ -21,7 +21,7 @@ from pipelines.results.compare import measured_files, measured_line, measurement
 from pipelines.results.lookup import recipe_and_stage, score
 from pipelines.schedules.schedule import Schedule, all_schedules
 from pipelines.schedules.ticks import Position, history, read_end, refresh
-from pipelines.spec import RecipeError
+from pipelines.spec import WEIGHTS, RecipeError
 from pipelines.store import (
     Alias,
     Found,
@@ -108,7 +108,7 @@ def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
     settings = {_setting(line): None for each in measured for line in each.lines}
     number = {setting: place for place, setting in enumerate(settings)}
     has_lines = {each.key for each in measured if each.lines}
-    shown = has_lines | {each.key for each in manifests if each.kind in ("model", "report")}
+    shown = has_lines | {each.key for each in manifests if each.kind in (*WEIGHTS, "report")}
     made = {each.key: each for each in manifests}
     return {
         "store": store.uri,
@@ -122,7 +122,7 @@ def collect(store: Store, manifests: list[Manifest]) -> dict[str, Any]:
             if each.lines
         },
         "boards": _boards((each.key, line) for each in measured for line in each.lines),
-        "models": [_model(each, made) for each in manifests if each.kind == "model"],
+        "models": [_model(each, made) for each in manifests if each.kind in WEIGHTS],
         "aliases": dict(_aliases(store, manifests)),
         "schedules": [*_schedules(store)],
     }
@@ -134,13 +134,13 @@ def _short(key: str) -> str:
 
 def _artifact(manifest: Manifest, made: Mapping[str, Manifest]) -> dict[str, Any]:
     """Return what is shown of an artifact; `of` are the models that it measured."""
-    of = [_short(key) for _, key in _inputs(manifest) if key in made and made[key].kind == "model"]
+    of = [_short(key) for _, key in _inputs(manifest) if key in made and made[key].kind in WEIGHTS]
     title = {"title": str(manifest.config.get("title") or "")} if manifest.kind == "report" else {}
     return {
         "name": recipe_and_stage(manifest),
         "run": manifest.run,
         "finished": manifest.finished[:19],
-        **({"of": of} if of and manifest.kind not in ("model", "report") else {}),
+        **({"of": of} if of and manifest.kind not in (*WEIGHTS, "report") else {}),
         **title,
     }
 

@@ -93,9 +93,9 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
 
 
 def score(manifest: Manifest) -> str | None:
-    """Return a model's accuracy, or its mAP with several labels per image, on test; of a pretraining, on dev."""
+    """Return a model's accuracy, mAP or AP on test; of a pretraining, on dev."""
     for split in ("test", "dev"):
-        for metric, shown in (("accuracy", split), ("mAP", f"{split} mAP")):
+        for metric, shown in (("accuracy", split), ("mAP", f"{split} mAP"), ("AP", f"{split} AP")):
             value = manifest.metrics.get(f"{split}_{metric}")
             if isinstance(value, float):
                 return f"{value:.1%} {shown}"

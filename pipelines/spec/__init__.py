@@ -51,6 +51,7 @@ from pipelines.spec.stages import AnyStage as AnyStage
 from pipelines.spec.stages import Stage as Stage
 from pipelines.spec.stages import module as module
 from pipelines.spec.stages.audit import Audit as Audit
+from pipelines.spec.stages.base import WEIGHTS as WEIGHTS
 from pipelines.spec.stages.base import Kind as Kind
 from pipelines.spec.stages.base import input_fields as input_fields
 from pipelines.spec.stages.baselines import Baselines as Baselines

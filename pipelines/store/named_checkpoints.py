@@ -22,6 +22,7 @@ from pipelines.store.objects import parse_record
 from pipelines.store.protocol import Store
 from pipelines.store.records import KEPT_WEIGHTS, Manifest
 from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, ModelContract
+from vit_model.detection.contract import DetectorContract
 from vit_model.fields import Frozen
 
 CHECKPOINTS = "checkpoints.json"
@@ -65,10 +66,17 @@ def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Pa
 
 
 def contract_of(store: Store, manifest: Manifest) -> ModelContract | None:
-    """Return a model's contract, and fetch only that; None if the artifact does not list one. Raises StoreDamaged."""
+    """Return a model's contract, or that of a detector's backbone, and fetch only that; None if it has none.
+
+    Raises:
+        StoreDamaged: the file does not match its manifest, or is no contract.
+    """
     if (path := local_file(store, manifest, CONTRACT_FILE)) is None:
         return None
-    return parse_record(store, f"{manifest.folder}/{CONTRACT_FILE}", path.read_bytes(), ModelContract)
+    name, data = f"{manifest.folder}/{CONTRACT_FILE}", path.read_bytes()
+    if manifest.kind == "detector":
+        return parse_record(store, name, data, DetectorContract).backbone
+    return parse_record(store, name, data, ModelContract)
 
 
 def weights_file(store: Store, manifest: Manifest, checkpoint: str, where: str = "") -> str:

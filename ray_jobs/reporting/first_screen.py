@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import ACCURACY, CHOSEN_ON_TEST, MEAN_AP
+from pipelines.spec import WEIGHTS, quantity
+from ray_jobs.evaluation.rows import ACCURACY, AP, CHOSEN_ON_TEST, MEAN_AP
 from ray_jobs.reporting.answer import Line, settings
 from ray_jobs.reporting.drawing.pictures import FEW, FEW_DEV
 from ray_jobs.reporting.verdicts import points, quoted
@@ -197,14 +197,14 @@ def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]
 
 def model(numbers: Line) -> str | None:
     """Return the artifact of the fine-tuned model to use: with most labels, the most accurate on held-out images."""
-    models = {stage["artifact"]: stage["metrics"] for stage in numbers["stages"] if stage["kind"] == "model"}
-    scored = [*numbers["accuracies"], *numbers.get("several_labels", ())]
+    models = {stage["artifact"]: stage["metrics"] for stage in numbers["stages"] if stage["kind"] in WEIGHTS}
+    scored = [*numbers["accuracies"], *numbers.get("several_labels", ()), *numbers.get("detectors", ())]
     tuned = [line for line in scored if line["artifact"] in models]
     best = max(
         tuned,
         key=lambda line: (
             line.get("labels_per_class") or float("inf"),
-            *(models[line["artifact"]].get(f"validation_{metric}", 0.0) for metric in (ACCURACY, MEAN_AP)),
+            *(models[line["artifact"]].get(f"validation_{metric}", 0.0) for metric in (ACCURACY, MEAN_AP, AP)),
             "pretrained" in line["method"],
         ),
         default=None,

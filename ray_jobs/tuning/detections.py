@@ -7,7 +7,7 @@ most frequent class of train, at the median of its boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ import pyarrow as pa
 
 from ray_jobs.data.boxes import sizes_of
 from ray_jobs.data.shards import Dataset
-from ray_jobs.detection.average_precision import Detected, average_precisions, match
-from ray_jobs.detection.tables import DETECTIONS, FILE, detected_of, found_table, truths_of
+from ray_jobs.detection.average_precision import Detected
+from ray_jobs.detection.scoring import detections_of, measured
+from ray_jobs.detection.tables import FILE, found_table
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import PRETRAINED, Overlap
 from ray_jobs.training.task import Task
@@ -49,22 +50,12 @@ def tables(
         scoring = [(dataset.info.name, np.arange(len(test)), np.arange(len(test)))]
         for title, of_part, places, _ in rows.split_by_seen(scoring, name, overlap.seen if is_refit else None):
             about = common | {"task": title, "method": of_part}
-            columns = {field: [about[field]] * len(places) for field in ("task", "protocol", "method", "draw")}
-            columns |= {field: test.take(places)[field].combine_chunks() for field in ("sample_id", "boxes")}
-            columns |= {"found": found.take(places)["found"].combine_chunks()}
-            part = pa.table([*columns.values()], names=[*columns]).cast(DETECTIONS)
+            part = detections_of(about, test.take(places), found.take(places))
             how = (selected_on, settings) if is_refit else ("nothing", {})
-            made += (rows.measurement(about, metric, value, len(part), *how) for metric, value in _measured(part, task))
+            found_values = measured(part, len(task.objects))
+            made += (rows.measurement(about, metric, value, len(part), *how) for metric, value in found_values)
             parts.append(part)
     return made, [], {FILE: parts}
-
-
-def _measured(images: pa.Table, task: Task) -> Iterator[tuple[str, float]]:
-    """Yield AP, AP50, ... of DETECTIONS; a size without boxes is left out."""
-    matches = match(truths_of(images), detected_of(images), len(task.objects))
-    for metric, value in average_precisions(matches).items():
-        if not np.isnan(value):
-            yield metric, value
 
 
 def _median_box(dataset: Dataset) -> pa.Table:

@@ -14,7 +14,7 @@ from pipelines.spec import Promote
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.intervals import paired_difference
-from ray_jobs.promote import decide, images_needed, promote
+from ray_jobs.promote import Accuracy, decide, images_needed, promote
 from tests.support import datasets
 from tests.support.checkpoints import put_untrained
 from tests.support.records import make_context, make_manifest
@@ -28,13 +28,13 @@ def config(**fields: Any) -> Promote:
     return Promote.model_validate(PROMOTE | fields)
 
 
-def pair(images: int, won: int, lost: int, right: float = 0.8) -> tuple[np.ndarray, np.ndarray]:
+def pair(images: int, won: int, lost: int, right: float = 0.8) -> tuple[Accuracy, Accuracy]:
     """Return whether candidate and rival have each image right: `won` only the candidate, `lost` only the rival."""
     rival = np.arange(images) < right * images
     candidate = rival.copy()
     candidate[:lost] = False
     candidate[images - won :] = True
-    return candidate, rival
+    return Accuracy(candidate), Accuracy(rival)
 
 
 def verdict(images: int, won: int, lost: int, **fields: Any) -> str:
@@ -56,7 +56,7 @@ def test_about_so_many_images_would_tell(won: int, lost: int) -> None:
     """With the same shares, a tenth more images than said decide, and a tenth fewer do not."""
     candidate, rival = pair(200 if won == lost == 0 else 2_000, won, lost)
     needed = images_needed(candidate, rival, 0.005)
-    assert needed is not None and needed > len(rival)
+    assert needed is not None and needed > rival.num_images
 
     def at(images: float) -> str:
         scale = images / 2_000
@@ -70,8 +70,7 @@ def test_about_so_many_images_would_tell(won: int, lost: int) -> None:
 
 def test_many_small_losses_are_bounded_by_the_anchor() -> None:
     candidate, rival = pair(100_000, 100, 300)
-    lost_before = rival.copy()
-    lost_before[-3_000:] = True
+    lost_before = Accuracy(rival.correct | (np.arange(100_000) >= 97_000))
     tests = {"candidate": candidate, "against": rival}
     assert decide(config(anchor="@anchor"), tests).verdict == "promoted"
     refused = decide(config(anchor="@anchor"), tests | {"anchor": lost_before})
@@ -82,7 +81,7 @@ def test_many_small_losses_are_bounded_by_the_anchor() -> None:
 
 
 def test_the_first_model_needs_the_floor() -> None:
-    right = np.arange(100) < 50
+    right = Accuracy(np.arange(100) < 50)
     assert decide(config(floor=0.5), {"candidate": right}).verdict == "promoted"
     assert decide(config(floor=0.51), {"candidate": right}).verdict == "below the floor"
 

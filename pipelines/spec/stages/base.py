@@ -18,6 +18,7 @@ from vit_model.sizes import Model, ModelSize
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
+WEIGHTS = ("model", "detector")  # the kinds with weights that can be used and named
 Kind = Literal["dataset", "model", "evaluation", "audit", "embedding", "prediction", "inspection", "report", "detector"]
 """The kinds of artifact that stages make."""
 SeenInTraining = Literal["fail", "report"]

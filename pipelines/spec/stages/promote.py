@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from pipelines.spec.checkpoints import check_alias
-from pipelines.spec.stages.base import BaseStage, cache_gib
+from pipelines.spec.stages.base import WEIGHTS, BaseStage, cache_gib
 from vit_model.fields import execution, takes
 
 
@@ -34,20 +34,22 @@ class Promote(BaseStage):
         description="its test images are scored, without those that a model or an ancestor was trained on, also as a"
         " near-copy; use a data set that does not change",
     )
-    candidate: str = takes("model", description='a stage\'s name, or "@NAME"; its last weights')
+    candidate: str = takes(*WEIGHTS, description='a stage\'s name, or "@NAME"; its last weights')
     against: Alias = takes(
-        "model", shows_names=True, description='"@NAME": the model to replace, and the alias to move'
+        *WEIGHTS, shows_names=True, description='"@NAME": the model to replace, and the alias to move'
     )
     max_loss: float = Field(
         0.005,
         ge=0,
         lt=1,
-        description="the loss of accuracy that is accepted: the lower end of the difference's 95% interval must be"
-        " above -max_loss",
+        description="the loss of accuracy, or of a detector's AP, that is accepted: the lower end of the difference's"
+        " 95% interval must be above -max_loss",
     )
-    floor: float = Field(ge=0, le=1, description="the accuracy that the candidate needs while the alias names no model")
+    floor: float = Field(
+        ge=0, le=1, description="the accuracy or AP that the candidate needs while the alias names no model"
+    )
     anchor: Alias | None = takes(
-        "model",
+        *WEIGHTS,
         default=None,
         shows_names=True,
         description='"@NAME": a model that stays, so that many accepted losses do not add up',

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from faster_coco_eval import COCO, COCOeval_faster
 
-from pipelines.spec import Detect, ModelSize
-from pipelines.store import Layout, Manifest, Store, create_attempt, open_store
+from pipelines.spec import Detect, ModelSize, Promote
+from pipelines.store import Layout, Manifest, Store, create_attempt, open_store, read_manifest
 from ray_jobs import finetune
 from ray_jobs.augment import TrainTransform
 from ray_jobs.data.boxes import Box
@@ -23,6 +24,7 @@ from ray_jobs.detection.tables import DETECTIONS, FILE
 from ray_jobs.evaluation.leakage import Overlap
 from ray_jobs.evaluation.rows import MEDIAN_BOX
 from ray_jobs.process.context import Context
+from ray_jobs.promote import promote
 from ray_jobs.reporting import detections as reported
 from ray_jobs.reporting.verdicts import sentence, verdicts
 from ray_jobs.training import detecting, fit, optim
@@ -33,7 +35,7 @@ from ray_jobs.tuning.trial import Refitted
 from tests.support.boxes import boxed_photos
 from tests.support.finetuning import save_backbone
 from tests.support.ingesting import ingest_here
-from tests.support.records import make_context
+from tests.support.records import committed, make_context
 from vit_model.contract import MODEL_FILES
 from vit_model.detection.detector import load_detector, save_detector
 from vit_model.errors import UserError
@@ -228,6 +230,32 @@ def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: M
     assert said.startswith("Scenes, all labels: ViT, from scratch (detection) reaches")
     assert "% AP, the median box (detection)" in said
     assert len(reported.by_task(entries.entries(pa.concat_tables([table, table.slice(24)])))["Scenes"]) == 2
+
+
+def test_a_promotion_scores_detectors_as_their_stage_does(store: Store, scenes: Manifest) -> None:
+    task, dataset, done = refit(attempt(store, scenes, steps=60))
+    trained = load_detector(store.local(Layout.files("detect", "k", 1), ()))[0]
+    models = {}
+    for name, detector in (("trained", trained), ("new", detecting.network(task, 5))):
+        with committed(store, "detect", name, kind="detector", stage=name) as folder:
+            save_detector(folder, detector, detecting.detector_contract(task))
+        models[name] = read_manifest(store, "detect", name)
+    fields = {"job": "promote", "data": "scenes", "candidate": "found", "against": "@boxes", "floor": 0.9}
+    config, results = Promote.model_validate(fields | {"max_loss": 0.001}), []
+    for number, inputs in enumerate(({}, {"against": models["new"]}), start=1):
+        given = make_context(store, config, data=scenes, candidate=models["trained"], **inputs)
+        results.append(promote(replace(given, attempt=given.attempt.model_copy(update={"number": number}))))
+    rows, _, files = detections.tables(task, dataset, [done], "dev", {}, NONE)
+    (expected,) = [row["value"] for row in rows if (row["metric"], row["selected_on"]) == ("AP", "dev")]
+    alone, beside = (result.metrics for result in results)
+    assert alone["AP"] == pytest.approx(expected, abs=1e-6) and alone["verdict"] == "below the floor"
+    stored = pq.read_table(store.local(Layout.files("promote", "k", 2), ()) / FILE)
+    assert {*stored["method"].to_pylist()} == {"candidate", "@boxes"}
+    for one, other in zip(stored.to_pylist(), files[FILE][0].to_pylist(), strict=False):
+        assert (one["sample_id"], one["boxes"]) == (other["sample_id"], other["boxes"])
+        assert [found["label"] for found in one["found"]] == [found["label"] for found in other["found"]]
+    assert beside["difference"] == pytest.approx(expected, abs=0.01), "a new detector finds next to nothing"
+    assert "points of AP (95% CI" in str(beside["reason"])
 
 
 def test_planted_faults_of_annotations_are_in_doubt(store: Store) -> None:
