@@ -255,7 +255,7 @@ def test_an_alias_that_names_nothing_is_refused_where_a_model_is_needed(store: S
     boxes = st.commit(store, model.model_copy(update={"job": "detect", "kind": "detector", "key": "d"}))
     st.move_alias(store, "production", st.input_ref(store, boxes), 1, "person")
     with pytest.raises(RecipeError, match=r"stages\.tune\.backbone: @production names a detector; expected a model"):
-        runs.start_run(store, tuned, tuple(stages))
+        named_models(store, tuned, stages)
 
 
 def test_another_shape_is_refused_before_training_with_two_ways_out(store: Store) -> None:
