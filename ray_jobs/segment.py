@@ -34,23 +34,7 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     from ray_jobs.evaluation.segmentation import Moments
 
-PROTOCOL, MAJORITY = "linear segmentation", "majority"
-CONFUSION = pa.schema(
-    [
-        pa.field(name, kind, nullable=name == "labels_per_class")
-        for name, kind in (
-            ("task", pa.string()),
-            ("protocol", pa.string()),
-            ("method", pa.string()),
-            ("labels_per_class", pa.int32()),  # null: all labels
-            ("draw", pa.int32()),
-            ("sample_id", pa.string()),
-            ("label", pa.string()),
-            ("prediction", pa.string()),
-            ("pixels", pa.int64()),
-        )
-    ]
-)
+PROTOCOL, tables.OLD_MAJORITY = "linear segmentation", "majority"
 
 
 def main(context: Context[Segment]) -> Result:
@@ -111,13 +95,13 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
         for kind, counts, sums, (balance, l2) in zip(kinds, tested, train, chosen, strict=True)
     ]
     majority = _always(tested[0], int((train[0] + dev[0]).areas.argmax()))
-    results.append(_Tested(MAJORITY, 0, majority, "nothing", shared, None))
+    results.append(_Tested(tables.OLD_MAJORITY, 0, majority, "nothing", shared, None))
     scored = [pair for result in results for pair in _score(dataset, result)]
     rows, pixels = [row for row, _ in scored], [table for _, table in scored]
     for row_name, mean in mean_values(rows).items():
         print(f"{row_name}: {mean:.3f}", flush=True)
     with context.staging() as staging:
-        tables.write_parquet(staging.path / "confusion.parquet", pa.concat_tables(pixels))
+        tables.write_parquet(staging.path / tables.CONFUSION_FILE, pa.concat_tables(pixels))
     return save_evaluation(context, rows, [], overlap, staging.files)
 
 
@@ -172,9 +156,9 @@ def _table(common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes
         columns[field.name]
         if field.name in columns
         else pa.repeat(pa.scalar(common[field.name], field.type), len(images))
-        for field in CONFUSION
+        for field in tables.CONFUSION
     ]
-    return pa.Table.from_arrays(arrays, schema=CONFUSION)
+    return pa.Table.from_arrays(arrays, schema=tables.CONFUSION)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def explain(
     sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
     keys = {name: side.manifest.key for name, side in zip((a, b), sides, strict=True)}
     if not any(explaining.measured(opened, keys).values()):
-        raise RecipeError(f"neither {a} nor {b} has an accuracy, mAP or AP; `report list` shows other metrics")
+        raise RecipeError(f"neither {a} nor {b} has an accuracy, mAP, AP or mIoU; `report list` shows other metrics")
     try:
         fields = explaining.differences(opened, *sides)
         plan = explaining.repetitions(*sides, fields)

@@ -25,12 +25,22 @@ from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
 from ray_jobs.evaluation.multi_label import METRICS as OF_SEVERAL
 from ray_jobs.evaluation.multi_label import SCORES
-from ray_jobs.evaluation.rows import ACCURACY, AP, MEAN_AP, PREDICTIONS, REAL, ROWS
+from ray_jobs.evaluation.rows import (
+    ACCURACY,
+    AP,
+    CONFUSION,
+    CONFUSION_FILE,
+    MEAN_AP,
+    MEAN_IOU,
+    PREDICTIONS,
+    REAL,
+    ROWS,
+)
 from ray_jobs.reporting import measures, multi_label, verdicts
 from ray_jobs.reporting.verdicts import AnyEntry
 from vit_model.errors import UserError
 
-_TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE, DETECTIONS_FILE)
+_TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE, DETECTIONS_FILE, CONFUSION_FILE)
 _NAMES = ("protocol", "method", "labels_per_class")
 
 
@@ -87,18 +97,18 @@ def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
 
     Args:
         metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`. If
-            both results have several labels per image, accuracy means mAP, and if both are detectors, AP.
+            both results have several labels per image, accuracy means mAP; of detections AP, of segmentations mIoU.
 
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
     """
-    known = list(dict.fromkeys(["accuracy", *(computed.name for computed in COMPUTED), *OF_SEVERAL, AP]))
+    known = list(dict.fromkeys(["accuracy", *(computed.name for computed in COMPUTED), *OF_SEVERAL, AP, MEAN_IOU]))
     if metric not in known:
         raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
     measured = [measurements(store, _measured(store, selector)) for selector in (a, b)]
     if metric == ACCURACY and not any(side.entries for side in measured):
         of_all = [{entry.metric for entry in side.scored} for side in measured]
-        metric = next((other for other in (MEAN_AP, AP) if all(other in side for side in of_all)), ACCURACY)
+        metric = next((other for other in (MEAN_AP, AP, MEAN_IOU) if all(other in side for side in of_all)), ACCURACY)
     sides = [_entries(side, metric) for side in measured]
     for selector, side in zip((a, b), sides, strict=True):
         if not side:
@@ -277,13 +287,13 @@ def measured_files(manifest: Manifest) -> list[FileEntry]:
 class Measurements(NamedTuple):
     """What artifacts measured on test.
 
-    Accuracies; other metrics as a report has them; and the results behind these on images with several labels or boxes,
-    without those of AP on too few images for an interval.
+    Accuracies; other metrics as a report has them; and the results behind these on images with several labels, boxes or
+    masks, without those of AP on too few images for an interval.
     """
 
     entries: list[measures.Entry]
     others: list[dict[str, Any]]
-    scored: list[multi_label.Entry | detections.Entry]
+    scored: list[measures.ScoredEntry | detections.Entry]
 
 
 def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
@@ -299,11 +309,12 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
         rows = measures.join_tables(parts, "rows.parquet", ROWS)
         predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
         of_several = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
+        segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
         detectors = detections.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
     except UserError as error:
         raise RecipeError(str(error)) from None
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
-    scored = [*of_several, *(entry for entry in detectors if entry.has_interval)]
+    scored = [*of_several, *segmented, *(entry for entry in detectors if entry.has_interval)]
     others = verdicts.with_intervals(measures.other_metrics(rows), scored)
     return Measurements(measures.entries(rows, predictions, seeds), others, scored)
 

@@ -27,7 +27,7 @@ from pipelines.store import Manifest, Store, read_manifest
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, marks
 
-EXPLAINED = ("evaluate", *FINE_TUNED)
+EXPLAINED = ("evaluate", "segment", *FINE_TUNED)
 _BY_FIELD = ("ingest", "import")  # inputs whose fields are exchanged one by one
 TOGETHER = "together"  # the stage with every difference
 LITERATURE = {
@@ -283,7 +283,7 @@ class Setting(NamedTuple):
 
 
 def measured(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setting, float]]:
-    """Return the mean accuracy, mAP or AP of the model's rows, without baselines, by stage and setting.
+    """Return the mean accuracy, mAP, AP or mIoU of the model's rows, without baselines, by stage and setting.
 
     Args:
         artifacts: stage -> key of its artifact.
@@ -294,7 +294,7 @@ def measured(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setti
                          nullif(regexp_extract(method, 'on test images (not )?seen in training'), '')),
                metric, avg(value)
         FROM rows
-        WHERE split = 'test' AND metric IN ('accuracy', 'mAP', 'AP')
+        WHERE split = 'test' AND metric IN ('accuracy', 'mAP', 'AP', 'mIoU')
               AND regexp_matches(method, 'pretrained|trained on these images|from scratch')
         GROUP BY ALL"""
     found: dict[str, dict[Setting, float]] = {}

@@ -89,6 +89,20 @@ def mean_difference(a: np.ndarray, b: np.ndarray, *, comparisons: int = 1) -> In
     return Interval(value := float(moments.mean), value - half, value + half)
 
 
+def unequal_difference(a: np.ndarray, b: np.ndarray, *, comparisons: int = 1) -> Interval:
+    """Return the difference a - b of a metric's means over draws, from contributions [draws, n_test] each.
+
+    It is paired by image, but not by draw, of which the two may have different numbers.
+    """
+    level = 1 - 0.025 / comparisons
+    images = a.mean(axis=0) - b.mean(axis=0)
+    square = float(ndtri(level)) ** 2 * images.var() / len(images)
+    for table in (a, b):
+        if (draws := len(table)) > 1:
+            square += float(stdtrit(draws - 1, level)) ** 2 * table.mean(axis=1).var(ddof=1) / draws
+    return Interval(value := float(images.mean()), value - float(square**0.5), value + float(square**0.5))
+
+
 def paired_difference(correct_a: np.ndarray, correct_b: np.ndarray, *, comparisons: int = 1) -> Interval:
     """Return the difference a - b of accuracies with its interval; both are [draws, n_test], paired by draw and image.
 

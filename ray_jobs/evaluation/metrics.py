@@ -76,6 +76,24 @@ def mean_iou(counts: NDArray[np.integer]) -> float:
     return float(np.mean(both[in_masks > 0] / union[in_masks > 0]))
 
 
+class Pixels(NamedTuple):
+    """The pixels of n test images by class: rightly predicted, with this label, and with this prediction."""
+
+    right: NDArray[np.int64]
+    """[n, classes], like the others"""
+    labelled: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+
+    def contributions(self, metric: str) -> NDArray[np.float64]:
+        """Return each image's contribution [n] to mIoU; their mean is the metric (see `contributions`)."""
+        assert metric == MEAN_IOU
+        counted = self.labelled.any(axis=0)
+        right, union = (part[:, counted] for part in (self.right, self.labelled + self.predicted - self.right))
+        iou = right.sum(axis=0) / union.sum(axis=0)
+        influence = (right - iou * union) / union.sum(axis=0)
+        return np.asarray((iou + len(right) * influence).mean(axis=1), np.float64)
+
+
 def value(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> float:
     """Return a computed metric of one draw, from labels [n] and predictions [n]."""
     return float(np.mean(_of_classes(metric, *_counts(labels, predictions))))

@@ -77,6 +77,16 @@ PREDICTIONS = pa.schema(
         *PROBABILITIES,
     ]
 )
+CONFUSION_FILE = "confusion.parquet"
+CONFUSION = pa.schema(
+    [
+        *(PREDICTIONS.field(name) for name in ("task", "protocol", "method", "labels_per_class", "draw", "sample_id")),
+        _column("label", pa.string()),
+        _column("prediction", pa.string()),
+        _column("pixels", pa.int64()),
+    ]
+)
+"""How many pixels of a test image have this label and this prediction, of a segmentation."""
 # The baseline that ignores the images. An earlier one took the lowest of equally frequent classes; in draws of labels,
 # all classes are equally frequent.
 MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"

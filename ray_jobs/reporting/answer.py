@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, CLASS_FREQUENCIES, MEAN_AP, MEDIAN_BOX, MOST_FREQUENT, is_reference
+from ray_jobs.evaluation.rows import (
+    CHOSEN_ON_TEST,
+    CLASS_FREQUENCIES,
+    MEAN_AP,
+    MEDIAN_BOX,
+    MOST_FREQUENT,
+    OLD_MAJORITY,
+    is_reference,
+)
 from ray_jobs.reporting.studies import headline
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
@@ -167,7 +175,7 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
         is_again: the sentence has named the reference before.
     """
     reference, value = REFERENCES[verdict["reference_kind"]], verdict["difference"]
-    if verdict["reference"].startswith(MOST_FREQUENT):
+    if verdict["reference"].startswith((MOST_FREQUENT, OLD_MAJORITY)):
         reference = "always answering the most frequent class"
     elif verdict["reference"].startswith(CLASS_FREQUENCIES):
         reference = "answering each class's frequency"

@@ -49,7 +49,8 @@ def lines(found: ByTask) -> list[Line]:
     """Return a line per detector, in order, with its difference from the best of its data set.
 
     `low` and `high`, the ends of AP's interval, are None if too few test images have boxes; so are the difference and
-    its ends for the best itself, and for one that was tested on other images.
+    its ends for the best itself, and for one that was tested on other images. `spread` is the standard deviation of AP
+    over several trainings.
     """
     return [_line(each, some[0]) for some in found.values() for each in some]
 
@@ -84,6 +85,7 @@ def _line(entry: Entry, best: Entry) -> Line:
         "behind_high": behind and behind.high,
         **{name: mean for name, mean in entry.means.items() if name != entry.metric},
         "draws": len(entry.draws),
+        "spread": float(entry.halves.draws.std(ddof=1)) if len(entry.draws) > 1 and entry.has_interval else None,
         "num_images": len(entry.sample_ids),
         "boxes": sum(int((~truth.ignored).sum()) for truth in entry.truths),
         "errors": _errors(entry),

@@ -29,7 +29,7 @@ from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
 from ray_jobs.evaluation.multi_label import SCORES
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+from ray_jobs.evaluation.rows import CONFUSION, CONFUSION_FILE, PREDICTIONS, ROWS
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
     clusters,
@@ -88,6 +88,7 @@ def gather(context: Context[Report]) -> ReportData:
     rows = measures.join_tables(measuring, "rows.parquet", ROWS)
     predictions = measures.join_tables(measuring, "predictions.parquet", PREDICTIONS)
     scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
+    segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"}
     tested = _tested_datasets(manifests, datasets)
@@ -98,13 +99,13 @@ def gather(context: Context[Report]) -> ReportData:
     worst = mistakes.worst(main, entries) if main else []
     models = [entry for entry in scored if kind(entry) != "pixels"]
     numbers = {
-        **_scores(store, parts, entries, [*scored, *chain(*detectors.values())], datasets, tested),
+        **_scores(store, parts, entries, [*scored, *segmented, *chain(*detectors.values())], datasets, tested),
         **_trainings(parts),
         "measured_in_training": {key: [asdict(curve) for curve in curves] for key, curves in measured.items()},
         "mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst),
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
-        **_other_metrics(rows, manifests, scored),
+        **_other_metrics(rows, manifests, [*scored, *segmented]),
         **_detected(detectors, tested),
         **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
@@ -138,7 +139,7 @@ def _scores(
     store: Store,
     parts: Sequence[provenance.Part],
     entries: Sequence[Entry],
-    scored: Sequence[multi_label.Entry | detected.Entry],
+    scored: Sequence[measures.ScoredEntry | detected.Entry],
     datasets: Mapping[str, Dataset],
     tested: Mapping[str, Dataset],
 ) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
     return {"stage": stage, "artifact": manifest.key}
 
 
-def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[multi_label.Entry]) -> dict[str, Any]:
+def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[measures.ScoredEntry]) -> dict[str, Any]:
     """Return the stored metrics other than accuracy, if there are any."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
     of_detectors = pc.is_in(rows["metric"].cast(pa.string()), pa.array(detected.METRICS))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +20,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
-from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_difference, mean_interval, paired_difference
-from ray_jobs.evaluation.metrics import COMPUTED, computed, contributions
-from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
+from ray_jobs.evaluation.intervals import (
+    Interval,
+    accuracy_interval,
+    mean_difference,
+    mean_interval,
+    paired_difference,
+    unequal_difference,
+)
+from ray_jobs.evaluation.metrics import COMPUTED, Pixels, computed, contributions
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
@@ -124,6 +131,58 @@ class Entry:
         return contributions(computed(metric), self.labels, self.predictions)
 
 
+class _Scored(Protocol):
+    """What a draw scored, of which every image has a contribution to each metric."""
+
+    def contributions(self, metric: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class ScoredEntry:
+    """A method's results on n test images, whose `sample_ids` are sorted, with all labels, by other metrics.
+
+    A draw is a training, or untrained weights.
+    """
+
+    artifact: str
+    stage: str
+    task: str
+    protocol: str
+    method: str
+    metrics: tuple[str, ...]
+    sample_ids: tuple[str, ...]
+    draws: tuple[int, ...]
+    scored: tuple[_Scored, ...] = field(repr=False)
+    labels_per_class: None = None
+    draw_seed: None = None
+
+    @property
+    def metric(self) -> str:
+        """What comparisons are by: the first of `metrics`."""
+        return self.metrics[0]
+
+    def of_draws(self, draws: Sequence[int]) -> ScoredEntry:
+        """Return the same for some of the draws."""
+        scored = tuple(self.scored[self.draws.index(draw)] for draw in draws)
+        return replace(self, draws=tuple(draws), scored=scored)
+
+    def interval(self, metric: str) -> Interval:
+        """Return the mean of a metric over draws with its 95% interval over draws and images."""
+        return mean_interval(self._table(metric))
+
+    def minus(self, other: ScoredEntry, metric: str, comparisons: int = 1) -> Interval:
+        """Return the difference to another entry of the same images, with its interval, paired by image.
+
+        It is also paired by draw if these are the same.
+        """
+        between = mean_difference if self.draws == other.draws else unequal_difference
+        return between(self._table(metric), other._table(metric), comparisons=comparisons)
+
+    def _table(self, metric: str) -> np.ndarray:
+        """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
+        return np.stack([draw.contributions(metric) for draw in self.scored])
+
+
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
     """Join the Parquet tables `name` of all (stage, manifest, folder) that have one, adding the artifact of each row.
 
@@ -222,10 +281,7 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
 def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     """Return all sample ids, sorted, and (entry's columns, draw) -> its test images, sorted by id."""
     names = [*_ENTRY, "draw"]
-    groups = np.zeros(len(predictions), np.int64)
-    for name in names:
-        codes, values = _codes(predictions[name])
-        groups = groups * (len(values) + 1) + codes + 1  # a null has the code -1
+    groups = _groups(predictions, names)
     codes, ids = _codes(predictions["sample_id"])
     order = np.array(pc.array_sort_indices(ids))
     rank = np.empty(len(ids), np.int32)
@@ -241,6 +297,49 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
         for key, group in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
     return _Ids(ids.take(order)), by_draw
+
+
+def _groups(table: Any, names: Sequence[str]) -> np.ndarray:
+    """Return a number for each row [n], the same for rows with the same values of these columns."""
+    groups = np.zeros(len(table), np.int64)
+    for name in names:
+        codes, values = _codes(table[name])
+        groups = groups * (len(values) + 1) + codes + 1  # a null has the code -1
+    return groups
+
+
+def of_pixels(confusion: Any) -> list[ScoredEntry]:
+    """Return the entries of a table of CONFUSION with artifact and stage."""
+    classes = {name: None for column in ("label", "prediction") for name in _codes(confusion[column])[1].to_pylist()}
+    number = {name: place for place, name in enumerate(sorted(classes))}
+    labels, predictions = (
+        np.array([number[name] for name in values.to_pylist()], np.int64)[codes]
+        for codes, values in (_codes(confusion[column]) for column in ("label", "prediction"))
+    )
+    pixels, ids = confusion["pixels"].to_numpy(), np.array(confusion["sample_id"].to_pylist())
+    names = [name for name in _ENTRY if name != "labels_per_class"]
+    found: dict[tuple[Any, ...], dict[int, tuple[tuple[str, ...], Pixels]]] = {}
+    groups = _groups(confusion, [*names, "draw"])
+    for group in dict.fromkeys(groups.tolist()):
+        rows = np.flatnonzero(groups == group)
+        *key, draw = confusion.select([*names, "draw"]).slice(int(rows[0]), 1).to_pylist()[0].values()
+        sample_ids, images = np.unique(ids[rows], return_inverse=True)
+        counts = np.zeros((3, len(sample_ids), len(number)), np.int64)
+        own, said, of = labels[rows], predictions[rows], pixels[rows]
+        np.add.at(counts[0], (images, own), np.where(own == said, of, 0))
+        np.add.at(counts[1], (images, own), of)
+        np.add.at(counts[2], (images, said), of)
+        found.setdefault(tuple(key), {})[draw] = tuple(sample_ids.tolist()), Pixels(*counts)
+    return [
+        ScoredEntry(
+            *key,
+            metrics=(MEAN_IOU,),
+            sample_ids=next(iter(draws.values()))[0],
+            draws=tuple(sorted(draws)),
+            scored=tuple(draws[draw][1] for draw in sorted(draws)),
+        )
+        for key, draws in found.items()
+    ]
 
 
 def _codes(column: Any) -> tuple[np.ndarray, Any]:

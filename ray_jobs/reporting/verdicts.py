@@ -1,9 +1,9 @@
 """Verdicts: paired differences between trained methods and their references.
 
 In: `Entry`s. Out: `Verdict`s, one per comparison, and their sentences. A comparison pairs the same label draws and the
-same test images, by accuracy, by mAP if images have several labels, or by AP of detections. The best of several
-references is chosen on test, which can only favour the reference. Comparisons with the same kind of model without
-pretraining (from scratch or untrained) show whether pretraining helped; comparisons with pixels answer another
+same test images, by accuracy, by mAP if images have several labels, by AP of boxes, or by mIoU of pixels. The best of
+several references is chosen on test, which can only favour the reference. Comparisons with the same kind of model
+without pretraining (from scratch or untrained) show whether pretraining helped; comparisons with pixels answer another
 question.
 
 The comparisons of one report are a family. Each has a 95% interval, so about one of 20 intervals of true zeros excludes
@@ -19,12 +19,10 @@ from typing import Any
 
 from ray_jobs.detection import entries as detections
 from ray_jobs.evaluation.intervals import Interval
-from ray_jobs.evaluation.multi_label import METRICS
-from ray_jobs.evaluation.rows import ACCURACY, MEDIAN_BOX, MOST_FREQUENT, is_apart
-from ray_jobs.reporting import multi_label
-from ray_jobs.reporting.measures import Entry
+from ray_jobs.evaluation.rows import ACCURACY, MEDIAN_BOX, MOST_FREQUENT, OLD_MAJORITY, is_apart
+from ray_jobs.reporting.measures import Entry, ScoredEntry
 
-AnyEntry = Entry | multi_label.Entry | detections.Entry
+AnyEntry = Entry | ScoredEntry | detections.Entry
 
 REFERENCES = {  # methods are compared with the best entry of each of these kinds
     "scratch": "the model trained from scratch",
@@ -67,7 +65,7 @@ def kind(entry: AnyEntry) -> str:
     """
     if is_apart(entry.method):
         return "apart"
-    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT, MEDIAN_BOX)):
+    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY, MEDIAN_BOX)):
         return "pixels"
     return next((word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained")
 
@@ -183,7 +181,7 @@ def _against_best(method: AnyEntry, rivals: list[AnyEntry], comparisons: int) ->
     metric = method.metric
     pairs = [paired(method, rival) for rival in rivals]
     ours, theirs = max(pairs, key=lambda pair: pair[1].interval(metric).value)
-    further = METRICS[1:] if metric == METRICS[0] else ()
+    further = method.metrics[1:] if isinstance(method, ScoredEntry) else ()
     return Verdict(
         method,
         theirs,
@@ -197,7 +195,12 @@ def _against_best(method: AnyEntry, rivals: list[AnyEntry], comparisons: int) ->
 
 
 def paired(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return two entries of one kind in the draws that they have in common."""
+    """Return two entries of one kind in the draws of labels that they have in common.
+
+    Other entries than of accuracies have all labels, and their draws are trainings, which need not be as many.
+    """
+    if not isinstance(a, Entry):
+        return a, b
     common = sorted(set(a.draws) & set(b.draws))
     return a.of_draws(common), b.of_draws(common)
 

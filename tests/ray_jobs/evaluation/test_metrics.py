@@ -105,3 +105,18 @@ def test_retrieval_is_scikit_learns_average_precision_of_each_query(monkeypatch:
         assert found[query] == pytest.approx(expected, abs=1e-6)
     far = metrics.retrieval(np.eye(4, dtype=np.float32)[labels[:60]] * 3, labels[:60])
     np.testing.assert_array_equal(far, np.ones(60))
+
+
+def test_the_interval_of_miou_is_that_of_a_bootstrap_of_images() -> None:
+    """Contributions average to the mIoU of all pixels, also with a class that is in no mask."""
+    rng = np.random.default_rng(0)
+    confusions = np.stack(
+        [rng.multinomial(400, rng.dirichlet([12, 2, 1, 0.5, 1, 6, 0.5, 0.5, 0, 0, 0, 0])) for _ in range(200)]
+    ).reshape(200, 3, 4)
+    counts = np.zeros((200, 4, 4), np.int64)
+    counts[:, :3] = confusions
+    pixels = metrics.Pixels(np.einsum("nkk->nk", counts), counts.sum(2), counts.sum(1))
+    value, low, high = mean_interval(pixels.contributions("mIoU")[None])
+    assert value == pytest.approx(metrics.mean_iou(counts.sum(0)))
+    drawn = [metrics.mean_iou(counts[rng.integers(0, 200, 200)].sum(0)) for _ in range(2_000)]
+    assert (low, high) == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.12 * (high - low))

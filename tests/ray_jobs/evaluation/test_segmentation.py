@@ -1,10 +1,12 @@
 """Linear segmentation: its sums, its fit and its mIoU against independent computations; and a planted case."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -19,7 +21,10 @@ from ray_jobs import segment
 from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.metrics import mean_iou
+from ray_jobs.evaluation.rows import CONFUSION
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
+from ray_jobs.reporting import measures
+from ray_jobs.reporting.verdicts import verdicts
 from tests.support.checkpoints import put_untrained
 from tests.support.ingesting import ingest_here
 from tests.support.records import make_context
@@ -139,6 +144,20 @@ def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(store: Store, s
     assert json.loads(found[0]["settings"])["patches"] == [8, 8]
     assert {one["prediction"] for one in pixels if one["method"] == "majority"} == {"background"}
     assert result.metrics[f"{learned}, mIoU @ all, linear segmentation"] == found[0]["value"]
+    given = pa.Table.from_pylist(pixels, CONFUSION)
+    for column in ("stage", "artifact"):
+        given = given.append_column(column, pa.repeat(column, len(given)))
+    entries = {entry.method: entry for entry in measures.of_pixels(given)}
+    for method, entry in entries.items():
+        own = [row["value"] for row in found if row["method"] == method]
+        value, low, high = entry.interval("mIoU")
+        assert value == pytest.approx(np.mean(own)) and low < value < high and len(entry.draws) == len(own)
+    values = {method: entry.interval("mIoU").value for method, entry in entries.items()}
+    judged = entries[learned].minus(entries[untrained[0][0]], "mIoU")
+    assert judged.value == pytest.approx(values[learned] - values[untrained[0][0]]) and judged.low < judged.value
+    best = max(("pixels", "majority"), key=values.__getitem__)
+    (verdict,) = verdicts([replace(entries[learned], method="ViT, pretrained"), entries["pixels"], entries["majority"]])
+    assert (verdict.reference.method, verdict.value) == (best, pytest.approx(values[learned]))
 
 
 def test_tokens_that_are_the_mask_give_all_of_it_and_pixels_do_not(
