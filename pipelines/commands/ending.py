@@ -34,23 +34,24 @@ def promotion_lines(stages: Sequence[PlannedStage]) -> Iterator[str]:
 
 
 def best_lines(store: Store, stages: Sequence[PlannedStage]) -> Iterator[str]:
-    """Yield the highest test accuracy of each task, with its interval and protocol."""
+    """Yield the highest test accuracy of each task, or mAP, AP or mIoU, with its interval and protocol."""
     # with numpy and scipy
     from pipelines.results.compare import measurements
     from ray_jobs.evaluation.rows import is_apart, is_reference
-    from ray_jobs.reporting.verdicts import labels_text
+    from ray_jobs.reporting.verdicts import labels_text, of_metric
 
     manifests = [stage.manifest for stage in stages if stage.manifest is not None]
     # a promotion scores models that other stages have measured
     made = measurements(store, [manifest for manifest in manifests if manifest.job != "promote"])
-    entries = [each for each in made.entries if not (is_apart(each.method) or is_reference(each.method))]
-    for task in dict.fromkeys(entry.task for entry in entries):
-        measured = [entry for entry in entries if entry.task == task]
-        best = max(measured, key=lambda entry: entry.accuracy.value)
-        value, low, high = (f"{100 * number:.1f}" for number in best.accuracy)
+    every = [*made.entries, *made.scored]
+    entries = [each for each in every if not (is_apart(each.method) or is_reference(each.method))]
+    for task, metric in dict.fromkeys((entry.task, entry.metric) for entry in entries):
+        measured = [(each.interval(metric), each) for each in entries if (each.task, each.metric) == (task, metric)]
+        interval, best = max(measured, key=lambda pair: pair[0].value)
+        value, low, high = (f"{100 * number:.1f}" for number in interval)
         which = f"the best of {len(measured)} results on test is " * (len(measured) > 1)
         yield (
-            f"{task}: {which}{value}% (95% CI {low} to {high}), {best.method} ({best.protocol},"
+            f"{task}: {which}{value}%{of_metric(metric)} (95% CI {low} to {high}), {best.method} ({best.protocol},"
             f" {labels_text(best.labels_per_class, None)},"
             f" {len(best.sample_ids):,} test images, stage {best.stage})"
         )
