@@ -12,7 +12,7 @@ i images, d detections of a class, t thresholds of IoU, m boxes.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any, NamedTuple
 
@@ -131,30 +131,43 @@ def class_ap(matches: Matches, weights: NDArray[np.floating[Any]] | None = None)
         weights: how often each image counts [..., i]; None: once.
     """
     weights = np.ones(len(matches.boxes)) if weights is None else weights
-    precision, recall = _curve(matches, weights)
-    # how many of the recalls are reached by each detection for the first time
-    reached = np.diff(np.searchsorted(RECALLS, recall, side="right"), axis=-1, prepend=0)
-    has_boxes = (weights @ matches.boxes)[..., None] > 0
-    return np.where(has_boxes, (precision * reached).sum(axis=-1) / len(RECALLS), np.nan)
+    values = []
+    for precision, recall in _curves(matches, weights):
+        # how many of the recalls are reached by each detection for the first time
+        reached = np.diff(np.searchsorted(RECALLS, recall, side="right"), axis=-1, prepend=0)
+        values.append((precision * reached).sum(axis=-1) / len(RECALLS))
+    return np.where((weights @ matches.boxes)[..., None] > 0, np.stack(values, axis=-1), np.nan)
 
 
 def precisions(matches: Matches) -> NDArray[np.float64]:
     """Return a class's precision at each threshold and each of RECALLS [t, 101]; the mean is AP. NaN without boxes."""
-    precision, recall = _curve(matches, np.ones(len(matches.boxes)))
     if not matches.boxes.any():
         return np.full((len(THRESHOLDS), len(RECALLS)), np.nan)
-    ended = np.pad(precision, ((0, 0), (0, 1)))  # a recall that is not reached has a precision of 0
-    return np.stack([at[np.searchsorted(reached, RECALLS)] for at, reached in zip(ended, recall, strict=True)])
+    return np.stack(
+        [
+            np.append(precision, 0.0)[np.searchsorted(recall, RECALLS)]  # a recall that is not reached has 0
+            for precision, recall in _curves(matches, np.ones(len(matches.boxes)))
+        ]
+    )
 
 
-def _curve(matches: Matches, weights: NDArray[np.floating[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return precision, which never rises, and recall down to each detection [..., t, d]."""
-    each = weights[..., None, matches.image]
-    right = np.cumsum(each * matches.is_right, axis=-1)
-    precision = right / (np.cumsum(each * matches.is_counted, axis=-1) + _TINY)
-    precision = np.maximum.accumulate(precision[..., ::-1], axis=-1)[..., ::-1]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return precision, right / (weights @ matches.boxes)[..., None, None]
+def _curves(
+    matches: Matches, weights: NDArray[np.floating[Any]]
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Yield, for each threshold, precision, which never rises, and recall down to each right detection [..., r].
+
+    Precision falls at a wrong detection, so the highest one from any recall on is at a right one.
+    """
+    each, total, before = weights[..., matches.image], (weights @ matches.boxes)[..., None], None
+    for is_right, is_counted in zip(matches.is_right, matches.is_counted, strict=True):
+        if before is None or not np.array_equal(before, is_counted):  # it differs only where regions are ignored
+            counted, before = np.cumsum(each * is_counted, axis=-1), is_counted
+        places = np.flatnonzero(is_right)
+        right = np.cumsum(each[..., places], axis=-1)
+        precision = right / (counted[..., places] + _TINY)
+        precision = np.maximum.accumulate(precision[..., ::-1], axis=-1)[..., ::-1]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            yield precision, right / total
 
 
 def class_aps(matches: Sequence[Matches], weights: NDArray[np.floating[Any]] | None = None) -> NDArray[np.float64]:
