@@ -71,7 +71,7 @@ def rotated(heads: Tensor, angles: Angles | None) -> Tensor:
     if angles is None:
         return heads
     cosines, sines = (part.to(heads.dtype) for part in angles)
-    before, patches = heads.split([heads.shape[2] - len(sines), len(sines)], dim=2)
+    before, patches = heads[:, :, : -len(sines)], heads[:, :, -len(sines) :]
     half = patches.shape[-1] // 2
     turned = torch.cat([-patches[..., half:], patches[..., :half]], dim=-1)
     return torch.cat([before, patches * cosines + turned * sines], dim=2)

@@ -314,7 +314,8 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     except UserError as error:
         raise RecipeError(str(error)) from None
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
-    scored = [*of_several, *segmented, *(entry for entry in detectors if entry.has_interval)]
+    scored: list[measures.ScoredEntry | detections.Entry] = [*of_several, *segmented]
+    scored += [entry for entry in detectors if entry.has_interval]
     others = verdicts.with_intervals(measures.other_metrics(rows), scored)
     return Measurements(measures.entries(rows, predictions, seeds), others, scored)
 
@@ -336,7 +337,7 @@ def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEn
 def _pair(pair: Pair, metric: str) -> dict[str, Any]:
     a, b, of_images = pair
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
-    parts = verdicts.paired(a, b) if is_paired else (a, b)
+    parts: tuple[Any, Any] = verdicts.paired(a, b) if is_paired else (a, b)
     sides = [
         measured_line(part, metric) | {"of_draws": len(whole.draws)} for part, whole in zip(parts, (a, b), strict=True)
     ]

@@ -71,7 +71,7 @@ def write_detections(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     (folder / "pictures").mkdir()
     names = sorted({each["class"] for row in read for each in row["objects"]})
     numbers = {name: number for number, name in enumerate(names, 1)}
-    images, annotations = [], []
+    images, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
     for number, row in enumerate(read, 1):
         picture = Image.fromarray(decode_image(row["image"], 3))
         images.append({"id": number, "file_name": row["image"], "width": picture.width, "height": picture.height})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -107,7 +107,7 @@ class Entry:
 
 def entries(detections: pa.Table) -> list[Entry]:
     """Return the entries of a table of DETECTIONS with artifact and stage."""
-    parts: dict[tuple[str, ...], dict[int, list[int]]] = {}
+    parts: dict[tuple[Any, ...], dict[int, list[int]]] = {}
     ids, names = detections["sample_id"].to_pylist(), [detections[name].to_pylist() for name in (*_OF, "draw")]
     for row, (*about, draw) in enumerate(zip(*names, strict=True)):
         parts.setdefault(tuple(about), {}).setdefault(draw, []).append(row)
@@ -117,7 +117,7 @@ def entries(detections: pa.Table) -> list[Entry]:
         tables = [detections.take(sorted(draws[draw], key=ids.__getitem__)) for draw in numbers]
         found.append(
             Entry(
-                *key,
+                **dict(zip(_OF, key, strict=True)),
                 sample_ids=tuple(tables[0]["sample_id"].to_pylist()),
                 draws=tuple(numbers),
                 truths=tuple(truths_of(tables[0])),

@@ -332,7 +332,7 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
         found.setdefault(tuple(key), {})[draw] = tuple(sample_ids.tolist()), Pixels(*counts)
     return [
         ScoredEntry(
-            *key,
+            **dict(zip(names, key, strict=True)),
             metrics=(MEAN_IOU,),
             sample_ids=next(iter(draws.values()))[0],
             draws=tuple(sorted(draws)),

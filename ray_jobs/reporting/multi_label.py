@@ -60,7 +60,7 @@ def results(scored: Sequence[ScoredEntry], tested: Mapping[str, Dataset]) -> lis
     ]
 
 
-def _of_draw(sample_ids: Sequence[str], scored: Scored, dataset: Dataset | None) -> Line:
+def _of_draw(sample_ids: Sequence[str], scored: Any, dataset: Dataset | None) -> Line:
     truth, _, predicted = scored
     names = dataset.info.class_names if dataset else [f"class {number}" for number in range(truth.shape[1])]
     files = (
