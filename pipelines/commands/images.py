@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,25 +129,17 @@ def predict(
 ) -> None:
     """Classify images; print the five likeliest classes of each, or more if more reach their thresholds.
 
-    With a detector, find objects: prints those with a score of 0.3 or more; --json and --csv have all of them, with
+    With a detector, find objects: prints those with a score of 0.5 or more; --json and --csv have all of them, with
     boxes as COCO has them (x, y, width, height in pixels).
 
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
-    if not (images or split):
-        raise RecipeError(f"what to classify is missing; give IMAGES, or --split test for the test images of {model}")
-    if images and split:
-        raise RecipeError(f"--split {split} cannot be combined with IMAGES; use one of them")
     if as_csv and as_json:
         raise RecipeError("--csv and --json cannot be combined; use one of them")
     try:
-        predicted = _predicted(model, images or [], split, checkpoint, store)
-        rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
-        if output is not None:
-            from pipelines.results.predictions import write_detections
-
-            with new_folder(output) as folder:
-                write_detections(rows, folder)
+        with nullcontext() if output is None else new_folder(output) as folder:
+            predicted = _predicted(model, images or [], split, checkpoint, store, folder)
+            rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
@@ -171,9 +164,14 @@ def _print_table(rows: list[dict[str, Any]], has_labels: bool) -> None:
 
 
 def _predicted(
-    model: str, images: list[Path], split: Split | None, checkpoint: str, store: str
+    model: str, images: list[Path], split: Split | None, checkpoint: str, store: str, folder: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Return the rows of `pipelines.results.predictions`."""
+    """Return the rows of `pipelines.results.predictions`; `folder`: for what a detector found."""
+    if not (images or split):
+        raise RecipeError(f"what to classify is missing; give IMAGES, or --split test for the test images of {model}")
+    if split and (images or folder):
+        option = "IMAGES" if images else "--output, which takes IMAGES"
+        raise RecipeError(f"--split {split} cannot be combined with {option}; use one of them")
     if split is None:
         weights = _weights(model, checkpoint, store)
     else:
@@ -183,7 +181,7 @@ def _predicted(
             raise RecipeError(f"--split {split}: {model} is a detector, which takes IMAGES")
     from pipelines.results.predictions import of_files, of_split  # with torch
 
-    return of_files(weights, images) if split is None else of_split(opened, manifest, checkpoint, split)
+    return of_files(weights, images, folder) if split is None else of_split(opened, manifest, checkpoint, split)
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -147,10 +148,8 @@ def push(
 ) -> None:
     """Upload a model to the Hugging Face hub; needs HF_TOKEN."""
     repository = hub.pushable(target)
-    from pipelines.machine.export import load  # with torch
-
     opened = open_(store, create=False)
-    loaded = load(opened, named_model(opened, model), checkpoint).licensed(license_)
+    loaded = _exporting().load(opened, named_model(opened, model), checkpoint).licensed(license_)
     with TemporaryDirectory() as folder:
         lines = loaded.write(to, Path(folder), f"hf-hub:{repository}" if to == "timm" else repository)
         title = f"{loaded.facts.manifest.stage}, vitflow {loaded.facts.manifest.key[:12]}"
@@ -162,14 +161,22 @@ def push(
         say("The repository existed and is private; to publish it, change its visibility on the hub.")
 
 
+def _exporting() -> ModuleType:
+    from pipelines.machine import export  # with torch
+
+    return export
+
+
 def _written(
     store: Store, manifest: Manifest, checkpoint: str, to: Format, folder: Path, place: str, max_drop: float | None
 ) -> list[str]:
     """Export a model or a detector; return lines about it. `max_drop`: of 8-bit weights."""
-    from pipelines.machine import export as exporting  # with torch
-
+    exporting = _exporting()
     if manifest.kind == "detector":
         exporting.write_detector(store, manifest, folder, place)
         return []
     loaded = exporting.load(store, manifest, checkpoint)
-    return loaded.write(to, folder, place) if max_drop is None else loaded.write_int8(folder, place, max_drop)
+    lines: list[str] = (
+        loaded.write(to, folder, place) if max_drop is None else loaded.write_int8(folder, place, max_drop)
+    )
+    return lines

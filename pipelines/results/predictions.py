@@ -32,13 +32,14 @@ from vit_model.weights import load_model
 BOX, GROUND = "#ffd166", "#14213d"
 
 
-def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def of_files(weights: Path, images: Sequence[Path], folder: Path | None = None) -> Iterator[dict[str, Any]]:
     """Classify image files, and the images in folders, with weights of any format that `import` reads.
 
-    With a detector's folder, find the objects in them.
+    With a detector's folder, find the objects in them, and write them to `folder` (`write_detections`).
 
     Raises:
-        RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.
+        RecipeError: there are no files, or a folder for a classifier. UserError: the weights have no classifier, or
+            cannot be read.
     """
     files: dict[Path, None] = {}  # each once
     unreadable = []
@@ -51,8 +52,15 @@ def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
         raise RecipeError("\n".join(row["error"] for row in unreadable))
     yield from unreadable
     if is_detector(weights):
-        yield from detect_readable(*load_detector(weights), list(files))
+        rows = []
+        for row in detect_readable(*load_detector(weights), list(files)):
+            rows.append(row)
+            yield row
+        if folder is not None:
+            write_detections(rows, folder)
         return
+    if folder is not None:
+        raise RecipeError(f"--output: takes a detector, and {weights} is none")
     network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
     yield from classify_readable(network, contract, list(files))
 
@@ -61,13 +69,8 @@ def write_detections(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write what a detector found: detections.json, as COCO has annotations, and pictures of the images with boxes.
 
     Pictures have the objects with a score of SHOWN or more. Images that could not be read are left out.
-
-    Raises:
-        RecipeError: the rows are not a detector's.
     """
     read = [row for row in rows if "objects" in row]
-    if not read:
-        raise RecipeError("--output: nothing was detected; it takes a detector and images")
     (folder / "pictures").mkdir()
     names = sorted({each["class"] for row in read for each in row["objects"]})
     numbers = {name: number for number, name in enumerate(names, 1)}

@@ -94,7 +94,7 @@ def gather(context: Context[Report]) -> ReportData:
     tested = _tested_datasets(manifests, datasets)
     measured = _measured(store, manifests)
     embedded = _embedded(store, manifests)
-    detectors = detections.by_task(detected.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS)))
+    detectors = detections.by_task(detected.entries(measures.join_tables(measuring, DETECTIONS_FILE, DETECTIONS)))
     main = mistakes.main_entry(entries)
     worst = mistakes.worst(main, entries) if main else []
     models = [entry for entry in scored if kind(entry) != "pixels"]
@@ -114,15 +114,8 @@ def gather(context: Context[Report]) -> ReportData:
         **_inspections(parts),
     }
     numbers |= _studies(numbers)
-    about = {
-        "format_version": FORMAT_VERSION,
-        "title": context.config.title,
-        "artifact": context.attempt.key,
-        "note": context.config.note,
-        "missing": list(context.config.missing),
-    }
     return ReportData(
-        about | answer(numbers) | numbers,
+        _about(context) | answer(numbers) | numbers,
         rows,
         predictions,
         figures=figures.draw(entries, numbers, measured),
@@ -133,6 +126,12 @@ def gather(context: Context[Report]) -> ReportData:
         looked=_looked(store, manifests, numbers["mistakes"], tested),
         inside={manifest.key: pictures.inside(folder) for _, manifest, folder in parts if manifest.job == "inspect"},
     )
+
+
+def _about(context: Context[Report]) -> dict[str, Any]:
+    config = context.config
+    named = {"title": config.title, "artifact": context.attempt.key, "note": config.note}
+    return {"format_version": FORMAT_VERSION, **named, "missing": list(config.missing)}
 
 
 def _scores(

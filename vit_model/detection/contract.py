@@ -16,7 +16,7 @@ from vit_model.errors import UserError
 SCALES = (4.0, 2.0, 1.0, 0.5)
 """The sides of the pyramid's maps, as multiples of the grid of patches (ViTDet, Li et al. 2022)."""
 RANGES = {SCALES[first:last] for first in range(4) for last in range(first + 1, 5)}
-SHOWN = 0.3  # the least score of a detection that people are shown
+SHOWN = 0.5  # the least score of a detection that people are shown
 GROUPS = 32  # of the head's group norms
 
 

@@ -29,7 +29,7 @@ from tests.support.records import committed, make_manifest
 from tests.support.scores import Scores, put_scores
 from tests.support.vits import TINY, contract_for, randomised
 from vit_model.config import ViTConfig
-from vit_model.detection.contract import DetectorContract
+from vit_model.detection.contract import SHOWN, DetectorContract
 from vit_model.detection.detector import Detector, save_detector
 from vit_model.formats import hugging_face
 from vit_model.formats.files import read_license
@@ -309,7 +309,7 @@ def test_the_code_on_a_detectors_card_finds_the_objects_that_vitflow_finds(
         with redirect_stdout(io.StringIO()) as printed:
             exec(code[0].replace("photo.jpg", image["file_name"]), {})  # the card's own
         said = [line.rsplit(" [", 1) for line in printed.getvalue().splitlines()]
-        expected = [each for each in row["objects"] if each["score"] >= 0.3]
+        expected = [each for each in row["objects"] if each["score"] >= SHOWN]
         assert sorted(name for name, _ in said) == sorted(f"{each['class']} {each['score']:.2f}" for each in expected)
         assert expected and sum(float(sides.split(",")[0]) for _, sides in said) == pytest.approx(
             sum(each["bbox"][0] for each in expected), abs=0.1 * len(expected)

@@ -24,9 +24,8 @@ from pipelines.spec import RecipeError
 from pipelines.store import InputRef, Layout, LogLine, Store, StoreDamaged, encode_lines, open_store
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.metrics import COMPUTED
-from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
+from ray_jobs.evaluation.rows import CONFUSION, PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from ray_jobs.ingest import _write_quarantine
-from ray_jobs.segment import CONFUSION
 from ray_jobs.sources.archives.entries import Unusable
 from tests.conftest import Vitflow
 from tests.support.paths import ROOT
