@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_jobs.evaluation.cost import COST, Cost
-from ray_jobs.evaluation.intervals import paired_difference
+from ray_jobs.evaluation.rows import ACCURACY
 from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import Part
@@ -110,7 +110,7 @@ def _minus_best(entry: Entry, best: Entry) -> dict[str, float | None] | None:
     """
     if entry is best or not comparable(entry, best):
         return None
-    correct, best_correct = paired(entry, best)
-    difference = paired_difference(correct, best_correct)
-    is_whole = len(correct) == len(entry.draws) == len(best.draws)
-    return {**difference._asdict(), "draws": None if is_whole else len(correct)}
+    part, of_best = paired(entry, best)
+    common = len(part.draws)
+    is_whole = common == len(entry.draws) == len(best.draws)
+    return {**part.minus(of_best, ACCURACY)._asdict(), "draws": None if is_whole else common}

@@ -308,7 +308,7 @@ def test_the_code_on_a_detectors_card_finds_the_objects_that_vitflow_finds(
     for image, row in zip(content["images"], json.loads(done.stdout), strict=True):
         with redirect_stdout(io.StringIO()) as printed:
             exec(code[0].replace("photo.jpg", image["file_name"]), {})  # the card's own
-        said = [line.rsplit(" [", 1) for line in printed.getvalue().splitlines()]
+        said = re.findall(r"(.*?\d\.\d\d) \[(.*?)\]\n", printed.getvalue(), re.DOTALL)
         expected = [each for each in row["objects"] if each["score"] >= SHOWN]
         assert sorted(name for name, _ in said) == sorted(f"{each['class']} {each['score']:.2f}" for each in expected)
         assert expected and sum(float(sides.split(",")[0]) for _, sides in said) == pytest.approx(

@@ -33,7 +33,7 @@ def test_every_mistake_has_its_name() -> None:
 
 def test_the_best_of_two_detections_of_a_box_is_right() -> None:
     """Also if the other one overlaps more; and a box is found once."""
-    found = Detected(np.array([[0, 0, 10, 10], [0, 0, 10, 7]], float), np.array([0.4, 0.9]), np.array([0, 0]))
+    found = Detected(np.array([[0, 0, 10, 10], [0, 0, 10, 7]], float), np.array([0.6, 0.9]), np.array([0, 0]))
     result = named(TRUTH, found)
     assert (result.shown.tolist(), result.kinds) == ([1, 0], ["right", "double"])
 
