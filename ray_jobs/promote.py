@@ -33,13 +33,13 @@ from pipelines.spec import Promote
 from pipelines.store import PROMOTED, Manifest, contract_of, model_folder
 from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import Detected
-from ray_jobs.detection.entries import FEWEST, Entry, entries
+from ray_jobs.detection.entries import Entry, entries
 from ray_jobs.detection.scoring import detected_by, detections_of, measured
 from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
 from ray_jobs.detection.tables import found_table
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.features import infer
-from ray_jobs.evaluation.intervals import Interval, bounds, moments_of, paired_difference, rules_out
+from ray_jobs.evaluation.intervals import FEWEST, Interval, bounds, moments_of, paired_difference, rules_out
 from ray_jobs.evaluation.leakage import seen_or_near
 from ray_jobs.process.cluster import Run, here, on_cluster
 from ray_jobs.process.context import Context, Result
@@ -264,6 +264,8 @@ def _check_classes(context: Context[Promote], models: Mapping[str, Manifest], da
     if len(set(kinds.values())) > 1:
         said = ", ".join(f"{field} {kind}" for field, kind in kinds.items())
         raise UserError(f"{said}: they cannot be compared. Give detectors an alias of their own")
+    if dataset.info.multi_label and not is_detector(models["candidate"]):
+        raise UserError(f"data: {dataset.info.name} has several labels per image, which no classifier is compared on")
     ours = set(dataset.info.class_names)
     for field, model in models.items():
         where = f"{field}: {model.stage} ({model.job} {model.key[:12]})"

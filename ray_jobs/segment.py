@@ -34,7 +34,7 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     from ray_jobs.evaluation.segmentation import Moments
 
-PROTOCOL, tables.OLD_MAJORITY = "linear segmentation", "majority"
+PROTOCOL = "linear segmentation"
 
 
 def main(context: Context[Segment]) -> Result:

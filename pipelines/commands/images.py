@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from pipelines.commands.common import (
     Commands,
     JsonOption,
     StoreOption,
+    check_new,
     console,
     errors,
     named_weights,
@@ -27,7 +28,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import LAST, RecipeError
 from pipelines.store import model_folder
-from vit_model.detection.contract import SHOWN
+from vit_model.detection.contract import SHOWN, is_detector
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -137,9 +138,11 @@ def predict(
     if as_csv and as_json:
         raise RecipeError("--csv and --json cannot be combined; use one of them")
     try:
-        with nullcontext() if output is None else new_folder(output) as folder:
-            predicted = _predicted(model, images or [], split, checkpoint, store, folder)
-            rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
+        predicted, write = _predicted(model, images or [], split, checkpoint, store, output)
+        rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
+        if output is not None:
+            with new_folder(output) as folder:
+                write(rows, folder)
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
@@ -164,24 +167,30 @@ def _print_table(rows: list[dict[str, Any]], has_labels: bool) -> None:
 
 
 def _predicted(
-    model: str, images: list[Path], split: Split | None, checkpoint: str, store: str, folder: Path | None
-) -> Iterator[dict[str, Any]]:
-    """Return the rows of `pipelines.results.predictions`; `folder`: for what a detector found."""
+    model: str, images: list[Path], split: Split | None, checkpoint: str, store: str, output: Path | None
+) -> tuple[Iterator[dict[str, Any]], Callable[[list[dict[str, Any]], Path], None]]:
+    """Return the rows of `pipelines.results.predictions`, and how to write a detector's to a folder."""
     if not (images or split):
         raise RecipeError(f"what to classify is missing; give IMAGES, or --split test for the test images of {model}")
-    if split and (images or folder):
+    if split and (images or output):
         option = "IMAGES" if images else "--output, which takes IMAGES"
         raise RecipeError(f"--split {split} cannot be combined with {option}; use one of them")
+    if output is not None:
+        check_new(output)
     if split is None:
         weights = _weights(model, checkpoint, store)
+        if output is not None and not is_detector(weights):
+            raise RecipeError(f"--output takes a detector, and {model} is none")
     else:
         opened = open_(store, create=False)
         manifest = named_weights(opened, model)
         if manifest.kind == "detector":
             raise RecipeError(f"--split {split}: {model} is a detector, which takes IMAGES")
-    from pipelines.results.predictions import of_files, of_split  # with torch
+    from pipelines.results import predictions  # with torch
 
-    return of_files(weights, images, folder) if split is None else of_split(opened, manifest, checkpoint, split)
+    if split is not None:
+        return predictions.of_split(opened, manifest, checkpoint, split), lambda *_: None
+    return predictions.of_files(weights, images), partial(predictions.write_detections, weights)
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def verify_protocol(
 @app.command("explain")
 def explain(
     a: Annotated[
-        str, typer.Argument(help="an evaluation or a fine-tuned model: a unique key prefix, RUN/STAGE or @ALIAS")
+        str,
+        typer.Argument(help="an evaluation, a fine-tuned model or a detector: a key prefix, RUN/STAGE or @ALIAS"),
     ],
     b: Annotated[str, typer.Argument(help="the other one, of the same task")],
     store: StoreOption = DEFAULT_STORE,
@@ -169,7 +170,7 @@ def _affordable(plan: Repetitions, sides: tuple[Side, Side], minutes: float | No
     """Return the stages to run: as many repetitions as fit into the time."""
     both, more = (plan.a, plan.b), plan.stages[2:]
     if minutes is None:
-        return (*both, *more) if sides[0].manifest.job == "evaluate" else both
+        return (*both, *more) if sides[0].manifest.kind == "evaluation" else both
     return (*both, *more[: int(60 * minutes / _seconds(sides))])
 
 

@@ -250,7 +250,7 @@ def _measured(store: Store, manifests: list[Manifest]) -> list[Measured]:
 
     # a manifest names the sha256 of its files
     versions = {key: manifest.own_sha256 for key, manifest in measured.items()}
-    return [*listed(store, "site/results", versions, Measured, read)]
+    return [*listed(store, "site/measured", versions, Measured, read)]
 
 
 def _line(entry: AnyEntry) -> Line:

@@ -21,6 +21,7 @@ from pipelines.store import FileEntry, Manifest, Store, local_files, read_manife
 from ray_jobs.detection import entries as detections
 from ray_jobs.detection.tables import DETECTIONS
 from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
+from ray_jobs.evaluation.intervals import FEWEST
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
 from ray_jobs.evaluation.multi_label import METRICS as OF_SEVERAL
@@ -110,13 +111,17 @@ def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
         of_all = [{entry.metric for entry in side.scored} for side in measured]
         metric = next((other for other in (MEAN_AP, AP, MEAN_IOU) if all(other in side for side in of_all)), ACCURACY)
     sides = [_entries(side, metric) for side in measured]
-    for selector, side in zip((a, b), sides, strict=True):
+    for selector, side, of_side in zip((a, b), sides, measured, strict=True):
         if not side:
-            raise RecipeError(f"{selector}: no {metric} to compare; `report list` shows its other metrics")
+            few = f": fewer than {FEWEST} test images with annotations" if of_side.has_few else ""
+            raise RecipeError(f"{selector}: no {metric} to compare{few}; `report list` shows its other metrics")
     settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
     both = [setting for setting in settings if all(setting in side for side in sides)]
     alone = [[side[setting] for setting in settings if setting in side and setting not in both] for side in sides]
     matches, reasons = _matched(*alone)
+    others = set.intersection(*({entry.metric for entry in (*side.entries, *side.scored)} for side in measured))
+    if others - {metric} and metric in (ACCURACY, *others):
+        reasons.append(f"not compared: {', '.join(sorted(others - {metric}))}, which --metric names")
     pairs = [(sides[0][setting], sides[1][setting]) for setting in both] + matches
     matched = {id(entry) for pair in matches for entry in pair}
     rest = tuple([entry for entry in entries if id(entry) not in matched] for entries in alone)
@@ -288,12 +293,14 @@ class Measurements(NamedTuple):
     """What artifacts measured on test.
 
     Accuracies; other metrics as a report has them; and the results behind these on images with several labels, boxes or
-    masks, without those of AP on too few images for an interval.
+    masks, without those on too few images for an interval.
     """
 
     entries: list[measures.Entry]
     others: list[dict[str, Any]]
     scored: list[measures.ScoredEntry | detections.Entry]
+    has_few: bool
+    """Whether results were left out because they are on too few images for an interval."""
 
 
 def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
@@ -314,10 +321,10 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     except UserError as error:
         raise RecipeError(str(error)) from None
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
-    scored: list[measures.ScoredEntry | detections.Entry] = [*of_several, *segmented]
-    scored += [entry for entry in detectors if entry.has_interval]
+    every: list[measures.ScoredEntry | detections.Entry] = [*of_several, *segmented, *detectors]
+    scored = [entry for entry in every if entry.has_interval]
     others = verdicts.with_intervals(measures.other_metrics(rows), scored)
-    return Measurements(measures.entries(rows, predictions, seeds), others, scored)
+    return Measurements(measures.entries(rows, predictions, seeds), others, scored, len(scored) < len(every))
 
 
 def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEntry]:

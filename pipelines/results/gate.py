@@ -46,8 +46,8 @@ def gate(compared: Compared, max_loss: float) -> Gate:
         difference = line["difference"]
         if not difference["paired"]:
             raise RecipeError(
-                f"--gate: {line['task']}: A and B have no test images or no draws of labels in common, so that their"
-                " difference is not paired"
+                f"--gate: {line['task']}: A and B were not scored on the same test images with the same annotations, or"
+                " have no draws of labels in common, so that their difference is not paired"
             )
         ruled_out = rules_out(difference["low"], difference["high"], max_loss)
         judged.append(ruled_out is True)

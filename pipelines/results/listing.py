@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pipelines.engine.runs import all_runs
 from pipelines.engine.submission import reached
 from pipelines.results.lookup import jobs_of, recipe_and_stage, score
-from pipelines.spec import BEST, LAST, Kind, RecipeError, nearest
+from pipelines.spec import BEST, LAST, WEIGHTS, Kind, RecipeError, nearest
 from pipelines.store import (
     Attempt,
     Layout,
@@ -30,7 +30,7 @@ COLUMNS = {
     "runs": ("run", "status", "stages", "created"),
     "datasets": ("recipe/stage", "name", "key", "images", "classes", "finished", "run"),
     "models": ("recipe/stage", "alias", "key", "job", "parameters", "accuracy", "finished", "run"),
-    "detectors": ("recipe/stage", "key", "task", "parameters", "AP", "finished", "run"),
+    "detectors": ("recipe/stage", "alias", "key", "task", "parameters", "AP", "finished", "run"),
     "evaluations": ("recipe/stage", "key", "job", "task", "best", "finished", "run"),
     "audits": ("recipe/stage", "key", "task", "audited", "label_issues", "finished", "run"),
     "embeddings": ("recipe/stage", "key", "task", "images", "finished", "run"),
@@ -56,13 +56,14 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
     names = {}
     if "task" in COLUMNS[kind]:
         names = {data.key: dataset_name(data) for data in all_manifests(store, *jobs_of("dataset"))}
-    aliases = _aliases(store) if kind == "models" else {}
+    is_named = KINDS[kind] in WEIGHTS
+    aliases = _aliases(store) if is_named else {}
     return [
         {
             "key": manifest.key,
             "stage": manifest.stage,
             "recipe/stage": recipe_and_stage(manifest),
-            **({"alias": ", ".join(aliases.get(manifest.key, ())) or None} if kind == "models" else {}),
+            **({"alias": ", ".join(aliases.get(manifest.key, ())) or None} if is_named else {}),
             "job": manifest.job,
             **_described(store, manifest, names),
             "run": manifest.run,

@@ -68,8 +68,8 @@ def _runs_of_one_recipe(store: Store, prefix: str) -> Iterable[str]:
     return reversed(matches)
 
 
-def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
-    """Return the artifact of a kind that a selector (see `find_keys`) matches; None: the newest.
+def find_artifact(store: Store, selector: str | None, kind: str, *others: str) -> Manifest:
+    """Return the artifact of a kind, or of others, that a selector (see `find_keys`) matches; None: the newest.
 
     Raises:
         RecipeError: none or several match.
@@ -78,7 +78,7 @@ def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
         matches = _newest(store, kind)[-1:]
     else:
         try:
-            matches = find_manifests(store, selector, kind)
+            matches = find_manifests(store, selector, kind, *others)
         except RecipeError as error:
             raise RecipeError(f"{error}. `vitflow list --kind {kind}s` shows the keys") from None
     if len(matches) != 1:
@@ -107,33 +107,33 @@ def _newest(store: Store, kind: str) -> list[Manifest]:
     return [*deque(all_manifests(store, *jobs_of(kind)), _NAMED)]
 
 
-def jobs_of(kind: str | None) -> list[str]:
-    """Return the jobs that make a kind of artifact; None: all."""
-    return [job for job, stage in STAGE_TYPES.items() if kind in (None, stage.KIND)]
+def jobs_of(*kinds: str) -> list[str]:
+    """Return the jobs that make these kinds of artifacts; without any: all."""
+    return [job for job, stage in STAGE_TYPES.items() if not kinds or stage.KIND in kinds]
 
 
-def find_manifests(store: Store, selector: str, kind: str | None = None) -> list[Manifest]:
+def find_manifests(store: Store, selector: str, *kinds: str) -> list[Manifest]:
     """Return the manifests that a selector (see `find_keys`) matches, oldest first; skip damaged ones with a warning.
 
     Raises:
         RecipeError: nothing matches, or it is ambiguous.
     """
-    read = (read_or_warn(store, job, key) for job, key in find_keys(store, selector, kind))
+    read = (read_or_warn(store, job, key) for job, key in find_keys(store, selector, *kinds))
     return sorted((found[0] for found in read if found is not None), key=lambda manifest: manifest.finished)
 
 
-def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Artifact]:
+def find_keys(store: Store, selector: str, *kinds: str) -> list[Artifact]:
     """Return the artifacts that a key, a unique key prefix, RUN/STAGE, RUN or @ALIAS matches, even damaged ones.
 
     A key or its prefix may be of an artifact that is not committed; a RUN may have none that is.
 
     Args:
-        kind: only artifacts of this kind.
+        kinds: only artifacts of these; without any, of all.
 
     Raises:
         RecipeError: there is no such key, run, stage or alias, it is ambiguous, or the alias names nothing.
     """
-    jobs = jobs_of(kind)
+    jobs = jobs_of(*kinds)
     if selector.startswith("@"):
         if (target := alias_record(store, selector.removeprefix("@")).target) is None:
             raise RecipeError(f"{selector} names no model now; `vitflow alias set {selector[1:]} MODEL` names one")
@@ -151,7 +151,7 @@ def find_keys(store: Store, selector: str, kind: str | None = None) -> list[Arti
             else _committed(store, find_run(store, prefix))
         )
     except RecipeError as error:
-        named = kind or "artifact"
+        named = " or ".join(kinds) or "artifact"
         raise RecipeError(f"no {named} has a key that begins with {selector!r}, and {error}") from None
     return [artifact for artifact in found if artifact[0] in jobs]
 

@@ -22,7 +22,7 @@ from ray_jobs.data.shards import Split, open_artifact
 from ray_jobs.import_model import model_of
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model import formats
-from vit_model.detection.contract import SHOWN, is_detector
+from vit_model.detection.contract import SHOWN, is_detector, read_detector_contract
 from vit_model.detection.detector import load_detector
 from vit_model.detection.predict import detect_readable
 from vit_model.predict import BATCH, answer, classify_readable
@@ -30,16 +30,16 @@ from vit_model.preprocessing import decode_image
 from vit_model.weights import load_model
 
 BOX, GROUND = "#ffd166", "#14213d"
+MOST_PIXELS = 2000  # of a picture's side
 
 
-def of_files(weights: Path, images: Sequence[Path], folder: Path | None = None) -> Iterator[dict[str, Any]]:
+def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Classify image files, and the images in folders, with weights of any format that `import` reads.
 
-    With a detector's folder, find the objects in them, and write them to `folder` (`write_detections`).
+    With a detector's folder, find the objects in them.
 
     Raises:
-        RecipeError: there are no files, or a folder for a classifier. UserError: the weights have no classifier, or
-            cannot be read.
+        RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.
     """
     files: dict[Path, None] = {}  # each once
     unreadable = []
@@ -52,55 +52,50 @@ def of_files(weights: Path, images: Sequence[Path], folder: Path | None = None) 
         raise RecipeError("\n".join(row["error"] for row in unreadable))
     yield from unreadable
     if is_detector(weights):
-        rows = []
-        for row in detect_readable(*load_detector(weights), list(files)):
-            rows.append(row)
-            yield row
-        if folder is not None:
-            write_detections(rows, folder)
+        yield from detect_readable(*load_detector(weights), list(files))
         return
-    if folder is not None:
-        raise RecipeError(f"--output: takes a detector, and {weights} is none")
     network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
     yield from classify_readable(network, contract, list(files))
 
 
-def write_detections(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+def write_detections(weights: Path, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write what a detector found: detections.json, as COCO has annotations, and pictures of the images with boxes.
 
-    Pictures have the objects with a score of SHOWN or more. Images that could not be read are left out.
+    Categories are the detector's classes, numbered from 1. Pictures have the objects with a score of SHOWN or more.
+    Images that could not be read are left out.
     """
-    read = [row for row in rows if "objects" in row]
+    numbers = {name: number for number, name in enumerate(read_detector_contract(weights).class_names, 1)}
     (folder / "pictures").mkdir()
-    names = sorted({each["class"] for row in read for each in row["objects"]})
-    numbers = {name: number for number, name in enumerate(names, 1)}
     images, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
-    for number, row in enumerate(read, 1):
+    for number, row in enumerate((row for row in rows if "objects" in row), 1):
         picture = Image.fromarray(decode_image(row["image"], 3))
         images.append({"id": number, "file_name": row["image"], "width": picture.width, "height": picture.height})
         for each in row["objects"]:
             kept = {"id": len(annotations) + 1, "image_id": number, "category_id": numbers[each["class"]]}
             area = each["bbox"][2] * each["bbox"][3]
             annotations.append(kept | {"bbox": each["bbox"], "area": area, "iscrowd": 0, "score": each["score"]})
-        _draw(picture, [each for each in row["objects"] if each["score"] >= SHOWN])
-        picture.save(folder / "pictures" / f"{number:0{len(str(len(read)))}}-{Path(row['image']).stem}.jpg", quality=90)
+        drawn = _drawn(picture, [each for each in row["objects"] if each["score"] >= SHOWN])
+        drawn.save(folder / "pictures" / f"{number:06}.jpg", quality=90)
     categories = [{"id": number, "name": name} for name, number in numbers.items()]
     content = {"images": images, "categories": categories, "annotations": annotations}
-    (folder / "detections.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "detections.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def _draw(picture: Image.Image, objects: Sequence[dict[str, Any]]) -> None:
-    """Draw each object's box, with its class and score on a dark ground."""
+def _drawn(picture: Image.Image, objects: Sequence[dict[str, Any]]) -> Image.Image:
+    """Return a picture of up to MOST_PIXELS a side with each object's box, class and score."""
+    scale = min(1.0, MOST_PIXELS / max(picture.size))
+    picture = picture.resize([max(1, round(side * scale)) for side in picture.size])
     canvas = ImageDraw.Draw(picture)
     width = max(1, round(min(picture.size) / 200))
     font = ImageFont.load_default(max(10, round(min(picture.size) / 30)))
     for each in reversed(objects):  # the surest on top
-        x, y, *sides = each["bbox"]
+        x, y, *sides = (scale * side for side in each["bbox"])
         canvas.rectangle([x, y, x + sides[0], y + sides[1]], outline=BOX, width=width)
         text = f"{each['class']} {each['score']:.2f}"
         place = (x + width, max(0.0, y - canvas.textbbox((0, 0), text, font)[3] - width))
         canvas.rectangle(canvas.textbbox(place, text, font), fill=GROUND)
         canvas.text(place, text, fill=BOX, font=font)
+    return picture
 
 
 def of_split(store: Store, model: Manifest, checkpoint: str, split: Split) -> Iterator[dict[str, Any]]:

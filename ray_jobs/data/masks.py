@@ -1,6 +1,6 @@
 """Segmentation masks of a dataset's images: the class of each pixel.
 
-A dataset whose source has `masks: true` has `masks/NNNNN.parquet` beside each shard, with a row per image: its
+A dataset whose source has masks has `masks/NNNNN.parquet` beside each shard, with a row per image: its
 sample_id and the mask as a PNG of 8 bits. A pixel's value is the index of its class in `mask_classes` of dataset.json,
 or IGNORED.
 """

@@ -190,7 +190,7 @@ def mean_ap(matches: Sequence[Matches], weights: NDArray[np.floating[Any]] | Non
 def average_precisions(matches: dict[str, list[Matches]]) -> dict[str, float]:
     """Return AP, AP50, AP75, and AP by size of the boxes; NaN for a size without boxes."""
     of_size = {size: [class_ap(each) for each in matches[size]] for size in SIZES}
-    every = np.array(of_size["all"])
+    every = np.array(of_size["all"]).reshape(-1, len(THRESHOLDS))
     named = {"AP": _mean(every), "AP50": _mean(every[:, :1]), "AP75": _mean(every[:, 5:6])}
     return named | {f"AP {size}": _mean(of_size[size]) for size in SIZES[1:]}
 

@@ -5,8 +5,7 @@ In: a table of `ray_jobs.detection.tables.DETECTIONS` with the artifact of each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.identity import sha256
 from ray_jobs.detection.average_precision import (
     RECALLS,
     SIZES,
@@ -26,11 +26,10 @@ from ray_jobs.detection.average_precision import (
 )
 from ray_jobs.detection.intervals import Halves, ap_interval, difference_interval, halves
 from ray_jobs.detection.tables import detected_of, truths_of
-from ray_jobs.evaluation.intervals import Interval
+from ray_jobs.evaluation.intervals import FEWEST, Interval
 from ray_jobs.evaluation.rows import AP
 
 METRICS = (AP, "AP50", "AP75", *(f"AP {size}" for size in SIZES[1:]))
-FEWEST = 10  # test images with boxes of which an interval is shown
 _OF = ("artifact", "stage", "task", "protocol", "method")
 
 
@@ -70,6 +69,12 @@ class Entry:
         means = {metric: float(np.mean([each[metric] for each in values])) for metric in METRICS}
         return {metric: None if np.isnan(mean) else mean for metric, mean in means.items()}
 
+    @cached_property
+    def truth(self) -> str:
+        """A digest of the boxes: results are comparable only with the same ones."""
+        parts = (part.tobytes() for boxes in self.truths for part in (np.array(len(boxes.boxes)), *boxes))
+        return sha256(b"".join(parts).hex())
+
     @property
     def precisions(self) -> NDArray[np.float64]:
         """Precision at 101 recalls from 0 to 1, at an IoU of 50%: the mean over classes with boxes, and over draws."""
@@ -85,14 +90,6 @@ class Entry:
     def has_interval(self) -> bool:
         """Whether enough images have boxes."""
         return sum(not truth.ignored.all() for truth in self.truths) >= FEWEST
-
-    def of_draws(self, draws: Sequence[int]) -> Entry:
-        """Return the same for some of the draws."""
-        if tuple(draws) == self.draws:
-            return self
-        return replace(
-            self, draws=tuple(draws), detected=tuple(self.detected[self.draws.index(draw)] for draw in draws)
-        )
 
     def interval(self, metric: str) -> Interval:
         """Return the mean AP over draws with its 95% interval over images and draws."""

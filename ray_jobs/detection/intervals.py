@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit, stdtrit
 
 from ray_jobs.detection.average_precision import Matches, class_aps
-from ray_jobs.evaluation.intervals import Interval, accuracy_interval
+from ray_jobs.evaluation.intervals import Interval, accuracy_interval, paired_difference
 
 HALVES = 400
 _SEED_PURPOSE = 0x68616C66  # "half": keeps this stream apart from others
@@ -92,7 +92,11 @@ def difference_interval(new: Halves, old: Halves, comparisons: int = 1) -> Inter
     both = new._replace(whole=new.whole - old.whole, halves=new.halves - old.halves)
     centre, margin = _estimate(both, quantile)
     margin = float(np.hypot(margin, _among(old.draws, quantile)))
-    return Interval(float(np.nanmean(both.whole)), centre - margin, centre + margin)
+    if margin == 0:  # the same in each half, as for a share of the images on which the two agree
+        agreed = np.zeros((1, new.with_boxes))
+        margin = paired_difference(agreed, agreed, comparisons=comparisons).high
+    low, high = max(-1.0, centre - margin), min(1.0, centre + margin)
+    return Interval(float(np.nanmean(both.whole)), low, high)
 
 
 def _quantile(comparisons: int) -> float:

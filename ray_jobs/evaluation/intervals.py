@@ -71,6 +71,10 @@ def accuracy_interval(correct: np.ndarray) -> Interval:
     return mean_interval(correct.astype(np.float64))
 
 
+FEWEST = 10
+"""Test images from which on mAP, AP and mIoU have intervals, which come from how single images influence them."""
+
+
 def mean_interval(table: np.ndarray) -> Interval:
     """Return the mean of a table [draws, n_test] with its interval; values are 0 or 1, or contributions to a metric."""
     moments = moments_of(table)

@@ -49,8 +49,9 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "How good is the model?", _apart(apart)
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
-    elif others := [line for line in _measured_otherwise(numbers) if not line["apart"]]:
-        asked, said = "How good is the model?", _highest_metric(others)
+    elif others := [line for line in _measured_otherwise(numbers) if not is_reference(line["method"])]:
+        of_whole = [line for line in others if not line["apart"]]
+        asked, said = "How good is the model?", _highest_metric(of_whole) if of_whole else _apart(others)
     elif audits := numbers.get("label_issues"):
         asked = "Which labels are probably wrong?"
         said = "; ".join(audit["headline"] for audit in audits) + "."

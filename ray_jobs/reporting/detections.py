@@ -17,6 +17,7 @@ from ray_jobs.detection.mistakes import KINDS, named
 from ray_jobs.evaluation.rows import MEDIAN_BOX, is_apart, is_reference
 from ray_jobs.randomness import Purpose
 from ray_jobs.reporting.drawing.pictures import detected_urls
+from ray_jobs.reporting.verdicts import comparable
 
 PICTURES = 12
 SURE = 0.5  # the least score of a detection that puts a box in doubt
@@ -71,7 +72,7 @@ def pictures(found: ByTask, tested: Mapping[str, Dataset]) -> dict[str, list[str
 
 def _line(entry: Entry, best: Entry) -> Line:
     interval = entry.interval(entry.metric) if entry.has_interval else None
-    is_compared = entry.has_interval and entry is not best and entry.sample_ids == best.sample_ids
+    is_compared = entry.has_interval and entry is not best and comparable(entry, best)
     behind = best.minus(entry, entry.metric) if is_compared else None
     return {
         **{name: getattr(entry, name) for name in ("artifact", "stage", "task", "protocol", "method")},

@@ -144,7 +144,7 @@ def _scores(
 ) -> dict[str, Any]:
     """Return the comparisons, accuracies, costs and data sets of report.json."""
     compared: list[AnyEntry] = [*entries]
-    compared += [each for each in scored if not isinstance(each, detected.Entry) or each.has_interval]
+    compared += [each for each in scored if each.has_interval]
     metrics = {manifest.key: manifest.metrics for _, manifest, _ in parts}
     repeated = {manifest.key: provenance.published_protocol(store, manifest) for _, manifest, _ in parts}
     unknown = {key for key, recorded in metrics.items() if "unknown_training" in recorded}

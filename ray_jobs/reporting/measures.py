@@ -19,8 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipelines.identity import sha256
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import (
+    FEWEST,
     Interval,
     accuracy_interval,
     mean_difference,
@@ -66,6 +68,8 @@ class Entry:
 
     metric: ClassVar[str] = ACCURACY
     """What comparisons are by."""
+    truth: ClassVar[str] = ""
+    """`correct` says how the predictions compare with the labels."""
     artifact: str
     stage: str
     task: str
@@ -153,18 +157,20 @@ class ScoredEntry:
     sample_ids: tuple[str, ...]
     draws: tuple[int, ...]
     scored: tuple[_Scored, ...] = field(repr=False)
+    truth: str
+    """A digest of the images' annotations: results are comparable only with the same ones."""
     labels_per_class: None = None
     draw_seed: None = None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there are enough images."""
+        return len(self.sample_ids) >= FEWEST
 
     @property
     def metric(self) -> str:
         """What comparisons are by: the first of `metrics`."""
         return self.metrics[0]
-
-    def of_draws(self, draws: Sequence[int]) -> ScoredEntry:
-        """Return the same for some of the draws."""
-        scored = tuple(self.scored[self.draws.index(draw)] for draw in draws)
-        return replace(self, draws=tuple(draws), scored=scored)
 
     def interval(self, metric: str) -> Interval:
         """Return the mean of a metric over draws with its 95% interval over draws and images."""
@@ -337,9 +343,16 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
             sample_ids=next(iter(draws.values()))[0],
             draws=tuple(sorted(draws)),
             scored=tuple(draws[draw][1] for draw in sorted(draws)),
+            truth=_labelled(next(iter(draws.values()))[1], sorted(classes)),
         )
         for key, draws in found.items()
     ]
+
+
+def _labelled(pixels: Pixels, names: Sequence[str]) -> str:
+    """Return a digest of how many pixels of each image have which label."""
+    used = np.flatnonzero(pixels.labelled.any(axis=0))
+    return sha256("\n".join([*(names[place] for place in used.tolist()), pixels.labelled[:, used].tobytes().hex()]))
 
 
 def _codes(column: Any) -> tuple[np.ndarray, Any]:

@@ -6,6 +6,7 @@ report.json. Needs numpy and pyarrow only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipelines.identity import sha256
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.multi_label import METRICS, Scored, class_precisions, f1_by_class
 from ray_jobs.evaluation.rows import is_apart
@@ -36,6 +38,7 @@ def entries(scores: pa.Table) -> list[ScoredEntry]:
             sample_ids=tuple(row["sample_id"] for row in next(iter(draws.values()))),
             draws=tuple(sorted(draws)),
             scored=tuple(_scored(draws[draw]) for draw in sorted(draws)),
+            truth=sha256(json.dumps([row["labels"] for row in next(iter(draws.values()))])),
         )
         for key, draws in found.items()
     ]

@@ -108,7 +108,9 @@ def sort_of_learning(protocol: str) -> str:
 
 
 def comparable(a: AnyEntry, b: AnyEntry) -> bool:
-    """Return whether both were scored on the same images, with some label draws in common."""
+    """Return whether both were scored on the same images and annotations, with some label draws in common."""
+    if a.truth != b.truth:
+        return False
     same_labels = a.labels_per_class is None or (a.draw_seed is not None and a.draw_seed == b.draw_seed)
     return same_labels and a.sample_ids == b.sample_ids and bool(set(a.draws) & set(b.draws))
 
@@ -205,13 +207,17 @@ def paired(a: Any, b: Any) -> tuple[Any, Any]:
     return a.of_draws(common), b.of_draws(common)
 
 
-def with_intervals(metrics: Sequence[dict[str, Any]], entries: Sequence[AnyEntry]) -> list[dict[str, Any]]:
+def with_intervals(
+    metrics: Sequence[dict[str, Any]], entries: Sequence[ScoredEntry | detections.Entry]
+) -> list[dict[str, Any]]:
     """Return the lines of `measures.other_metrics` with the ends of their intervals, `low` and `high`, or None."""
     names = ("artifact", "stage", "task", "protocol", "method")
     by_key = {tuple(getattr(entry, name) for name in names): entry for entry in entries}
-    lines = []
+    lines: list[dict[str, Any]] = []
     for line in metrics:
         entry = by_key.get(tuple(line[name] for name in names))
-        interval = entry.interval(line["metric"]) if entry is not None and line["metric"] in entry.metrics else None
-        lines.append(line | {"low": interval and interval.low, "high": interval and interval.high})
+        ends: tuple[float | None, ...] = (None, None)
+        if entry is not None and line["metric"] in entry.metrics and entry.has_interval:
+            ends = entry.interval(line["metric"])[1:]
+        lines.append(line | dict(zip(("low", "high"), ends, strict=True)))
     return lines

@@ -20,24 +20,31 @@ from ray_jobs.sources.archives.entries import Files, Member, place, table
 from ray_jobs.sources.names import IMAGES, MASKS
 from vit_model.errors import UserError
 
-_BESIDE = dict.fromkeys(sorted(IMAGES), tuple(sorted(MASKS))) | {"jpegimages": ("segmentationclass",)}
+_BESIDE = dict.fromkeys(IMAGES, MASKS) | {"jpegimages": ("segmentationclass",)}
 """A folder of images -> folders of their masks, in small letters."""
 _OF_MASKS = {name for names in _BESIDE.values() for name in names}
 
 
 def beside(images: Iterable[str], files: Iterable[str]) -> dict[str, str]:
-    """Return the mask's file of each image that has one."""
-    present = {file.lower(): file for file in files}
+    """Return the mask's file of each image that has one. Raises UserError if an image has several."""
+    by_folder: dict[str, dict[str, str]] = {}  # the names of folders may have capitals, as in Images
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        by_folder.setdefault(folder.lower(), {})[name] = file
     found = {}
     for image in images:
-        path = PurePosixPath(image.lower())
-        for depth in range(len(path.parts) - 2, -1, -1):
-            folders = _BESIDE.get(path.parts[depth], ())
-            before, after = path.parts[:depth], path.parts[depth + 1 : -1]
-            keys = ("/".join([*before, folder, *after, f"{path.stem}.png"]) for folder in folders)
-            if (key := next((key for key in keys if key in present), None)) is not None:
-                found[image] = present[key]
-                break
+        path = PurePosixPath(image)
+        folders = [part.lower() for part in path.parts[:-1]]
+        candidates = [
+            by_folder.get("/".join([*folders[:depth], other, *folders[depth + 1 :]]), {}).get(f"{path.stem}.png")
+            for depth, name in enumerate(folders)
+            for other in _BESIDE.get(name, ())
+        ]
+        masks = [mask for mask in candidates if mask is not None]
+        if len(masks) > 1:
+            raise UserError(f"source.mask_classes: {image} has two masks, {masks[0]} and {masks[1]}; remove one")
+        if masks:
+            found[image] = masks[0]
     return found
 
 

@@ -13,11 +13,10 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
     **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
 }
-IMAGES = frozenset({"image", "images", "img", "imgs"})
-MASKS = frozenset(
-    {"mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations"}
-)
+IMAGES = ("image", "images", "img", "imgs")
+MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
 """The names of folders of images and of their masks, in small letters."""
+WITHOUT_SPLIT = "without a split (train, val, test), because others have one"
 NAMED = 10  # files or classes in a note or a message
 
 
@@ -59,6 +58,13 @@ def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tupl
         f"not: {listed(unnamed)}"
     )
     return {file: split for file, split in splits.items() if split is not None}, (note,)
+
+
+def left_out_notes(left_out: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return notes about images that are left out, from {why: their names}."""
+    return tuple(
+        f"{quantity(len(keys), 'image')} {why}, left out: {listed(keys)}" for why, keys in left_out.items() if keys
+    )
 
 
 def listed(texts: Sequence[str], most: int | None = NAMED) -> str:

@@ -39,6 +39,7 @@ from vit_model.formats.imported import Imported
 from vit_model.model import ViT
 from vit_model.weights import checked_weights, resize_positions
 
+MOST_PIXELS = 4096  # of a side of DINOv3's images; its files have no table of positions that limits it
 ROPE_THETA = 100  # of `vit_model.blocks.rope`
 GELUS = {
     "gelu": "exact",
@@ -148,6 +149,8 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     activations = ["silu"] if sizes.get("use_gated_mlp") else list(GELUS)
     if sizes["hidden_act"] not in activations:
         raise UserError(f"{path}: hidden_act {sizes['hidden_act']!r} is not supported; {', '.join(activations)} is")
+    if kind == "dinov3_vit" and not 0 < max(_height_and_width(sizes["image_size"])) <= MOST_PIXELS:
+        raise UserError(f"{path}: image_size {sizes['image_size']} is more than {MOST_PIXELS}, which no tensor limits")
     if sizes.get("rope_theta") not in (None, ROPE_THETA):
         raise UserError(f"{path}: rope_theta {sizes['rope_theta']} is not supported; {ROPE_THETA:g} is")
     if isinstance(patch := sizes["patch_size"], list) and len(set(map(str, patch))) == 1:

@@ -61,3 +61,6 @@ class Promote(BaseStage):
     def lacking(self, empty: Set[str]) -> Set[str]:
         # the first model has no rival, and no anchor
         return empty - {"against", "anchor"} if "against" in empty else empty
+
+    def needs_one_label(self) -> str | None:
+        return None  # images of detectors have several, and the stage refuses classifiers on them

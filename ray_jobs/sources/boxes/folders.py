@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from pipelines.spec import BoxFormat, quantity
+from pipelines.spec import BoxFormat
 from ray_jobs.data.boxes import ANY_CLASS, SHARES, Box
 from ray_jobs.sources.boxes import coco, per_image
 from ray_jobs.sources.boxes.per_image import KITTI_IGNORED, Named
-from ray_jobs.sources.names import SPLIT_WORDS, listed, splits_of_files
+from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, splits_of_files
 from vit_model.errors import UserError
 
 Read = Callable[[Sequence[str]], Iterable[bytes]]
@@ -118,18 +118,15 @@ def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read
     splits, _ = splits_of_files([*dict.fromkeys(places.values())])
     left_out = {
         "without annotations": sorted(set(images) - found.images.keys()),
-        "without a split (train, val, test), because others have one": sorted(
-            image for image, place in places.items() if place not in splits
-        ),
+        WITHOUT_SPLIT: sorted(image for image, place in places.items() if place not in splits),
     }
     used = sorted(image for image, place in places.items() if place in splits)
     if not used:
         raise UserError("its annotations have no image")
-    notes = [
-        f"{quantity(len(keys), 'image')} {why}, left out: {listed(keys)}" for why, keys in left_out.items() if keys
-    ]
     images_used = {image: found.images[image] for image in used}
-    return Annotated(found.class_names, images_used, {image: splits[places[image]] for image in used}, tuple(notes))
+    return Annotated(
+        found.class_names, images_used, {image: splits[places[image]] for image in used}, left_out_notes(left_out)
+    )
 
 
 def _lists(files: Iterable[str], images: Iterable[str], read: Read) -> dict[str, str]:

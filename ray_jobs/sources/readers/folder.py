@@ -36,7 +36,7 @@ from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated
-from ray_jobs.sources.names import SPLIT_WORDS, listed, split_in, splits_of_files
+from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, split_in, splits_of_files
 from ray_jobs.sources.readers.features import alike_note, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -201,10 +201,11 @@ def _with_masks(root: Path | str, files: Sequence[str]) -> Listing:
         raise UserError(f"{root}: source.mask_classes: no PNGs of masks, such as {example}")
     without = [key for key in images if key not in of_images and not folder_masks.is_mask(key)]
     folders = {image: image.rpartition("/")[0] for image in of_images}
-    splits, left_out = splits_of_files([*dict.fromkeys(folders.values())])
+    splits, _ = splits_of_files([*dict.fromkeys(folders.values())])
     found = tuple(Entry(key, 0, splits[folders[key]]) for key in sorted(of_images) if folders[key] in splits)
-    notes = [f"{quantity(len(without), 'image')} without a mask, left out: {listed(without)}"] if without else []
-    return Listing(str(root), (), found, (), notes=(*notes, *left_out))
+    other = sorted(of_images.keys() - {each.key for each in found})
+    notes = left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
+    return Listing(str(root), (), found, (), notes=notes)
 
 
 def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: Read) -> Listing:

@@ -37,7 +37,8 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
 def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
     """Raise UserError for folders of images and their masks, which would be taken for two classes."""
     names = {name.lower() for name in class_names}
-    if len(names) > 1 and names <= IMAGES | MASKS and names & IMAGES and names & MASKS:
+    images, masks = names.intersection(IMAGES), names.intersection(MASKS)
+    if images and masks and names == images | masks:
         raise UserError(
             f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
             "not classes. Read the masks with source.mask_classes, the names of their values; or, to classify the "

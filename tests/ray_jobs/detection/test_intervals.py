@@ -29,7 +29,10 @@ def test_a_difference_is_of_the_same_images() -> None:
     one = rng.random(300) < 0.6
     other = one ^ (rng.random(300) < 0.05)  # differs in a few images
     same = difference_interval(found_in(one), found_in(one))
-    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    assert same.value == 0 and -0.02 < same.low < 0 < same.high < 0.02, "as wide as of 300 images without a difference"
+    perfect, none = found_in(np.ones(40)), found_in(np.zeros(40))
+    value, low, high = difference_interval(perfect, none)
+    assert (value, high) == (pytest.approx(1), 1) and 0.8 < low < 1
     paired = difference_interval(found_in(one), found_in(other))
     alone = ap_interval(found_in(one))
     assert paired.low < paired.value < paired.high

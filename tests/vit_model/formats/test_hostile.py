@@ -163,6 +163,7 @@ HF = {
     "no activation": (config(hidden_act="relu"), "hidden_act 'relu' is not supported; gelu"),
     "quantised": (config(quantization_config={}), "quantized weights"),
     "RoPE": (config(**DINOV3, rope_theta=1e4), "rope_theta 10000.0 is not supported; 100 is"),
+    "many tokens": (config(**DINOV3, image_size=8192), "image_size 8192 is more than 4096"),
     "gated": (config(**DINOV3, use_gated_mlp=True), "hidden_act 'gelu' is not supported; silu is"),
     "SwiGLU": (config(use_swiglu_ffn=True), "SwiGLU is not supported"),
     "other model": (config(model_type=["vit"]), r"model_type \['vit'\] is not supported; vit, deit"),
