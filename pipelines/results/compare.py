@@ -97,8 +97,8 @@ def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
     """Match the measurements of two results.
 
     Args:
-        metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`. If
-            both results have several labels per image, accuracy means mAP; of detections AP, of segmentations mIoU.
+        metric: accuracy, or the name of a metric computed from predictions, whose name then replaces `accuracy`. Where
+            neither has an accuracy, it means mAP (of several labels per image), AP (of boxes) or mIoU (of masks).
 
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
@@ -108,8 +108,8 @@ def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
         raise RecipeError(f"--metric {metric}: no such metric{nearest(metric, known)}")
     measured = [measurements(store, _measured(store, selector)) for selector in (a, b)]
     if metric == ACCURACY and not any(side.entries for side in measured):
-        of_all = [{entry.metric for entry in side.scored} for side in measured]
-        metric = next((other for other in (MEAN_AP, AP, MEAN_IOU) if all(other in side for side in of_all)), ACCURACY)
+        found = {entry.metric for side in measured for entry in side.scored}
+        metric = next((other for other in (MEAN_AP, AP, MEAN_IOU) if other in found), ACCURACY)
     sides = [_entries(side, metric) for side in measured]
     for selector, side, of_side in zip((a, b), sides, measured, strict=True):
         if not side:

@@ -92,11 +92,17 @@ def test_detectors_are_compared_by_ap(tmp_path: Path) -> None:
         done = in_process.vitflow("report", "compare", a, b, "--gate", "0.01", "--store", store.uri, check=code)
         assert done.stdout.count("allowed: -1") == 1
     assert "| AP, % (95% interval) | A | B |" in "\n".join(markdown(store, match(store, "aa", "bb")))
+    put_detections(store, "cc", {"ViT, pretrained": found["bb"]}, x2=60.0)
+    with pytest.raises(RecipeError, match="not scored on the same test images with the same annotations"):
+        gate(match(store, "aa", "cc"), 0.01)
+    put_detections(store, "few", {"ViT, pretrained": found["bb"][:9]})
+    with pytest.raises(RecipeError, match="few: no AP to compare: fewer than 10 test images with annotations"):
+        match(store, "aa", "few")
 
 
-def put_detections(store: Store, key: str, found: dict[str, np.ndarray]) -> None:
+def put_detections(store: Store, key: str, found: dict[str, np.ndarray], x2: float = 50.0) -> None:
     """Commit a detection of images with one box each, which each method finds exactly or not at all."""
-    box = {"x1": 10.0, "y1": 10.0, "x2": 50.0, "y2": 50.0, "label": 0}
+    box = {"x1": 10.0, "y1": 10.0, "x2": x2, "y2": 50.0, "label": 0}
     images = [
         {
             "task": "digits",
@@ -108,7 +114,7 @@ def put_detections(store: Store, key: str, found: dict[str, np.ndarray]) -> None
             "found": [box | {"score": 0.5}] * int(is_found),
         }
         for method, is_right in found.items()
-        for identity, is_found in zip(IDS, is_right, strict=True)
+        for identity, is_found in zip(IDS, is_right, strict=False)
     ]
     with committed(store, "detect", key, config={"seed": 0}, nonce=key) as folder:
         write_table(folder / "rows.parquet", [], ROWS)

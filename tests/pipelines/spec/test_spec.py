@@ -408,6 +408,34 @@ def test_stages_refuse_several_labels_by_name(stage: str, fields: dict[str, Any]
     assert message in str(error.value)
 
 
+def test_what_images_show_decides_which_stages_take_them() -> None:
+    """Detectors are trained and promoted on images with boxes, and pixels classified on images with masks."""
+    size = {"patch_size": 8, "width": 32, "depth": 1, "num_heads": 2}
+    found = {"job": "detect", "data": "photos", "model": size, "resolution": 32, "learning_rates": [0.1]}
+    stages = {
+        "photos": {"job": "ingest", "source": {"kind": "folder", "root": "/photos", "boxes": "coco"}},
+        "found": found | {"steps": 2, "batch_size": 2},
+        "promote": {"job": "promote", "data": "photos", "candidate": "found", "against": "@boxes", "floor": 0.1},
+    }
+    assert parse_pipeline({"name": "boxes", "stages": stages}, "boxes.yaml").order()
+    masked = {"kind": "folder", "root": "/photos", "mask_classes": ["sky", "sea"]}
+    pixels = {
+        "photos": {"job": "ingest", "source": masked},
+        "vit": {"job": "import", "path": "m"},
+        "segment": {"job": "segment", "data": "photos", "backbone": "vit"},
+    }
+    assert parse_pipeline({"name": "masks", "stages": pixels}, "masks.yaml").order()
+    for wrong, message in (
+        (stages | {"photos": pixels["photos"]}, r"stages\.found\.data: photos has no (boxes of objects|labels)"),
+        (
+            pixels | {"photos": {"job": "ingest", "source": {"kind": "digits"}}},
+            r"stages\.segment\.data: photos has no masks",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            parse_pipeline({"name": "wrong", "stages": wrong}, "wrong.yaml")
+
+
 def test_stages_that_need_no_labels_take_images_without() -> None:
     raw = yaml.safe_load(TINY.read_text())
     raw["stages"]["photos"] = PHOTOS

@@ -126,6 +126,11 @@ def test_nothing_detected_is_an_ap_of_zero() -> None:
     truths, found = scenes(5)
     nothing = [Detected(*(part[:0] for part in each)) for each in found]
     assert mean_ap(match(truths, nothing, CLASSES)["all"]) == 0.0
+    assert np.isnan([*average_precisions(match(nothing_there(5), found, 0)).values()]).all()
+
+
+def nothing_there(count: int) -> list[Boxes]:
+    return [Boxes(np.zeros((0, 4)), np.zeros(0, int), np.zeros(0, bool))] * count
 
 
 def test_a_region_without_a_class_is_ignored_for_every_class() -> None:

@@ -20,6 +20,7 @@ from pipelines.store import Layout, open_store
 from ray_jobs import ingest
 from ray_jobs.data.masks import IGNORED, decode_mask
 from ray_jobs.data.shards import Dataset, open_dataset
+from ray_jobs.sources.folder_masks import beside
 from ray_jobs.sources.readers import shape_masks, shapes
 from tests.support.ingesting import in_tasks_here
 from tests.support.records import make_context
@@ -232,6 +233,16 @@ def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for key, mask in found.items():
         np.testing.assert_array_equal(mask, expected[key])
+
+
+def test_a_mask_is_found_by_its_exact_name_and_there_is_one() -> None:
+    images = ["train/Images/A.jpg", "train/Images/a.jpg", "train/Images/b.jpg"]
+    files = [*images, "train/Masks/A.png", "train/Masks/a.png"]
+    assert beside(images, files) == {images[0]: files[3], images[1]: files[4]}
+    with pytest.raises(
+        UserError, match=r"train/Images/a\.jpg has two masks, train/Masks/a\.png and train/labels/a\.png"
+    ):
+        beside(images, [*files, "train/labels/a.png"])
 
 
 def test_a_folder_without_masks_says_where_they_belong(tmp_path: Path) -> None:
