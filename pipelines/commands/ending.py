@@ -85,9 +85,10 @@ def _images(manifest: Manifest, columns: str, table: str) -> str:
     return f'vitflow report query "{sql}" --csv'
 
 
-def _rank(stage: PlannedStage) -> tuple[bool, float, bool]:
+def _rank(stage: PlannedStage) -> tuple[bool, float, bool, bool]:
     assert isinstance(stage.config, Finetune) and stage.manifest is not None
     metrics = stage.manifest.metrics
     measured = (f"validation_{metric}" for metric in ("accuracy", "mAP", "AP"))
     held_out = float(next((metrics[name] for name in measured if name in metrics), 0.0))
-    return stage.config.labels.per_class is None, held_out, stage.config.backbone is not None
+    config = stage.config
+    return config.labels.per_class is None, held_out, config.backbone is not None, config.freeze is None

@@ -198,6 +198,7 @@ def cost(stages: Sequence[Line], environments: Sequence[Line]) -> dict[str, Any]
 def model(numbers: Line) -> str | None:
     """Return the artifact of the fine-tuned model to use: with most labels, the most accurate on held-out images."""
     models = {stage["artifact"]: stage["metrics"] for stage in numbers["stages"] if stage["kind"] in WEIGHTS}
+    places = {artifact: place for place, artifact in enumerate(models)}  # lines may be in the order of test results
     scored = [*numbers["accuracies"], *numbers.get("several_labels", ()), *numbers.get("detectors", ())]
     tuned = [line for line in scored if line["artifact"] in models]
     best = max(
@@ -206,6 +207,8 @@ def model(numbers: Line) -> str | None:
             line.get("labels_per_class") or float("inf"),
             *(models[line["artifact"]].get(f"validation_{metric}", 0.0) for metric in (ACCURACY, MEAN_AP, AP)),
             "pretrained" in line["method"],
+            "frozen" not in line["method"],
+            -places[line["artifact"]],
         ),
         default=None,
     )
