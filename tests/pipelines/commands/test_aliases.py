@@ -61,7 +61,7 @@ def test_an_alias_names_a_model_for_every_command_and_goes_back(store: Path) -> 
         (("rollback", "stable"), "@stable has no earlier move to another model to go back to"),
         (("rollback", "stable", "--to", "7"), "@stable has no move 7 to go back to"),
         (("set", "production", "@stabel"), "no alias is called 'stabel'; did you mean 'stable'?"),
-        (("set", "production", "c3"), "no model has a key that begins with 'c3'"),
+        (("set", "production", "c3"), "no model or detector has a key that begins with 'c3'"),
         (("set", "Best", "a1"), "'Best' is not a valid alias"),
     ],
 )

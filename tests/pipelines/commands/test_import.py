@@ -385,7 +385,7 @@ def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
         (["import", "x.npz", "--name", "No Name"], "should match pattern"),
         (
             ["export", "zz", "--format", "hf", "--output", "out"],
-            "no model has a key that begins with 'zz', and ",
+            "no model or detector has a key that begins with 'zz', and ",
         ),
         (["export", "zz", "--format", "hf", "--output", "out"], "has no runs"),
         (["export", "ma", "--format", "tf", "--output", "out"], "'tf' is not one of"),
