@@ -34,9 +34,9 @@ from pipelines.store import PROMOTED, Manifest, contract_of, model_folder
 from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import Detected
 from ray_jobs.detection.entries import Entry, entries
-from ray_jobs.detection.scoring import detected_by, detections_of, measured
+from ray_jobs.detection.scoring import detected_by
 from ray_jobs.detection.tables import FILE as DETECTIONS_FILE
-from ray_jobs.detection.tables import found_table
+from ray_jobs.detection.tables import detections_of, found_table, measured
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.features import infer
 from ray_jobs.evaluation.intervals import FEWEST, Interval, bounds, moments_of, paired_difference, rules_out

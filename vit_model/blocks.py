@@ -247,7 +247,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.gelu = config.gelu
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
-        self.gate = nn.Linear(config.width, config.mlp_dim) if config.swiglu else None
+        self.gate = nn.Linear(config.width, config.mlp_dim) if config.is_gated else None
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
         self.dropout = nn.Dropout(config.dropout)
 

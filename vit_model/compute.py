@@ -35,7 +35,7 @@ def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
     total += _block_macs(config, tokens)
     total += config.num_blocks * tokens * (2 * tokens - 1) * width * (config.position == "relative")
     if config.pooling == "map":
-        total += 2 * tokens * (width * width + width) + 2 * width * width + (2 + config.swiglu) * width * mlp
+        total += 2 * tokens * (width * width + width) + 2 * width * width + (2 + config.is_gated) * width * mlp
     total += width * width * config.representation_head
     return total + width * config.num_classes * (1 + config.distillation)
 
@@ -43,7 +43,7 @@ def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
 def _block_macs(config: ViTConfig, tokens: int) -> int:
     """Return the MACs of all blocks for this number of tokens, without scores of relative positions."""
     width, mlp = config.width, config.mlp_dim
-    total = config.num_blocks * tokens * (4 * width * width + (2 + config.swiglu) * width * mlp)
+    total = config.num_blocks * tokens * (4 * width * width + (2 + config.is_gated) * width * mlp)
     return total + 2 * tokens * _keys(config, tokens) * width
 
 

@@ -65,11 +65,10 @@ class ViTOptions(Frozen):
     """False removes the connections around attention and MLP, for ablations."""
     axial: bool = later(False)
     """Each block becomes two, one attending along rows and one along columns (section D.6)."""
-    swiglu: bool = later(False)
-    """The MLP is SiLU(a matrix times x) * (another one times x), and a third (Shazeer 2020; DINOv3's largest)."""
-    gelu: Literal["tanh", "exact", "quick"] = "tanh"
+    gelu: Literal["tanh", "exact", "quick", "swiglu"] = "tanh"
     """"tanh" is what the authors' code computes; timm and Hugging Face use "exact", OpenAI's CLIP "quick", which is
-    x * sigmoid(1.702 * x)."""
+    x * sigmoid(1.702 * x). "swiglu" is no GELU but SiLU(a matrix times x) * (another one times x), and a third
+    matrix (Shazeer 2020; DINOv3's largest)."""
     layer_norm_eps: Annotated[float, Field(gt=0)] = later(1e-6)
     dropout: Probability = later(0.0)
     stochastic_depth: Probability = later(0.0)
@@ -229,6 +228,11 @@ class ViTConfig(_ForImages, ViTShape):
         return self.class_position * (self.class_token + self.distillation)
 
     @property
+    def is_gated(self) -> bool:
+        """Whether MLPs have three matrices."""
+        return self.gelu == "swiglu"
+
+    @property
     def num_blocks(self) -> int:
         """Blocks built: `depth`, or twice as many with axial attention."""
         return self.depth * (1 + self.axial)
@@ -238,7 +242,7 @@ class ViTConfig(_ForImages, ViTShape):
         """All trainable numbers, heads included."""
         width, mlp = self.width, self.mlp_dim
         norm, attention = 2 * width, 4 * (width * width + width)
-        mlp_layers = (1 + self.swiglu) * (width * mlp + mlp) + mlp * width + width
+        mlp_layers = (1 + self.is_gated) * (width * mlp + mlp) + mlp * width + width
         block = attention + mlp_layers + 2 * norm + 2 * width * (self.layer_scale is not None)
         relative = (2 * self.num_tokens - 1) * (width // self.num_heads) * (self.position == "relative")
         patch = (self.patch_size // self.stem_stride) ** 2

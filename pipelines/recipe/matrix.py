@@ -149,7 +149,7 @@ def _labels(values: list[Any]) -> list[str]:
         for field in values[0]:
             spelled = [_label(value.get(field)) if field in value else "" for value in values]
             if all(spelled) and len(set(spelled)) == len(values):
-                labels = [f"{field}-{label}" for label in spelled]
+                labels = [f"{_label(field)}-{label}" if _label(field) else "" for label in spelled]
                 break
     plain = all(0 < len(label) <= LABEL_LENGTH for label in labels) and len(set(labels)) == len(labels)
     return labels if plain else [str(position) for position in range(1, len(values) + 1)]

@@ -91,11 +91,14 @@ class FolderSource(FileSource):
 
     @model_validator(mode="after")
     def _boxes_fit(self) -> Self:
-        for field, what in (("boxes", "the boxes have the labels"), ("mask_classes", "images with masks have none")):
+        for field, what in (
+            ("boxes", f"boxes {self.boxes}: the boxes have the labels"),
+            ("mask_classes", "mask_classes: images with masks have no labels"),
+        ):
             others = (*_OF_LABELS, "mask_classes" if field == "boxes" else "boxes")
             changed = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
             if getattr(self, field) is not None and changed:
-                raise ValueError(f"{field}: {what}; leave out {', '.join(changed)}")
+                raise ValueError(f"{what}; leave out {', '.join(changed)}")
         return self
 
     @model_validator(mode="after")

@@ -1,11 +1,9 @@
-"""What a detector detects in a dataset's images, and the rows of its AP."""
+"""What a detector of the store detects in a dataset's images."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,36 +11,13 @@ import torch
 
 from ray_jobs.data.boxes import sizes_of
 from ray_jobs.data.shards import Dataset
-from ray_jobs.detection.average_precision import Detected, average_precisions, match
-from ray_jobs.detection.tables import DETECTIONS, detected_of, truths_of
+from ray_jobs.detection.average_precision import Detected
 from ray_jobs.process.devices import device, set_threads
 from vit_model.detection.detector import load_detector
 from vit_model.detection.fcos import detect
 from vit_model.preprocessing import normalise
 
 BATCH = 64  # images per forward pass
-
-
-def detections_of(about: Mapping[str, Any], images: pa.Table, found: pa.Table) -> pa.Table:
-    """Return the table of DETECTIONS of a method.
-
-    Args:
-        about: its task, protocol, method and draw.
-        images: rows of the index, whose boxes these are.
-        found: FOUND of each of them.
-    """
-    columns = {field: [about[field]] * len(images) for field in ("task", "protocol", "method", "draw")}
-    columns |= {field: images[field].combine_chunks() for field in ("sample_id", "boxes")}
-    columns |= {"found": found["found"].combine_chunks()}
-    return pa.table([*columns.values()], names=[*columns]).cast(DETECTIONS)
-
-
-def measured(detections: pa.Table, num_classes: int) -> Iterator[tuple[str, float]]:
-    """Yield AP, AP50, ... of a table of DETECTIONS; a size without boxes is left out."""
-    matches = match(truths_of(detections), detected_of(detections), num_classes)
-    for metric, value in average_precisions(matches).items():
-        if not np.isnan(value):
-            yield metric, value
 
 
 @torch.inference_mode()

@@ -1,8 +1,8 @@
-"""Boxes and detections of images as columns of tables, and as `average_precision.match` takes them."""
+"""Boxes and detections of images as columns of tables, and as `average_precision.match` takes them; their AP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ray_jobs.data.boxes import BOX, of_rows
-from ray_jobs.detection.average_precision import Boxes, Detected
+from ray_jobs.detection.average_precision import Boxes, Detected, average_precisions, match
 from ray_jobs.evaluation.rows import PREDICTIONS
 
 FILE = "detections.parquet"
@@ -62,6 +62,28 @@ def found_table(detected: Sequence[Detected]) -> pa.Table:
         for each in detected
     ]
     return pa.table([rows], schema=FOUND)
+
+
+def detections_of(about: Mapping[str, Any], images: pa.Table, found: pa.Table) -> pa.Table:
+    """Return the table of DETECTIONS of a method.
+
+    Args:
+        about: its task, protocol, method and draw.
+        images: rows of the index, whose boxes these are.
+        found: FOUND of each of them.
+    """
+    columns = {field: [about[field]] * len(images) for field in ("task", "protocol", "method", "draw")}
+    columns |= {field: images[field].combine_chunks() for field in ("sample_id", "boxes")}
+    columns |= {"found": found["found"].combine_chunks()}
+    return pa.table([*columns.values()], names=[*columns]).cast(DETECTIONS)
+
+
+def measured(detections: pa.Table, num_classes: int) -> Iterator[tuple[str, float]]:
+    """Yield AP, AP50, ... of a table of DETECTIONS; a size without boxes is left out."""
+    matches = match(truths_of(detections), detected_of(detections), num_classes)
+    for metric, value in average_precisions(matches).items():
+        if not np.isnan(value):
+            yield metric, value
 
 
 def _array(boxes: Sequence[Sequence[float]]) -> NDArray[np.float64]:

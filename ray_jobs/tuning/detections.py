@@ -16,8 +16,7 @@ import pyarrow as pa
 from ray_jobs.data.boxes import sizes_of
 from ray_jobs.data.shards import Dataset
 from ray_jobs.detection.average_precision import Detected
-from ray_jobs.detection.scoring import detections_of, measured
-from ray_jobs.detection.tables import FILE, found_table
+from ray_jobs.detection.tables import FILE, detections_of, found_table, measured
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import PRETRAINED, Overlap
 from ray_jobs.training.task import Task

@@ -70,7 +70,7 @@ VITS: list[dict[str, Any]] = [
     {"position": "sincos2d", "norm_first": True},
     {"position": "sincos2d_moco"},
     {"position": "relative"},
-    {"position": "rope", "swiglu": True, "pooling": "map"},
+    {"position": "rope", "gelu": "swiglu", "pooling": "map"},
     {"position": "learned2d", "position_at": "every_layer"},
     {"axial": True, "pooling": "gap", "image_size": (128, 160), "width": 16, "mlp_dim": 32, "depth": 1},
     {"layer_scale": 0.1, "gelu": "quick"},

@@ -164,7 +164,7 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[st
     fields: dict[str, Any] = {
         "position_resize": "bicubic_antialias" if kind == "dinov2_with_registers" else "bicubic",
         "num_classes": 0 if head is None else head.shape[0] if head.ndim else 1,
-        "gelu": GELUS.get(sizes["hidden_act"], "tanh"),  # a SwiGLU has none
+        "gelu": "swiglu" if sizes.get("use_gated_mlp") else GELUS[sizes["hidden_act"]],
     }
     if kind == "vit" and "pooler.dense.weight" in tensors:
         if sizes.get("pooler_act", "tanh") != "tanh":
@@ -175,8 +175,8 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[st
     elif kind.startswith("dinov2"):
         fields |= {"layer_scale": sizes["layerscale_value"], "registers": sizes.get("num_register_tokens", 0)}
     elif kind == "dinov3_vit":
-        fields |= {"position": "rope", "swiglu": bool(sizes.get("use_gated_mlp"))}
-        fields |= {"layer_scale": sizes["layerscale_value"], "registers": sizes["num_register_tokens"]}
+        fields |= {"position": "rope", "registers": sizes["num_register_tokens"]}
+        fields["layer_scale"] = sizes["layerscale_value"]
     elif kind.startswith("clip"):
         fields |= {"norm_first": True, "patch_bias": False}
     elif kind.startswith("siglip"):
@@ -313,7 +313,7 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
         if config.pooling == "cls" and not head and extras - {"registers"} == {"layer_scale"}:
             return "dinov3_vit", "DINOv3ViTModel"
         common = False
-    if common and not config.swiglu and config.pooling == "cls":
+    if common and not config.is_gated and config.pooling == "cls":
         if not extras:
             return "vit", "ViTForImageClassification"  # without labels its classifier is the identity
         if extras == {"representation_head"} and not head:
@@ -331,7 +331,7 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
             return "deit", f"DeiTForImageClassification{'WithTeacher' if head else ''}"
         if extras == {"registers"} and config.registers == 1 and head:
             return "deit", "DeiTForImageClassification"
-    if common and not config.swiglu and not extras and not config.class_token and square:
+    if common and not config.is_gated and not extras and not config.class_token and square:
         if config.pooling == "map" and not head:
             return "siglip_vision_model", "SiglipVisionModel"
         if config.pooling == "gap" and head:
@@ -353,7 +353,7 @@ def _config(kind: str, name: str, config: ViTConfig, class_names: tuple[str, ...
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.mlp_dim,
-        "hidden_act": {"exact": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu"}[config.gelu],
+        "hidden_act": {"exact": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu"}.get(config.gelu, "silu"),
         "layer_norm_eps": config.layer_norm_eps,
     }
     if kind.startswith("dinov2"):
@@ -362,7 +362,7 @@ def _config(kind: str, name: str, config: ViTConfig, class_names: tuple[str, ...
         del sizes["intermediate_size"]
     if kind == "dinov3_vit":
         sizes |= {"layerscale_value": config.layer_scale, "num_register_tokens": config.registers, "key_bias": True}
-        sizes |= {"use_gated_mlp": True, "hidden_act": "silu"} if config.swiglu else {}
+        sizes["use_gated_mlp"] = config.is_gated
     if name == "CLIPVisionModelWithProjection":
         sizes["projection_dim"] = config.num_classes
         class_names = ()

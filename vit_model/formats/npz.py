@@ -235,7 +235,7 @@ def _require_expressible(config: Architecture, preprocessing: Preprocessing) -> 
     paper = ViTOptions(pooling=config.pooling)
     for field in (
         *("class_token", "distillation", "registers", "position_at", "norm_first", "norm_after_pooling"),
-        *("patch_bias", "layer_scale", "residual", "axial", "swiglu", "gelu", "layer_norm_eps"),
+        *("patch_bias", "layer_scale", "residual", "axial", "gelu", "layer_norm_eps"),
     ):
         if getattr(config, field) != getattr(paper, field):
             raise UserError(

@@ -296,7 +296,7 @@ def _require_timms(config: ViTConfig) -> None:
         f"position_at {config.position_at!r}": config.position_at != "stem",
         "residual false": not config.residual,
         "axial true": config.axial,
-        "swiglu true": config.swiglu,
+        "gelu 'swiglu'": config.is_gated,
         "a convolutional stem": config.stem is not None,
         "representation_head true": config.representation_head,
         "patch_bias without norm_first, or the other way": config.patch_bias == config.norm_first,

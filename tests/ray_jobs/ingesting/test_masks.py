@@ -180,7 +180,7 @@ def test_reused_images_get_their_masks_again(tmp_path: Path, monkeypatch: pytest
         (
             {"kind": "folder", "root": "x", "mask_classes": ["a", "b"], "boxes": "coco"},
             {},
-            "boxes: the boxes have the labels; leave out mask_classes",
+            "boxes coco: the boxes have the labels; leave out mask_classes",
         ),
         ({"kind": "folder", "root": "x", "mask_classes": ["a", "b"], "labels": False}, {}, "leave out labels"),
     ],

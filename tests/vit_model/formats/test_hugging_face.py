@@ -216,7 +216,7 @@ OURS: dict[str, dict[str, Any]] = {
     "tanh layer": {"representation_head": True},
     "registers and layer scale": {"registers": 2, "layer_scale": 1e-4, "num_classes": 3},
     "rotary": {"position": "rope", "layer_scale": 0.5},
-    "rotary and gated": {"position": "rope", "layer_scale": 0.5, "registers": 2, "swiglu": True},
+    "rotary and gated": {"position": "rope", "layer_scale": 0.5, "registers": 2, "gelu": "swiglu"},
     "pre-norm": {"norm_first": True, "patch_bias": False, "gelu": "quick"},
 }
 
@@ -263,7 +263,7 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
         {"class_position": False},
         {"registers": 2},
         {"position": "rope"},
-        {"swiglu": True},
+        {"gelu": "swiglu"},
         {"pooling": "gap"},
     ],
 )

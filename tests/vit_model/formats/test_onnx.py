@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "MAP, no head": {"pooling": "map", "num_classes": 0},
     "registers, LayerScale": {"registers": 3, "layer_scale": 0.1, "norm_first": True, "gelu": "quick"},
     "hybrid": {"stem": (1,), "patch_size": 8, "image_size": 24},
-    "rotary, SwiGLU": {"position": "rope", "swiglu": True, "image_size": (8, 12)},
+    "rotary, SwiGLU": {"position": "rope", "gelu": "swiglu", "image_size": (8, 12)},
     "relative, not square": {"position": "relative", "image_size": (8, 12)},
     "ResNet": {"units": (1, 1), "image_size": (25, 32)},
     "axial": {"pooling": "gap", "position": "learned2d", "axial": True},

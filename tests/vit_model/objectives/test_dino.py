@@ -124,7 +124,7 @@ def test_views_of_one_size_are_computed_together_as_if_each_were_alone(depth: fl
         {"position_at": "every_layer"},
         {"axial": True, "pooling": "gap"},
         {"registers": 2, "pooling": "gap"},
-        {"position": "rope", "swiglu": True},
+        {"position": "rope", "gelu": "swiglu"},
     ],
     ids=str,
 )
