@@ -7,7 +7,7 @@ In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.d
     excluded.parquet      with `exclude`, the listed images (`ray_jobs.ingesting.exclude`)
     set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
     card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
-    masks/...             if the source has masks, those of each shard's images (`ray_jobs.data.masks`)
+    masks/...             the masks of each shard's images, if the source has masks (`ray_jobs.data.masks`)
     facts/...             the facts of every image and its source file, for reuse (`ray_jobs.ingesting.reuse`)
 
 The stage first lists the source, down to the byte range of every image in every archive. Then tasks read these ranges,

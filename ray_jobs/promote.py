@@ -131,7 +131,7 @@ class Accuracy(NamedTuple):
         return paired_difference(self.correct[None], rival.correct[None])
 
     def tells(self, rival: Accuracy, max_loss: float, images: int) -> bool:
-        """Return whether so many images with the same shares of differences show on which side of -max_loss it is."""
+        """Return whether `images` images, differing as often as these, would show which side of -max_loss it is on."""
         moments = moments_of((self.correct - rival.correct.astype(float))[None])
         return rules_out(*bounds(moments._replace(images=images), 0.05, paired=True), max_loss) is not None
 

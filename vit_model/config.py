@@ -67,8 +67,8 @@ class ViTOptions(Frozen):
     """Each block becomes two, one attending along rows and one along columns (section D.6)."""
     gelu: Literal["tanh", "exact", "quick", "swiglu"] = "tanh"
     """"tanh" is what the authors' code computes; timm and Hugging Face use "exact", OpenAI's CLIP "quick", which is
-    x * sigmoid(1.702 * x). "swiglu" is no GELU but SiLU(a matrix times x) * (another one times x), and a third
-    matrix (Shazeer 2020; DINOv3's largest)."""
+    x * sigmoid(1.702 * x). "swiglu" replaces the GELU by SiLU(a matrix times x) * (another matrix
+    times x), before a third matrix (Shazeer 2020; DINOv3's largest models)."""
     layer_norm_eps: Annotated[float, Field(gt=0)] = later(1e-6)
     dropout: Probability = later(0.0)
     stochastic_depth: Probability = later(0.0)

@@ -190,7 +190,7 @@ def _described(store: Store, manifest: Manifest, names: dict[str, str]) -> dict[
     if manifest.kind == "model":
         return {**counts("parameters"), "accuracy": score(manifest)}
     if manifest.kind == "detector":
-        return {"task": task, **counts("parameters"), "AP": metrics.get("test_AP")}
+        return {"task": task, **counts("parameters"), "AP": score(manifest)}
     if manifest.job == "promote":
         return {"task": task, "best": f"{manifest.config['against']}: {metrics.get('verdict')}"}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result

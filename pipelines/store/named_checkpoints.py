@@ -66,7 +66,7 @@ def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Pa
 
 
 def contract_of(store: Store, manifest: Manifest) -> ModelContract | None:
-    """Return a model's contract, or that of a detector's backbone, and fetch only that; None if it has none.
+    """Fetch and return the contract of a model or of a detector's backbone; None if the artifact has none.
 
     Raises:
         StoreDamaged: the file does not match its manifest, or is no contract.

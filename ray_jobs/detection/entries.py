@@ -58,7 +58,7 @@ class Entry:
 
     @cached_property
     def matches(self) -> list[dict[str, list[Matches]]]:
-        """Of each draw, see `average_precision.match`; classes are those that have boxes in the images."""
+        """The matches of each draw (`average_precision.match`), of the classes that have boxes in the images."""
         classes = 1 + max((int(truth.classes.max(initial=-1)) for truth in self.truths), default=-1)
         return [match(self.truths, draw, classes) for draw in self.detected]
 

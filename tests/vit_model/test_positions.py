@@ -102,7 +102,7 @@ def test_mocos_table_has_timms_frequencies() -> None:
 
 
 def test_rope_depends_on_the_distance_of_two_patches_in_the_image() -> None:
-    """Between two patches the scores are those of any two with the same distance, in height and width of the image."""
+    """Two patches have the same scores as any other two that are as far apart, in heights and widths of the image."""
     grid, e = (3, 4), 8
     query, key = torch.randn(2, e, generator=torch.Generator().manual_seed(0))
     every = [rotated(one.expand(1, 1, 12, e), rope(grid, e))[0, 0].view(*grid, e) for one in (query, key)]

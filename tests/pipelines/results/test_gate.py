@@ -77,7 +77,7 @@ def test_the_table_has_the_images_that_flipped_and_the_classes_that_lost(store: 
 
 
 def test_detectors_are_compared_by_ap(tmp_path: Path) -> None:
-    """The reference that both stages have is no candidate; AP's difference is that of the detections."""
+    """The gate ignores the reference that both stages have, and compares the detections."""
     store = open_store(str(tmp_path))
     rng = np.random.default_rng(0)
     found = {key: rng.random(COUNT) < share for key, share in (("aa", 0.6), ("bb", 0.9))}

@@ -60,7 +60,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     (evaluation,) = list_kind(store, "evaluations")
     assert (evaluation["task"], evaluation["best"]) == ("zoo", "75.0% SVM @ 5")
     (detector,) = list_kind(store, "detectors")
-    assert (detector["task"], detector["parameters"], detector["AP"]) == ("zoo", 8, 0.25)
+    assert (detector["task"], detector["parameters"], detector["AP"]) == ("zoo", 8, "25.0% test AP")
     (audit,) = list_kind(store, "audits")
     assert (audit["task"], audit["audited"], audit["label_issues"]) == ("zoo", 9, 2)
     for kind in ("embeddings", "predictions", "inspections"):
