@@ -3,10 +3,11 @@
     python benchmarks/detect.py --torchvision FOLDER     # pip install --no-deps --target FOLDER torchvision==0.28.0
 
 Each contender is a process of its own, because PyPI's torchvision does not load beside the CPU build of torch without
-definitions that stop transformers' YOLOS. They take turns, each round in another order; a ratio is a peer's time
+definitions that stop transformers' YOLOS; its inference is left out, because its suppression is what does not load. They
+take turns, each round in another order; a ratio is a peer's time
 divided by ours in the same round. Images of 64 pixels with one to five boxes of ten classes, a ViT of width 96 with 4
 blocks and patches of 8, float32, batches of 32, AdamW, one thread. FCOS has our pyramid (twice the grid of patches, and
-the grid), two convolutions and 64 channels; YOLOS has 100 tokens of detections. The last row compares 200
+the grid), two convolutions and 64 channels; YOLOS has 100 tokens of detections. The last row compares 80
 steps of a fit with a frozen backbone, from its start to its saved weights, with the bare steps of its head.
 """
 
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -37,7 +39,7 @@ from vit_model.model import ViT
 
 SIDE, CLASSES, CHANNELS, CONVS, SCALES, BATCH = 64, 10, 64, 2, (2.0, 1.0), 32
 SIZE: dict[str, Any] = {"patch_size": 8, "width": 96, "depth": 4, "num_heads": 3}
-STEPS, ROUNDS = 5, 9
+STEPS, ROUNDS, FITTED = 5, 7, 80
 Work = dict[str, Callable[[], object]]
 
 
@@ -58,7 +60,7 @@ def main() -> None:
     for number in range(ROUNDS):
         order = [*workers][number % len(workers) :] + [*workers][: number % len(workers)]
         for what in ("train", "detect"):
-            for name in order:
+            for name in (name for name in order if (name, what) != ("torchvision", "detect")):
                 measured.setdefault((name, what), []).append(workers[name].seconds(what))
         for what in ("head", "frozen"):
             measured.setdefault(("vitflow", what), []).append(workers["vitflow"].seconds(what))
@@ -82,7 +84,7 @@ NAMES = {
     "train": "training step",
     "detect": "inference",
     "head": "bare step of the head on frozen tokens",
-    "frozen": "whole fit of 200 steps with a frozen backbone (its time / the bare steps')",
+    "frozen": "whole fit of 80 steps with a frozen backbone (its time / the bare steps')",
 }
 
 
@@ -182,7 +184,7 @@ def ours() -> Work:
 
 
 def frozen_fit() -> Callable[[], float]:
-    """Return a function that gives the seconds of STEPS steps of a fit of 200 with a frozen backbone, as a share."""
+    """Return a function that gives the seconds of STEPS steps of a fit of 80 with a frozen backbone, as a share."""
     from pipelines.spec import Detect, ModelSize
     from pipelines.store import create_attempt, open_store
     from ray_jobs import finetune
@@ -195,11 +197,11 @@ def frozen_fit() -> Callable[[], float]:
     folder = Path(mkdtemp(prefix="vfb-"))
     atexit.register(shutil.rmtree, folder, True)
     store = open_store(str(folder / "store"))
-    data = ingest_here(store, {"kind": "scenes", "images": 640, "dev_images": 32, "test_images": 32})
+    data = ingest_here(store, {"kind": "scenes", "images": 320, "dev_images": 32, "test_images": 32})
     save_backbone(folder / "backbone", ModelSize.model_validate(SIZE), SIDE, channels=3)
     fields = {"job": "detect", "data": "d", "backbone": "b", "freeze": "backbone", "resolution": SIDE}
     fields |= {"channels": CHANNELS, "convs": CONVS, "scales": SCALES, "batch_size": BATCH, "dtype": "float32"}
-    fields |= {"learning_rates": [1e-4], "steps": 200, "augment": "none"}
+    fields |= {"learning_rates": [1e-4], "steps": FITTED, "augment": "none"}
     config = Detect.model_validate(fields)
     numbers = iter(range(1, 1000))
 
@@ -213,17 +215,17 @@ def frozen_fit() -> Callable[[], float]:
         pools, _ = finetune.labelled(config, given.dataset())
         began = time.perf_counter()
         fits.refit(given, task, pools[0], 0)
-        return (time.perf_counter() - began) * STEPS / 200
+        return (time.perf_counter() - began) * STEPS / FITTED
 
     return fit
 
 
 def torchvisions() -> Work:
     """Its FCOS on our ViT and pyramid."""
+    import_module("tests.vit_model.detection.torchvision_fcos")  # first: it defines what torchvision lacks
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.fcos import FCOS, FCOSHead
 
-    from tests.vit_model.detection import torchvision_fcos  # defines what torchvision lacks  # noqa: F401
     from vit_model.detection.pyramid import as_map
 
     images, truths = drawn()
@@ -249,7 +251,7 @@ def torchvisions() -> Work:
     targets = [{"boxes": truth.boxes, "labels": truth.classes} for truth in truths]
     return {
         "train": steps(model, lambda: torch.stack([*model([*images], targets).values()]).sum()),
-        "detect": inference(model, lambda: model([*images])),
+        "detect": lambda: None,  # its suppression is the part that does not load
     }
 
 

@@ -99,7 +99,7 @@ def find_side(store: Store, selector: str) -> Side:
         stages = f"{len(found)} stages of {', '.join(EXPLAINED)}"
         matched = stages if found or not jobs else f"results of {jobs} only"
         raise RecipeError(
-            f"{selector}: matches {matched}; expected one, by its key or RUN/STAGE."
+            f"{selector}: matches {matched}; expected one of {', '.join(EXPLAINED)}, by its key or RUN/STAGE."
             " `vitflow report compare` compares the accuracies of any two results"
         )
     side = Side(found[0], load_run(store, found[0].run).pipeline)

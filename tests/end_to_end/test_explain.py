@@ -47,4 +47,4 @@ def test_two_planted_differences_are_found(tmp_path: Path, vitflow_local: Vitflo
     assert "eval_crop: none -> crop center, crop_fraction 0.5" in shown, "and nothing ran again"
     assert "are the same" in vitflow_local("explain", one, one, *store).stdout
     wrong = vitflow_local("explain", one.replace("probe", "drawn"), other, *store, check=2).stderr
-    assert "expected one evaluation or fine-tuning, by its key or RUN/STAGE" in wrong
+    assert "expected one of evaluate, segment, finetune, detect, by its key or RUN/STAGE" in wrong
