@@ -228,6 +228,11 @@ class ViTConfig(_ForImages, ViTShape):
         return self.class_position * (self.class_token + self.distillation)
 
     @property
+    def adds_positions(self) -> bool:
+        """Whether positions are added to tokens; otherwise attention has them, or nothing does."""
+        return self.position not in ("none", "relative", "rope")
+
+    @property
     def is_gated(self) -> bool:
         """Whether MLPs have three matrices."""
         return self.gelu == "swiglu"

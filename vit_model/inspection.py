@@ -64,7 +64,7 @@ def inspect(
         attention_distance(network, images),
         None if config.axial else attention_rollout(network, images[:rollouts]),
         patch_embedding_components(network, count) if config.stem is None else None,
-        position_similarity(network) if config.position not in ("none", "relative", "rope") else None,
+        position_similarity(network) if config.adds_positions else None,
         _distances((1, config.grid[1]) if config.axial else config.grid, config.patch_size).mean().item(),
     )
 
@@ -170,7 +170,7 @@ def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]
     """
     model = _vit(network, "position similarity")
     config = model.config
-    if config.position in ("none", "relative", "rope"):
+    if not config.adds_positions:
         raise UserError(
             f"position similarity needs position embeddings; a model with position {config.position!r} has none"
         )

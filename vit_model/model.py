@@ -205,7 +205,7 @@ class ViT(ParameterGroups):
     def positions(self, layer: int) -> Tensor | None:
         """Return the positions added before block `layer`, [1, n, d]; None without position embeddings."""
         config = self.config
-        if config.position in ("none", "relative", "rope"):
+        if not config.adds_positions:
             return None
         class_entries = 0
         if config.position == "learned1d":

@@ -174,7 +174,7 @@ class ScoredEntry:
 
     def interval(self, metric: str) -> Interval:
         """Return the mean of a metric over draws with its 95% interval over draws and images."""
-        return mean_interval(self._table(metric))
+        return mean_interval(self._tables[metric])
 
     def minus(self, other: ScoredEntry, metric: str, comparisons: int = 1) -> Interval:
         """Return the difference to another entry of the same images, with its interval, paired by image.
@@ -182,11 +182,12 @@ class ScoredEntry:
         It is also paired by draw if these are the same.
         """
         between = mean_difference if self.draws == other.draws else unequal_difference
-        return between(self._table(metric), other._table(metric), comparisons=comparisons)
+        return between(self._tables[metric], other._tables[metric], comparisons=comparisons)
 
-    def _table(self, metric: str) -> np.ndarray:
-        """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
-        return np.stack([draw.contributions(metric) for draw in self.scored])
+    @cached_property
+    def _tables(self) -> dict[str, np.ndarray]:
+        """Each image's contribution to each metric, [draws, n]; the mean over images is the metric of a draw."""
+        return {metric: np.stack([draw.contributions(metric) for draw in self.scored]) for metric in self.metrics}
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:

@@ -95,11 +95,16 @@ class Detector(AroundModel):
         return outputs
 
 
-def save_detector(folder: Path, detector: Detector, contract: DetectorContract) -> None:
-    """Write the detector's weights and contract to `folder`. Raises ValueError if a weight is NaN or infinite."""
+def checked_detector(detector: Detector, contract: DetectorContract) -> dict[str, Tensor]:
+    """Return the weights. Raises ValueError if the contract is another's, or a weight is NaN or infinite."""
     if contract.backbone.architecture != detector.config:
         raise ValueError(f"contract is for {contract.backbone.architecture!r}, the backbone is {detector.config!r}")
-    write_tensors(folder, finite_weights(detector))
+    return finite_weights(detector)
+
+
+def save_detector(folder: Path, detector: Detector, contract: DetectorContract) -> None:
+    """Write the detector's weights and contract to `folder`. Raises ValueError as `checked_detector`."""
+    write_tensors(folder, checked_detector(detector, contract))
     write_contract(folder, contract)
 
 

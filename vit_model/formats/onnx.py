@@ -26,9 +26,9 @@ from vit_model.build import Network
 from vit_model.config import ViTConfig
 from vit_model.contract import Contract, ModelContract
 from vit_model.detection.contract import DetectorContract
-from vit_model.detection.detector import Detector
+from vit_model.detection.detector import Detector, checked_detector
 from vit_model.detection.fcos import candidates
-from vit_model.weights import checked_weights, finite_weights
+from vit_model.weights import checked_weights
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -46,9 +46,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
 
 def write_detector(path: Path, detector: Detector, contract: DetectorContract) -> None:
     """Export a detector as `write` does a model. Raises as `write`."""
-    if contract.backbone.architecture != detector.config:
-        raise ValueError(f"contract is for {contract.backbone.architecture!r}, the backbone is {detector.config!r}")
-    finite_weights(detector)
+    checked_detector(detector, contract)
     _write(path, _Candidates(detector), contract, ["boxes", "scores"])
 
 
