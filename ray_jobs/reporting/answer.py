@@ -20,7 +20,7 @@ from ray_jobs.evaluation.rows import (
     OLD_MAJORITY,
     is_reference,
 )
-from ray_jobs.reporting.studies import headline
+from ray_jobs.reporting.studies import TEST_ACCURACY, headline, question
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
@@ -33,12 +33,12 @@ PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 def answer(numbers: Line) -> dict[str, str]:
     """Return the question of a report, the sentence that answers it, and advice, which may be empty."""
     trained = [score for score in numbers["vtab"] if score["trained"]]
-    studied = numbers.get("studies", ())
+    studied = sorted(numbers.get("studies", ()), key=lambda study: study["metric"] != TEST_ACCURACY)
     whole = [line for line in numbers["accuracies"] if not line["apart"]]
     if trained:
         asked, said = "How good is the model on VTAB-1k?", _on_vtab(trained)
     elif along := [study for study in studied if study["has_order"] and len(study["ticks"]) >= MANY_VALUES]:
-        asked, said = f"Which {along[0]['x']} is best?", headline(along[0])
+        asked, said = question(along[0]), headline(along[0])
     elif numbers["costs"] and len({group["task"] for group in numbers["costs"]}) == 1:
         asked, said = "Which backbone is best?", _best_backbone(numbers)
     elif numbers["verdicts"]:
@@ -60,7 +60,7 @@ def answer(numbers: Line) -> dict[str, str]:
     elif 0 < len(inspections := numbers.get("inspections", ())) <= MOST_INSPECTED:
         asked, said = "What does the model look at?", " ".join(map(_inspected, inspections))
     elif studied:
-        asked, said = f"Which {studied[0]['x']} is best?", headline(studied[0])
+        asked, said = question(studied[0]), headline(studied[0])
     else:
         kinds = Counter(stage["kind"] for stage in numbers["stages"])
         listed = ", ".join(quantity(count, kind) for kind, count in sorted(kinds.items()))

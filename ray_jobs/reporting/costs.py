@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ray_jobs.evaluation.cost import COST, Cost
 from ray_jobs.evaluation.rows import ACCURACY
+from ray_jobs.reporting import provenance
 from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import Part
+from ray_jobs.reporting.studies import split, without_seeds
 from ray_jobs.reporting.verdicts import comparable, is_compared, kind, labels_text, paired
 
 
@@ -28,9 +31,7 @@ def costs(entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str,
         classes: artifact -> the number of classes that it was scored on, if that is known.
     """
     known = {manifest.key: cost for _, manifest, folder in parts if (cost := _read(folder)) is not None}
-    backbones = {
-        manifest.key: references[0].key for _, manifest, _ in parts if (references := manifest.inputs.get("backbone"))
-    }
+    backbones = provenance.backbones(parts)
     names = {manifest.key: stage for stage, manifest, _ in parts}
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
@@ -71,8 +72,9 @@ def costs(entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str,
 def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[plots.CostPoint]]]:
     """Return task -> (label of the cost axis, points of the plot).
 
-    The cost is the measured speed of the forward pass; if the machines differ, it is the FLOPs per image, which do not
-    depend on the machine.
+    The cost is the measured speed of the forward pass; if the machines differ, or a matrix compares sizes, it is the
+    FLOPs per image, which do not depend on the machine. Members of a matrix that differ in their seeds are one point,
+    their mean, and have their stage's name.
     """
     by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for group in groups:
@@ -80,18 +82,19 @@ def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[plo
         by_task.setdefault(group["task"], []).extend((series, line) for line in group["lines"])
     plotted = {}
     for task, lines in by_task.items():
-        is_one_machine = len({(line["device"], line["threads"]) for _, line in lines}) == 1
-        unit, cheap = ("images/s", "right") if is_one_machine else ("GFLOPs per image", "left")
+        is_matrix = any("@" in line["backbone"] for _, line in lines)
+        is_speed = not is_matrix and len({(line["device"], line["threads"]) for _, line in lines}) == 1
+        unit, cheap = ("images/s", "right") if is_speed else ("GFLOPs per image", "left")
+        models: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+        for series, line in lines:
+            stage, place = split(line["backbone"])
+            cost = line["forward"]["images_per_second"] if is_speed else line["gflops"]
+            models.setdefault((stage, without_seeds(place), series), []).append((cost, line["accuracy"]))
         plotted[task] = (
             f"{unit}, forward pass ({cheap}: cheaper)",
             [
-                plots.CostPoint(
-                    line["backbone"],
-                    series,
-                    line["forward"]["images_per_second"] if is_one_machine else line["gflops"],
-                    line["accuracy"],
-                )
-                for series, line in lines
+                plots.CostPoint(stage, series, *map(fmean, zip(*measured, strict=True)))
+                for (stage, _, series), measured in models.items()
             ],
         )
     return plotted

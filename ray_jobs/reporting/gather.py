@@ -152,6 +152,7 @@ def _scores(
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
     evaluated = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     classes = {key: len(dataset.info.class_names) for key, dataset in tested.items()}
+    backbones = provenance.backbones(parts)
     return {
         "vtab": vtab.scores(entries, evaluated),
         "verdicts": [
@@ -165,6 +166,7 @@ def _scores(
                 is_calibrated=entry.artifact not in uncalibrated,
             )
             | lines.published_beside(entry, repeated[entry.artifact])
+            | {"backbone": backbones.get(entry.artifact)}
             for entry in entries
         ],
         "costs": costs.costs(entries, parts, classes),

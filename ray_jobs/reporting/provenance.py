@@ -114,6 +114,11 @@ def _preprocessing(folder: Path) -> Iterator[dict[str, Any]]:
             yield _setting(f"pixels.{name}", pixels[name], "(x / 255 - mean) / std")
 
 
+def backbones(parts: Sequence[Part]) -> dict[str, str]:
+    """Return artifact -> the artifact of its backbone, of those that have one."""
+    return {manifest.key: inputs[0].key for _, manifest, _ in parts if (inputs := manifest.inputs.get("backbone"))}
+
+
 def published_protocol(store: Store, manifest: Manifest) -> Published | None:
     """Return the published accuracy whose protocol an artifact repeats; None if there is none, or an input is lost."""
     if manifest.job != "finetune":

@@ -2,7 +2,8 @@
 
 In: lines of report.json. Out: plain dictionaries, one per stage with a matrix and metric. `x` is the axis with the most
 numbers, or without numbers the one with the most values; a line is a combination of the other axes, apart from seeds,
-over which its values are averaged.
+over which its values are averaged. On test, only the learning rate whose pretraining is best on dev is shown, for
+each combination, if the members differ in more than the rate. Two lines are subtracted seed by seed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from scipy.stats import t
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import is_reference
-from ray_jobs.reporting.verdicts import sort_of_learning
+from ray_jobs.reporting.verdicts import points, sort_of_learning
 
 DEV_LOSS, DEV_ACCURACY, TEST_ACCURACY = "loss on dev", "accuracy on dev", "accuracy on test"
 LEVEL = 0.95  # of the intervals over seeds
+PAIR = 2
+RATE = "learning_rate"  # the axis that is chosen on dev
+
+Values = dict[float, dict[str, float]]
+"""What a line shows: x -> seed -> value."""
 
 
 class Measured(NamedTuple):
@@ -31,6 +37,9 @@ class Measured(NamedTuple):
     place: dict[str, str]
     """axis -> label, as in the member's name"""
     value: float
+    method: str = ""
+    trained: tuple[str, float] | None = None
+    """DEV_LOSS or DEV_ACCURACY of the pretraining that an evaluation is about"""
 
 
 def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -38,37 +47,77 @@ def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Measured]] = {}
     for each in members(numbers):
         groups.setdefault((each.stage, each.metric, each.setting), []).append(each)
-    found = [study for group in groups.values() if (study := _study(group)) is not None]
+    found = [study for group in groups.values() for part in _of_one_method(group) if (study := _study(part))]
     # the section about accuracy and cost compares backbones
     return [each for each in found if each["has_order"] or each["metric"] != TEST_ACCURACY or not numbers["costs"]]
 
 
 def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
     """Yield the results on dev of pretrainings, and the accuracies on test of models, of members of a matrix."""
-
-    def of(member: str, metric: str, setting: str, value: float) -> Iterator[Measured]:
-        stage, _, named = member.partition("@")
-        place = {
-            axis: label for axis, is_there, label in (part.partition("=") for part in named.split(",")) if is_there
-        }
-        if place:
-            yield Measured(stage, metric, setting, place, value)
-
+    trained: dict[str, tuple[str, float]] = {}
     for curve in numbers["pretraining"]:
         for measured in numbers["measured_in_training"].get(curve["artifact"], ()):
             if measured["name"] == "dev":
+                stage, place = split(curve["stage"])
                 for metric, values in ((DEV_LOSS, measured["losses"]), (DEV_ACCURACY, measured["accuracies"])):
                     if values:
-                        yield from of(curve["stage"], metric, "", values[-1])
+                        trained[curve["artifact"]] = metric, values[-1]
+                        if place:
+                            yield Measured(stage, metric, "", place, values[-1])
     for line in numbers["accuracies"]:
-        if not line["apart"] and not is_reference(line["method"]):
-            learning = sort_of_learning(line["protocol"])
-            setting = f"{line['method']} on {line['task']}, {learning}, {line['labels'].partition(' (')[0]}"
-            yield from of(line["stage"], TEST_ACCURACY, setting, line["accuracy"])
+        stage, place = split(line["stage"])
+        if place and not line["apart"] and not is_reference(line["method"]):
+            setting = f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels'].partition(' (')[0]}"
+            dev = trained.get(line.get("backbone"))
+            yield Measured(stage, TEST_ACCURACY, setting, place, line["accuracy"], line["method"], dev)
+
+
+def split(member: str) -> tuple[str, dict[str, str]]:
+    """Return the stage of a member's name, and its labels by axis: none if its stage has no matrix."""
+    stage, _, named = member.partition("@")
+    return stage, dict(part.split("=", 1) for part in named.split(",") if "=" in part)
+
+
+def without_seeds(place: Mapping[str, str]) -> str:
+    """Return a member's labels, without those of seeds, as one text."""
+    return ",".join(f"{axis}={label}" for axis, label in place.items() if not _is_seed(axis))
+
+
+def _of_one_method(group: Sequence[Measured]) -> list[list[Measured]]:
+    """Return a stage's numbers as one group if each member has one method, and otherwise by method."""
+    if len({str(each.place) for each in group}) == len(group):
+        return [[*group]]
+    methods: dict[str, list[Measured]] = {}
+    for each in group:
+        methods.setdefault(each.method, []).append(each)
+    return [*methods.values()]
+
+
+def _tuned(group: Sequence[Measured]) -> tuple[list[Measured], dict[str, str]]:
+    """Keep, of each combination, the learning rate whose pretraining is the best on dev; also return these rates.
+
+    Without another axis, or without the results on dev, all are kept.
+    """
+
+    def combination(each: Measured) -> str:
+        return without_seeds({axis: label for axis, label in each.place.items() if axis != RATE})
+
+    by_rate: dict[str, dict[str, list[float]]] = {}
+    for each in group:
+        if each.trained is None or RATE not in each.place or not combination(each):
+            return [*group], {}
+        metric, value = each.trained
+        score = -value if metric == DEV_LOSS else value
+        by_rate.setdefault(combination(each), {}).setdefault(each.place[RATE], []).append(score)
+    rates = {combined: max(rates, key=lambda rate: statistics.mean(rates[rate])) for combined, rates in by_rate.items()}
+    kept = [each for each in group if each.place[RATE] == rates[combination(each)]]
+    bare = [each._replace(place={axis: label for axis, label in each.place.items() if axis != RATE}) for each in kept]
+    return bare, rates
 
 
 def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     """Return the study of a stage's metric; None if its members differ in their seeds alone."""
+    group, rates = _tuned(group)
     labels: dict[str, dict[str, None]] = {}  # axis -> its labels
     for each in group:
         for axis, label in each.place.items():
@@ -81,35 +130,51 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     ticks = {label: float(label) for label in sorted(axes[x], key=float)} if numeric else _numbered(axes[x])
     others = sorted((axis for axis in axes if axis != x), key=lambda axis: len(axes[axis]))
     *panel_axes, line_axis = others or [x]
-    panels: dict[str, dict[str, dict[float, list[float]]]] = {}
+    panels: dict[str, dict[str, Values]] = {}
     for each in group:
         place = each.place
         panel = ", ".join(f"{axis}={place.get(axis)}" for axis in panel_axes)
         line = f"{line_axis}={place.get(line_axis)}" if others else ""
-        panels.setdefault(panel, {}).setdefault(line, {}).setdefault(ticks[place[x]], []).append(each.value)
+        seed = ",".join(label for axis, label in place.items() if _is_seed(axis))
+        panels.setdefault(panel, {}).setdefault(line, {}).setdefault(ticks[place[x]], {})[seed] = each.value
+    methods = {each.method: None for each in group if each.method}
     return {
         "stage": group[0].stage,
         "metric": group[0].metric,
-        "setting": group[0].setting,
+        "setting": " on ".join(part for part in (" and ".join(methods), group[0].setting) if part),
+        "rates": rates,
         "x": x,
         "ticks": ticks,
         "has_order": bool(numeric),
         "panels": [
-            {"name": panel, "lines": [{"name": line, "points": _points(values)} for line, values in lines.items()]}
+            {
+                "name": panel,
+                "lines": [{"name": line, "points": _points(values)} for line, values in lines.items()],
+                "difference": _difference(*lines.values()) if len(lines) == PAIR else [],
+            }
             for panel, lines in panels.items()
         ],
     }
+
+
+def _difference(first: Values, second: Values) -> list[dict[str, Any]]:
+    """Return the second line minus the first, seed by seed, where both have at least two common seeds."""
+    minus = {
+        x: {seed: second[x][seed] - value for seed, value in values.items() if seed in second.get(x, {})}
+        for x, values in first.items()
+    }
+    return _points({x: values for x, values in minus.items() if len(values) > 1})
 
 
 def _numbered(labels: Sequence[str]) -> dict[str, float]:
     return {label: float(number) for number, label in enumerate(labels)}
 
 
-def _points(values: Mapping[float, Sequence[float]]) -> list[dict[str, Any]]:
+def _points(values: Values) -> list[dict[str, Any]]:
     """Return {x, mean, margin, repeats} by ascending x; the margin is half of the interval, None for one value."""
     points = []
-    for x, some in sorted(values.items()):
-        count = len(some)
+    for x, seeds in sorted(values.items()):
+        some, count = [*seeds.values()], len(seeds)
         scale = t.ppf((1 + LEVEL) / 2, count - 1) / count**0.5 if count > 1 else None
         margin = None if scale is None else float(scale) * statistics.stdev(some)
         points.append({"x": x, "mean": statistics.mean(some), "margin": margin, "repeats": count})
@@ -122,8 +187,15 @@ def best(study: Mapping[str, Any], line: Mapping[str, Any]) -> float:
     return float(min(line["points"], key=lambda point: sign * point["mean"])["x"])
 
 
+def question(study: Mapping[str, Any]) -> str:
+    """Return what a study answers."""
+    return f"Which {_axis(study)} is better, by {study['x']}?" if _compared(study) else f"Which {study['x']} is best?"
+
+
 def headline(study: Mapping[str, Any]) -> str:
-    """Say where the lines of a study are best."""
+    """Say where one of two lines lies above the other, or where the lines of a study are best."""
+    if compared := _compared(study):
+        return _crossing(study, compared)
     names = {value: label for label, value in study["ticks"].items()}
     places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
     counts = {place: places.count(place) for place in sorted(set(places))}
@@ -137,9 +209,44 @@ def headline(study: Mapping[str, Any]) -> str:
     return f"{said}{_listed(several)} of {quantity(len(places), 'setting')}."
 
 
+def _compared(study: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the differences between the two lines of a study with one plot; otherwise none."""
+    return list(study["panels"][0]["difference"]) if len(study["panels"]) == 1 else []
+
+
+def _axis(study: Mapping[str, Any]) -> str:
+    """Return the axis that the lines of a study differ in."""
+    return str(study["panels"][0]["lines"][0]["name"].partition("=")[0])
+
+
+def _crossing(study: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> str:
+    """Say at which x the second line lies above the first, at which below, and where the seeds do not tell."""
+    names = {value: label for label, value in study["ticks"].items()}
+    first, second = (line["name"] for line in study["panels"][0]["lines"])
+    places: dict[str, list[str]] = {"above": [], "below": [], "not told": []}
+    for point in compared:
+        low, high = point["mean"] - point["margin"], point["mean"] + point["margin"]
+        side = "above" if low > 0 else "below" if high < 0 else "not told"
+        sign = -1 if side == "below" else 1
+        shown = [_shown(study, sign * value) for value in (point["mean"], *(low, high)[::sign])]
+        unit = "" if study["metric"] == DEV_LOSS else " points"
+        places[side].append(f"{names[point['x']]} ({shown[0]}{unit}, 95% interval {shown[1]} to {shown[2]})")
+    of = f"{study['metric']} of {study['stage']}"
+    told = [f"{side} {first} at {study['x']}={_listed(places[side])}" for side in ("above", "below") if places[side]]
+    parts = [f"in {of}, {second} lies {' and '.join(told)}"] if told else []
+    if places["not told"]:
+        them = "them" if told else f"{first} and {second}, in {of},"
+        parts.append(f"the seeds do not tell {them} apart at {study['x']}={_listed(places['not told'])}")
+    return f"{'; '.join(parts)}."
+
+
+def _shown(study: Mapping[str, Any], value: float) -> str:
+    return f"{value:.3f}".replace("-", "−") if study["metric"] == DEV_LOSS else points(value, sign="")
+
+
 def _listed(parts: Iterable[str]) -> str:
     *first, last = parts
-    return f"{', '.join(first)} and {last}"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _is_seed(axis: str) -> bool:

@@ -13,7 +13,7 @@ from vit_model.fields import later, takes
 class Report(BaseStage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION = 14  # studies of a matrix
+    VERSION = 15  # learning rates chosen on dev
     KIND = "report"
     job: Literal["report"]
     title: str

@@ -86,18 +86,21 @@ def precision_recall(lines: Sequence[Mapping[str, Any]]) -> Markup:
 
 
 def costs(unit: str, points: Sequence[CostPoint]) -> Markup:
-    """Plot accuracy by cost, a colour per series and a shape per model."""
-    colours = _numbered(point.series for point in points)
+    """Plot accuracy by cost: a shape per model, and a colour per series, or per model if there is one series."""
     shapes = _numbered(point.name for point in points)
+    colours = _numbered(point.series for point in points)
+    is_one = len(colours) == 1
+    measured = f"test accuracy, {points[0].series}" if is_one else "test accuracy"
     places = [point.cost for point in points]
     x = Scale(min(places) / 1.6, max(places) * 1.6, LEFT, RIGHT, is_log=True)  # room for a tick
     panel = Panel(x, fractions([point.accuracy for point in points], 250, 24))
-    parts = [panel.axes(svg.numbers(svg.log_ticks(x.low, x.high)), svg.percents(panel.y), unit, "test accuracy")]
+    parts = [panel.axes(svg.numbers(svg.log_ticks(x.low, x.high)), svg.percents(panel.y), unit, measured)]
     for point in points:
         title = f"{point.name}, {point.series}: {point.accuracy:.1%} at {point.cost:,.4g} {unit.partition(',')[0]}"
-        parts.append(panel.mark(point.cost, point.accuracy, colours[point.series], title, shapes[point.name]))
-    legend = [(name, -1, shape) for name, shape in shapes.items()]
-    legend += [(name, colour, 1) for name, colour in colours.items()]
+        colour = shapes[point.name] if is_one else colours[point.series]
+        parts.append(panel.mark(point.cost, point.accuracy, colour, title, shapes[point.name]))
+    legend = [(name, shape if is_one else -1, shape) for name, shape in shapes.items()]
+    legend += [] if is_one else [(name, colour, 1) for name, colour in colours.items()]
     return svg.figure("Test accuracy by cost, for each backbone", 288, *parts, legend=legend)
 
 
@@ -229,7 +232,8 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
         found: as `ray_jobs.reporting.studies` returns it.
     """
     lines = [line for panel in found["panels"] for line in panel["lines"]]
-    every = [point["mean"] for line in lines for point in line["points"]]
+    points = [point for line in lines for point in line["points"]]
+    every = [point["mean"] + sign * (point["margin"] or 0) for point in points for sign in (-1, 1)]
     places = [*found["ticks"].values()]
     x = spread(places, LEFT, RIGHT, _spans_decades(places))
     is_percent = found["metric"].startswith(ACCURACY)
@@ -249,6 +253,9 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
                 parts.append(panel.line([point["x"] for point in points], means, colour, ""))
             for point in points:
                 margin = "" if point["margin"] is None else f" ± {point['margin']:.3g}"
+                if margin:
+                    ends = [point["mean"] - point["margin"], point["mean"] + point["margin"]]
+                    parts.append(panel.line([point["x"]] * 2, ends, colour, "", "faint"))
                 title = f"{line['name']} at {point['x']:g}: {point['mean']:.4g}{margin}".strip()
                 parts.append(panel.mark(point["x"], point["mean"], colour, title, shape=colour))
         legend = [

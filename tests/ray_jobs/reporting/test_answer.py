@@ -297,7 +297,8 @@ def test_a_report_of_many_values_is_about_them_and_one_of_two_about_its_models()
     def study(*values: float) -> dict[str, Any]:
         points = [{"x": value, "mean": -value} for value in values]
         said = {"stage": "vit", "metric": "loss on dev", "x": "width", "has_order": True}
-        return said | {"ticks": {f"{value:g}": value for value in values}, "panels": [{"lines": [{"points": points}]}]}
+        panels = [{"lines": [{"points": points}], "difference": []}]
+        return said | {"ticks": {f"{value:g}": value for value in values}, "panels": panels}
 
     numbers = NOTHING | {"accuracies": [accuracy("s")]}
     assert answer(numbers | {"studies": [study(16, 32, 64)]})["question"] == "Which width is best?"

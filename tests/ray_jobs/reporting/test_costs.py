@@ -119,5 +119,18 @@ def test_speeds_of_different_machines_are_not_plotted(
     assert shown_unit == unit and {point.cost for point in points} == {cost}
     svg = plots.costs(unit, points)
     for text in (unit, "small_tuned", "large_tuned", "fine-tuning, all labels"):
-        assert f">{text}<" in svg or f"{text}</li>" in svg
-    assert svg.count('class="mark s1"') == 2 + 1, "each point, and one in the legend"
+        assert f"{text}<" in svg
+    assert [svg.count(f'class="mark s{number}"') for number in (1, 2)] == [2, 2], "a point, and one in the legend"
+
+
+def test_seeds_of_a_matrix_are_one_point_by_flops() -> None:
+    def line(width: int, seed: int, accuracy: float) -> dict[str, Any]:
+        cost = {"gflops": width / 10, "forward": {"images_per_second": 10.0}, "device": "A", "threads": 1}
+        return {"backbone": f"vit@width={width},seed={seed}", "accuracy": accuracy, **cost}
+
+    lines = [line(32, 0, 0.2), line(32, 1, 0.4), line(64, 0, 0.5), line(64, 1, 0.7)]
+    group = {"task": "photos", "protocol": "few-shot linear", "labels": "5 labels per class", "lines": lines}
+    ((unit, points),) = costs.points([group]).values()
+    assert unit.startswith("GFLOPs") and {point.name for point in points} == {"vit"}
+    assert [point.cost for point in points] == pytest.approx([3.2, 6.4])
+    assert [point.accuracy for point in points] == pytest.approx([0.3, 0.6])

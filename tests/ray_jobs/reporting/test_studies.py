@@ -59,6 +59,62 @@ def test_the_longest_axis_of_numbers_is_across_and_the_shorter_ones_are_panels()
     assert len(plots.study(study)) == 2
 
 
+def evaluated(values: dict[str, tuple[float, float]], methods: dict[str, str]) -> dict[str, Any]:
+    """The lines of report.json of evaluations, each with the loss on dev and the accuracy on test of its backbone."""
+    numbers = pretrained({f"train@{name}": loss for name, (loss, _) in values.items()})
+    lines = [
+        scored(f"few@{name}", accuracy, method=next(method for part, method in methods.items() if part in name))
+        | {"backbone": f"train@{name}"}
+        for name, (_, accuracy) in values.items()
+    ]
+    return numbers | {"accuracies": lines}
+
+
+def test_the_learning_rate_is_chosen_on_dev_and_never_on_test() -> None:
+    rng = np.random.default_rng(0)
+    values = {
+        f"images={images},model={model},learning_rate={rate},seed={seed}": (float(rng.normal()), float(rng.normal()))
+        for images, model, rate, seed in itertools.product((1, 2, 3), "ab", (0.1, 0.2, 0.3, 0.4), (0, 1, 2))
+    }
+    study = studies(evaluated(values, {"model=a": "ViT, pretrained", "model=b": "ResNet, pretrained"}))[-1]
+    assert study["x"] == "images" and study["setting"].startswith("ViT, pretrained and ResNet, pretrained on digits")
+    (panel,) = study["panels"]
+    for images, model in itertools.product((1, 2, 3), "ab"):
+        losses, accuracies = (
+            {
+                rate: [
+                    values[f"images={images},model={model},learning_rate={rate},seed={seed}"][of] for seed in range(3)
+                ]
+                for rate in (0.1, 0.2, 0.3, 0.4)
+            }
+            for of in (0, 1)
+        )
+        chosen = min(losses, key=lambda rate: np.mean(losses[rate]))
+        assert study["rates"][f"images={images},model={model}"] == str(chosen)
+        (line,) = (line for line in panel["lines"] if line["name"] == f"model={model}")
+        assert line["points"][images - 1]["mean"] == pytest.approx(np.mean(accuracies[chosen]))
+
+
+def test_two_lines_are_subtracted_seed_by_seed() -> None:
+    """The seeds' own spread, which is common to both lines, leaves the difference."""
+    minus = {1: (0.10, 0.11, 0.12), 10: (-0.01, 0.0, 0.01), 100: (-0.20, -0.21, -0.22)}
+    values = {
+        f"images={images},model={model},seed={seed}": (0.0, seed / 10 + (by[seed] if model == "b" else 0))
+        for model, (images, by), seed in itertools.product("ab", minus.items(), range(3))
+    }
+    del values["images=10,model=a,seed=2"]
+    study = studies(evaluated(values, {"model=": "ViT, pretrained"}))[-1]
+    for point in study["panels"][0]["difference"]:
+        paired = minus[int(point["x"])][: 2 if point["x"] == 10 else 3]
+        low, high = stats.t.interval(0.95, len(paired) - 1, np.mean(paired), stats.sem(paired))
+        assert (point["mean"], point["margin"]) == pytest.approx((np.mean(paired), (high - low) / 2))
+    assert headline(study) == (
+        "in accuracy on test of few, model=b lies above model=a at images=1 (11.0 points, 95% interval 8.5 to 13.5)"
+        " and below model=a at images=100 (21.0 points, 95% interval 18.5 to 23.5); the seeds do not tell them apart"
+        " at images=10 (−0.5 points, 95% interval −6.9 to 5.9)."
+    )
+
+
 def test_seeds_alone_are_no_study() -> None:
     for members in (["t"], ["t@seed=0", "t@seed=1"], ["t@rate=1,seed=0", "t@rate=1,seed=1"]):
         assert studies(pretrained(dict.fromkeys(members, 1.0))) == []
