@@ -243,7 +243,10 @@ def history(store: Store, schedule: str, position: Position, size: int) -> list[
     ticks += islice(_before(store, schedule, position.number, size), size - 1)
     if len(ticks) < size:
         ticks += reversed(_by_time(store, folder, size - len(ticks)))
-    return [(tick, read_end(store, schedule, tick.number) if tick.number else None) for tick in ticks]
+    names = {tick.number: f"{Layout.ends(schedule)}/{_name(tick.number)}" for tick in ticks if tick.number}
+    read = zip(names.items(), store.read_all([*names.values()], LARGEST_RECORD), strict=True)
+    ends = {number: parse_record(store, name, data, End) for (number, name), data in read if data is not None}
+    return [(tick, ends.get(tick.number)) for tick in ticks]
 
 
 def _before(store: Store, schedule: str, number: int, at_once: int) -> Iterator[Tick]:

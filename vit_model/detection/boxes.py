@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,13 +47,13 @@ def nms(boxes: Tensor, scores: Tensor, classes: Tensor, threshold: float) -> Ten
     """
     order = scores.argsort(descending=True, stable=True)
     boxes, classes = boxes[order], classes[order]
-    is_kept = torch.ones(len(order), dtype=torch.bool)
+    is_kept = np.ones(len(order), bool)
     for of_class in classes.unique():  # type: ignore[no-untyped-call]
-        (places,) = torch.where(classes == of_class)
-        covers = (iou(boxes[places], boxes[places]) > threshold).cpu()
-        alive = torch.ones(len(places), dtype=torch.bool)
+        places = torch.where(classes == of_class)[0]
+        apart = ~(iou(boxes[places], boxes[places]) > threshold).cpu().numpy()
+        alive = np.ones(len(places), bool)
         for place in range(len(places)):
             if alive[place]:
-                alive[place + 1 :] &= ~covers[place, place + 1 :]
+                alive[place + 1 :] &= apart[place, place + 1 :]
         is_kept[places.cpu()] = alive
-    return order[is_kept.to(order.device)]
+    return order[torch.from_numpy(is_kept).to(order.device)]
