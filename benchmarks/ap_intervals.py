@@ -26,7 +26,7 @@ SIDE = 200
 def main() -> None:
     """Count, and keep the page."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--sets", type=int, default=400, help="test sets of each size; a quarter of 1,000 images")
+    arguments.add_argument("--sets", type=int, default=400, help="test sets of each size")
     sets: int = arguments.parse_args().sets
     load = os.getloadavg()[0]
     rng = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def main() -> None:
     for number, skill in enumerate(SKILLS):
         for size in SIZES:
             before = pools[SKILLS[number - 1]]["all"] if number else None
-            lines.append(line(pools[skill]["all"], before, size, sets if size < 1_000 else sets // 4))
+            lines.append(line(pools[skill]["all"], before, size, sets))
             print(lines[-1], flush=True)
     keep("ap_intervals.md", lines)
 

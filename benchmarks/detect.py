@@ -174,7 +174,7 @@ def ours() -> Work:
     images, truths = drawn()
     detector, headed = new_detector(), new_detector()
     headed.model.requires_grad_(False)
-    tokens = headed.tokens(images).detach()
+    tokens = headed.model.normed_tokens(images).detach()
     return {
         "train": steps(detector, lambda: torch.stack(loss(detector(images), detector.places, truths)).sum()),
         "detect": inference(detector, lambda: detect(detector(images), detector.places, SIDE, SIDE)),
@@ -226,7 +226,7 @@ def torchvisions() -> Work:
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.fcos import FCOS, FCOSHead
 
-    from vit_model.detection.pyramid import as_map
+    from vit_model.parts import as_map
 
     images, truths = drawn()
     own = new_detector()

@@ -5,8 +5,9 @@ refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep
 with a search {kind, chosen_trial, chosen_point}; curves.json, log.jsonl
 (`pipelines.store.training_log`), cost.json (`ray_jobs.evaluation.cost`).
 
-The stage detect trains a detector (`ray_jobs.training.detecting`) in place of a classifier, and has AP in place of
-accuracy; it also writes detections.parquet (`ray_jobs.tuning.detections`), and no cost.json.
+With `masks`, the model classifies the pixels of masks (`ray_jobs.training.segmenting`), has mIoU in place of accuracy,
+and writes confusion.parquet. The stage detect trains a detector (`ray_jobs.training.detecting`), has AP in place of
+accuracy, and writes detections.parquet (`ray_jobs.tuning.detections`). Neither writes cost.json.
 
 A point, {field: value}, has a learning rate, and with `search` values of other fields. It is selected by mean accuracy
 over folds of draw 0's labels (few labels) or by accuracy on dev (all labels); the lower loss breaks ties. Every draw is
@@ -38,6 +39,7 @@ from pipelines.spec.search import ASHA, Optuna, require_runnable
 from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import multi_label, rows
+from ray_jobs.evaluation.artifact import TestedPixels, score_pixels
 from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, PROBABILITIES
@@ -60,7 +62,7 @@ from ray_jobs.tuning.trial import Refitted, TriedPoint
 from vit_model.errors import UserError
 from vit_model.variants import FAMILIES
 
-PROTOCOL = "fine-tuning"
+PROTOCOL, SEGMENTATION = "fine-tuning", "fine-tuned segmentation"
 ONE_RATE = "nothing, one learning rate was given"
 
 
@@ -90,7 +92,7 @@ def main(context: Context[Finetune]) -> Result:
     choice = select(context, task, pools, supports, ledger)
     task = chosen_task(task, choice, dataset)
     refits = refit_draws(context, task, pools, ledger)
-    cost = None if task.objects else measure_cost(context, task)
+    cost = None if task.is_dense else measure_cost(context, task)
     return write(context, task, dataset, choice, refits, overlap, cost)
 
 
@@ -200,7 +202,7 @@ def write(
         if cost is not None:
             write_cost(staging.path, cost)
         write_log(context.open_store(), context.attempt, staging.path, has_fit)
-    metric = task.metric if task.metric in (MEAN_AP, rows.AP) else ACCURACY
+    metric = task.metric if task.metric in (MEAN_AP, rows.AP, rows.MEAN_IOU) else ACCURACY
     model_files = refits[0].record.files
     digest = {
         "model": model_digest(model_files),
@@ -279,23 +281,26 @@ def tables(
     settings |= {path: value for path, value in task.point.items() if path not in settings}
     if task.objects:
         return detections.tables(task, dataset, refits, selected_on, settings, overlap)
+    family = FAMILIES[task.contract.architecture.family]
+    start = "from scratch" if task.backbone is None else PRETRAINED
+    if config.labels.per_class is not None and overlap.labels_seen:
+        start = SEEN  # it was trained on more of these labels than labels_per_class says
+    method = f"{family}, {start}" + ", LoRA" * (config.lora is not None) + ", biases only" * is_biases_only
+    if task.is_dense:
+        method += ", frozen" * (config.freeze == "backbone")
+        return _segmented(dataset, method, refits, selected_on, settings, overlap)
     test = read_split(dataset, "test")
     is_multi_label = task.contract.is_multi_label
     if is_multi_label:
         settings["thresholds"] = selected_on if task.thresholds else multi_label.THRESHOLD
     truth = None if is_multi_label else rows.truth_of(dataset, overlap.seen)
-    family = FAMILIES[task.contract.architecture.family]
-    start = "from scratch" if task.backbone is None else PRETRAINED
-    if config.labels.per_class is not None and overlap.labels_seen:
-        start = SEEN  # it was trained on more of these labels than labels_per_class says
-    start += ", LoRA" * (config.lora is not None) + ", biases only" * is_biases_only
     found: list[rows.Row] = []
     predictions: list[pa.Table] = []
     scores: list[pa.Table] = []
     for draw, done in enumerate(refits):
         common = {
             "protocol": PROTOCOL,
-            "method": f"{family}, {start}",
+            "method": method,
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
@@ -313,6 +318,30 @@ def tables(
             predictions.append(images)
         found += rows.mean_ap_of_real(common, truth, done.record.mean_ap, selected_on, settings)
     return found, predictions, {multi_label.FILE: scores} if scores else {}
+
+
+def _segmented(
+    dataset: Dataset, method: str, refits: list[Refitted], selected_on: str, settings: dict[str, Any], overlap: Overlap
+) -> tuple[list[rows.Row], list[pa.Table], dict[str, list[pa.Table]]]:
+    """Return the rows of a segmentation, no predictions of classes, and the tables of confusion.parquet."""
+    classes = len(dataset.info.mask_classes)
+    scored = [
+        pair
+        for draw, done in enumerate(refits)
+        for pair in score_pixels(
+            dataset,
+            SEGMENTATION,
+            TestedPixels(
+                method,
+                draw,
+                np.stack(done.images["confusion"].to_numpy()).reshape(-1, classes, classes),
+                selected_on,
+                settings,
+                overlap.seen,
+            ),
+        )
+    ]
+    return [row for row, _ in scored], [], {rows.CONFUSION_FILE: [table for _, table in scored]}
 
 
 def predicted(refit: Refitted) -> NDArray[np.int64]:

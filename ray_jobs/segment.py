@@ -13,17 +13,16 @@ images is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Segment
-from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.data.shards import Split
 from ray_jobs.evaluation import rows as tables
-from ray_jobs.evaluation.artifact import mean_values, save_evaluation
+from ray_jobs.evaluation.artifact import TestedPixels, mean_values, save_evaluation, score_pixels
 from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, check_leakage
 from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.process.cluster import Run, here, on_cluster
@@ -84,7 +83,7 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
     checkpoint = context.config.checkpoints().get("backbone")
     shared = {"checkpoint": checkpoint} if checkpoint else {}
     results = [
-        _Tested(
+        TestedPixels(
             kind.method,
             kind.draw,
             counts,
@@ -95,8 +94,8 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
         for kind, counts, sums, (balance, l2) in zip(kinds, tested, train, chosen, strict=True)
     ]
     majority = _always(tested[0], int((train[0] + dev[0]).areas.argmax()))
-    results.append(_Tested(tables.OLD_MAJORITY, 0, majority, "nothing", shared, None))
-    scored = [pair for result in results for pair in _score(dataset, result)]
+    results.append(TestedPixels(tables.OLD_MAJORITY, 0, majority, "nothing", shared, None))
+    scored = [pair for result in results for pair in score_pixels(dataset, PROTOCOL, result)]
     rows, pixels = [row for row, _ in scored], [table for _, table in scored]
     for row_name, mean in mean_values(rows).items():
         print(f"{row_name}: {mean:.3f}", flush=True)
@@ -105,60 +104,11 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
     return save_evaluation(context, rows, [], overlap, staging.files)
 
 
-class _Tested(NamedTuple):
-    """The confusions [images, classes, classes] of a method on test, and how the method was fitted."""
-
-    method: str
-    draw: int
-    counts: NDArray[np.int64]
-    selected_on: str
-    settings: dict[str, Any]
-    seen: NDArray[np.bool_] | None
-    """Which test images the backbone was trained on; None: the method does not use the backbone."""
-
-
-def _score(dataset: Dataset, tested: _Tested) -> Iterator[tuple[tables.Row, pa.Table]]:
-    """Yield the rows of a method, each with its table of CONFUSION."""
-    ids = pa.array(dataset.sample_ids("test"))
-    scoring = [(dataset.info.name, np.arange(len(tested.counts)), tested.counts)]
-    for task, method, places, part in tables.split_by_seen(scoring, tested.method, tested.seen):
-        common = {
-            "task": task,
-            "method": method,
-            "protocol": PROTOCOL,
-            "labels_per_class": None,
-            "draw": tested.draw,
-        }
-        total = part.sum(axis=0)
-        settings = tested.settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
-        row = tables.measurement(common, tables.MEAN_IOU, mean_iou(total), len(places), tested.selected_on, settings)
-        yield row, _table(common, ids.take(pa.array(places)), part, dataset.info.mask_classes)
-
-
 def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:
     """Return the confusions [images, classes, classes] of predicting one class for all pixels, from any `counts`."""
     always = np.zeros_like(counts)
     always[:, :, prediction] = counts.sum(axis=2)
     return always
-
-
-def _table(common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]) -> pa.Table:
-    """Return a table of CONFUSION: a row for each image and each pair of label and prediction among its pixels."""
-    images, labels, predictions = np.nonzero(counts)
-    names = pa.array(classes)
-    columns = {
-        "sample_id": ids.take(pa.array(images)),
-        "label": names.take(pa.array(labels)),
-        "prediction": names.take(pa.array(predictions)),
-        "pixels": pa.array(counts[images, labels, predictions]),
-    }
-    arrays = [
-        columns[field.name]
-        if field.name in columns
-        else pa.repeat(pa.scalar(common[field.name], field.type), len(images))
-        for field in tables.CONFUSION
-    ]
-    return pa.Table.from_arrays(arrays, schema=tables.CONFUSION)
 
 
 if __name__ == "__main__":

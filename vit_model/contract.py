@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
-from vit_model.config import Architecture, PositiveInt
+from vit_model.config import Architecture, PositiveInt, ViTConfig
 from vit_model.errors import UserError
 from vit_model.fields import Frozen, later
 
@@ -74,6 +74,8 @@ class ModelContract(Contract):
     """Whether the logits go through a softmax, or a sigmoid per class; the names are Hugging Face's."""
     thresholds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = later(())
     """With a sigmoid: from which probability on each class is predicted; empty: 0.5 for all."""
+    mask_classes: tuple[str, ...] = later(())
+    """The classes of pixels in the order of the logits, if the head reads the token of each patch (`Segmenter`)."""
     preprocessing: Preprocessing
     training_data: str
     """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
@@ -91,6 +93,13 @@ class ModelContract(Contract):
         model, pixels = self.architecture, self.preprocessing
         if self.class_names and len(self.class_names) != model.num_classes:
             raise ValueError(f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}")
+        if self.mask_classes and not isinstance(model, ViTConfig):
+            raise ValueError("mask_classes: the head of a ViT reads tokens of patches, a ResNet has none")
+        if self.mask_classes and (self.class_names or len(self.mask_classes) != model.num_classes):
+            raise ValueError(
+                f"mask_classes has {len(self.mask_classes)} names, num_classes is {model.num_classes}; class_names must"
+                " be empty"
+            )
         if self.thresholds and (len(self.thresholds) != len(self.class_names) or not self.is_multi_label):
             raise ValueError(
                 f"thresholds has {len(self.thresholds)} values; expected one for each of {len(self.class_names)}"

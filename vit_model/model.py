@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vit_model.blocks import Angles, AttentionPool, Block, PatchEmbed, rope, sincos2d, sincos2d_moco
 from vit_model.config import ViTConfig
-from vit_model.parts import ParameterGroups, check_images, lecun_normal_
+from vit_model.parts import ParameterGroups, as_map, check_images, lecun_normal_
 
 
 class ViT(ParameterGroups):
@@ -125,6 +125,17 @@ class ViT(ParameterGroups):
         """
         tokens = self.encode(self.embed(images))
         return tokens, self.represent(tokens)
+
+    def normed_tokens(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
+        """[b, c, height, width] -> the tokens [b, n, d] behind the last norm, also if the norm comes after pooling."""
+        tokens = self.encode(self.embed(images), drop_path_draws=drop_path_draws)
+        return self.fc_norm(tokens) if self.config.norm_after_pooling else tokens
+
+    def pooling_weights(self) -> Iterator[nn.Parameter]:
+        """Yield the weights that the tokens do not depend on: of the pooling and the tanh layer."""
+        for name, parameter in self.named_parameters():
+            if name.startswith(("attn_pool.", "pre_logits.")):
+                yield parameter
 
     def embed(self, images: Tensor) -> Tensor:
         """Eq. 1: [b, c, height, width] -> the first block's input [b, n, d], class token and registers first."""
@@ -294,6 +305,19 @@ class ViT(ParameterGroups):
             drawn.fill_(0.0 if layer == "norm3" else 1.0)
         elif layer in ("head", "head_dist") and leaf == "bias":
             drawn.fill_(self.config.head_bias)
+
+
+class Segmenter(ViT):
+    """A ViT that classifies pixels: its classifier reads the token of each patch (linear decoder, Strudel et al. 2021).
+
+    The logits are resized to the pixels, bilinearly. The weights are a `ViT`'s; a contract has the classes' names in
+    `mask_classes`.
+    """
+
+    def forward(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
+        """[b, c, height, width] -> logits [b, classes, rows, columns]. See `ViT.forward`."""
+        tokens = self.normed_tokens(images, drop_path_draws)[:, self.config.num_prefix_tokens :]
+        return as_map(self.head(tokens), self.config.grid)
 
 
 def along_axis(block: Callable[[Tensor], Tensor], x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:

@@ -72,6 +72,11 @@ class AroundModel(ParameterGroups):
         return model
 
 
+def as_map(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return the tokens of patches [b, n, d], in raster order, as a map [b, d, rows, columns]."""
+    return nn.functional.fold(tokens.transpose(1, 2), grid, 1)
+
+
 def check_images(images: Tensor, config: ViTConfig | ResNetConfig, dtype: torch.dtype) -> None:
     """Raise ValueError unless images are [b, c, height, width] as configured, of the dtype of the weights.
 

@@ -97,5 +97,7 @@ def answer(model: Network, contract: ModelContract, pixels: NDArray[np.uint8]) -
 
 
 def _require_classifier(contract: ModelContract) -> None:
+    if contract.mask_classes:
+        raise UserError(f"the model classifies pixels ({', '.join(contract.mask_classes)}), not images")
     if not contract.class_names:
         raise UserError("the model has no classifier, only representations; fine-tune it first")

@@ -23,6 +23,7 @@ from vit_model.build import Network, build
 from vit_model.config import Architecture, ViTConfig
 from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, Contract, ModelContract, read_contract
 from vit_model.errors import UserError
+from vit_model.model import Segmenter
 from vit_model.parts import HEADS
 from vit_model.sizes import different_encoders
 
@@ -83,15 +84,20 @@ def finite_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model(folder: Path) -> tuple[Network, ModelContract]:
-    """Load the model in `folder`, float32 on the CPU in evaluation mode, and its contract.
+    """Load the model in `folder`, float32 on the CPU in evaluation mode, and its contract; of pixels, a `Segmenter`.
 
     Raises UserError, naming the file, if one of the two files is missing, cut short or invalid, or if the tensors do
     not match the contract's architecture or hold NaN or infinite values.
     """
     contract = read_contract(folder)
     architecture = contract.architecture
-    model = load_tensors(folder, architecture, architecture.num_parameters, lambda: build(architecture))
-    return model.eval(), contract
+
+    def make() -> Network:
+        if contract.mask_classes and isinstance(architecture, ViTConfig):  # which the contract has checked
+            return Segmenter(architecture)
+        return build(architecture)
+
+    return load_tensors(folder, architecture, architecture.num_parameters, make).eval(), contract
 
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -233,7 +233,7 @@ class _Shifted(Dataset[dict[str, Tensor]]):
 
 def _in_memory(size: Size, place: Place) -> tuple[Pretrain, ModelContract, Tensor, Tensor]:
     config, dataset = size.config(), shards.open_dataset(place.folder)
-    contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, True)
+    contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
     images = torch.from_numpy(dataset.images("train", contract.preprocessing))
     return config, contract, images, torch.from_numpy(dataset.labels("train"))
 

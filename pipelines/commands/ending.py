@@ -73,7 +73,8 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     best = max(tuned, key=_rank)
     model = f"{pipeline.name}/{best.name}"
     data = next(stage.manifest for stage in stages if stage.name in best.config.inputs()["data"])
-    yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
+    if not (isinstance(best.config, Finetune) and best.config.masks):
+        yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
     yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
     if data is not None:
         yield f"{_images(data, 'key, split', 'images')}{where}  # which image is in which split"
@@ -88,7 +89,7 @@ def _images(manifest: Manifest, columns: str, table: str) -> str:
 def _rank(stage: PlannedStage) -> tuple[bool, float, bool, bool]:
     assert isinstance(stage.config, Finetune) and stage.manifest is not None
     metrics = stage.manifest.metrics
-    measured = (f"validation_{metric}" for metric in ("accuracy", "mAP", "AP"))
+    measured = (f"validation_{metric}" for metric in ("accuracy", "mAP", "AP", "mIoU"))
     held_out = float(next((metrics[name] for name in measured if name in metrics), 0.0))
     config = stage.config
     return config.labels.per_class is None, held_out, config.backbone is not None, config.freeze is None

@@ -56,6 +56,8 @@ class Model(NamedTuple):
             RecipeError: the format does not support the model, or an extra is not installed.
         """
         network, contract, lines = self.network, self.contract, []
+        if contract.mask_classes and to != "onnx":
+            raise RecipeError(f"{self.facts.manifest.key[:12]} as {to}: the model classifies pixels; use --format onnx")
         is_grey = contract.preprocessing.channels == 1
         if to == "hf" and is_grey and isinstance(network, ViT) and network.config.stem is None:
             network, contract = in_colour(network, contract)

@@ -120,7 +120,8 @@ class Pipeline(Frozen):
                 raise ValueError(
                     f"stages.{name}.data: {source} has no boxes of objects: its source needs `boxes`, or kind scenes"
                 )
-            if isinstance(stage, Segment) and isinstance(data, Ingest) and not data.source.has_masks:
+            is_of_masks = isinstance(stage, Segment) or (isinstance(stage, Finetune) and stage.masks)
+            if is_of_masks and isinstance(data, Ingest) and not data.source.has_masks:
                 raise ValueError(
                     f"stages.{name}.data: {source} has no masks: its source needs `mask_classes`, or `masks: true`"
                 )

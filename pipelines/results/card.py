@@ -130,7 +130,7 @@ def render(
         keep_trailing_newline=True,
     )
     environment.filters |= {"text": text, "percent": percent, "python": repr}
-    header = _header(facts, contract, to, is_detector=bool(detected))
+    header = _header(facts, contract, to, _task(contract, is_detector=bool(detected)))
     return environment.get_template(TEMPLATE.name).render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True, width=1000),
         facts=facts,
@@ -148,14 +148,21 @@ def render(
     )
 
 
-def _header(facts: Facts, contract: ModelContract, to: Format, is_detector: bool) -> dict[str, Any]:
+def _task(contract: ModelContract, is_detector: bool) -> str:
+    """Return the hub's name of what the model does."""
+    if is_detector:
+        return "object-detection"
+    if contract.mask_classes:
+        return "image-segmentation"
+    return "image-classification" if contract.class_names else "image-feature-extraction"
+
+
+def _header(facts: Facts, contract: ModelContract, to: Format, task: str) -> dict[str, Any]:
     """Return the fields that the hub reads."""
     license_ = printable(contract.license or "")
     is_known = license_.lower() in ("", *KNOWN)
     names = dict.fromkeys(data.info.name for data in facts.data)
-    task = "image-classification" if contract.class_names else "image-feature-extraction"
-    task = "object-detection" if is_detector else task
-    results = _results(facts, "object-detection" if is_detector else "image-classification")
+    results = _results(facts, "image-classification" if task == "image-feature-extraction" else task)
     fields = {
         "license": license_.lower() if is_known else "other",
         "license_name": None if is_known else license_,

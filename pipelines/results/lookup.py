@@ -93,12 +93,12 @@ def find_artifact(store: Store, selector: str | None, kind: str, *others: str) -
 
 
 def score(manifest: Manifest) -> str | None:
-    """Return a model's accuracy, mAP or AP on test; of a pretraining, on dev."""
+    """Return a model's accuracy, mAP, AP or mIoU on test; of a pretraining, on dev."""
     for split in ("test", "dev"):
-        for metric, shown in (("accuracy", split), ("mAP", f"{split} mAP"), ("AP", f"{split} AP")):
+        for metric in ("accuracy", "mAP", "AP", "mIoU"):
             value = manifest.metrics.get(f"{split}_{metric}")
             if isinstance(value, float):
-                return f"{value:.1%} {shown}"
+                return f"{value:.1%} {split}" + f" {metric}" * (metric != "accuracy")
     return None
 
 

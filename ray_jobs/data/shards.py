@@ -270,15 +270,18 @@ class Dataset:
         Raises:
             UserError: the dataset has no masks.
         """
+        yield from map(decode_mask, self.masks_of(self.index(split).take(np.asarray(indices, np.int64))))
+
+    def masks_of(self, rows: pa.Table) -> list[bytes]:
+        """Return the masks of these rows of the index as PNGs. Raises UserError if the dataset has none."""
         if not self.info.mask_classes:
             raise UserError(
                 f"dataset {self.info.name} has no masks; add `masks: true` to its source (shapes, or vtab with task"
                 " oxford_iiit_pet), or `mask_classes` (folder)"
             )
-        rows = self.index(split).take(np.asarray(indices, np.int64))
         shards = sorted(pc.unique(rows["shard"]).to_pylist())
         paths = [self.folder / mask_file(self.info.shards[shard].file) for shard in shards]
-        yield from map(decode_mask, read_masks(paths, rows["sample_id"].combine_chunks()))
+        return read_masks(paths, rows["sample_id"].combine_chunks())
 
     def boxes(self, split: Split) -> list[list[Box]]:
         """Return the boxes of each image of a split, in the order of its images.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipelines.spec import AnyStage
 from pipelines.store import FileEntry
+from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.leakage import Overlap
+from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.process.context import Context, Result
 
 _UNNAMED = ("few-shot linear", "linear probe", "baseline")  # protocols that the names of metrics leave out
@@ -43,3 +48,47 @@ def mean_values(rows: list[Any]) -> dict[str, float | int | str]:
         metric = "" if row["metric"] == tables.ACCURACY else f", {row['metric']}"
         groups.setdefault(f"{row['method']}{metric} @ {labels}{real}{protocol}", []).append(row["value"])
     return {name: float(np.mean(values)) for name, values in groups.items()}
+
+
+class TestedPixels(NamedTuple):
+    """The confusions [images, classes, classes] of a method on test, and how the method was fitted."""
+
+    method: str
+    draw: int
+    counts: NDArray[np.int64]
+    selected_on: str
+    settings: dict[str, Any]
+    seen: NDArray[np.bool_] | None
+    """Which test images the backbone was trained on; None: the method does not use the backbone."""
+
+
+def score_pixels(dataset: Dataset, protocol: str, tested: TestedPixels) -> Iterator[tuple[tables.Row, pa.Table]]:
+    """Yield the rows of a method, each with its table of CONFUSION: one, or two if some test images were seen."""
+    ids = pa.array(dataset.sample_ids("test"))
+    scoring = [(dataset.info.name, np.arange(len(tested.counts)), tested.counts)]
+    for task, method, places, part in tables.split_by_seen(scoring, tested.method, tested.seen):
+        common: tables.Row = {"task": task, "method": method, "protocol": protocol}
+        common |= {"labels_per_class": None, "draw": tested.draw}
+        total = part.sum(axis=0)
+        settings = tested.settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
+        row = tables.measurement(common, tables.MEAN_IOU, mean_iou(total), len(places), tested.selected_on, settings)
+        yield row, _confusion(common, ids.take(pa.array(places)), part, dataset.info.mask_classes)
+
+
+def _confusion(common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]) -> pa.Table:
+    """Return a table of CONFUSION: a row for each image and each pair of label and prediction among its pixels."""
+    images, labels, predictions = np.nonzero(counts)
+    names = pa.array(classes)
+    columns = {
+        "sample_id": ids.take(pa.array(images)),
+        "label": names.take(pa.array(labels)),
+        "prediction": names.take(pa.array(predictions)),
+        "pixels": pa.array(counts[images, labels, predictions]),
+    }
+    arrays = [
+        columns[field.name]
+        if field.name in columns
+        else pa.repeat(pa.scalar(common[field.name], field.type), len(images))
+        for field in tables.CONFUSION
+    ]
+    return pa.Table.from_arrays(arrays, schema=tables.CONFUSION)

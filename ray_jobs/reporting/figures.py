@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from pipelines.spec import FINE_TUNED
 from pipelines.store import FitName, LogLine, Manifest
-from ray_jobs.evaluation.rows import ACCURACY, AP, is_reference
+from ray_jobs.evaluation.rows import ACCURACY, AP, MEAN_IOU, is_reference
 from ray_jobs.reporting import costs
 from ray_jobs.reporting.drawing import plots, svg
 from ray_jobs.reporting.lines import chosen_trial
@@ -38,9 +38,10 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
     for task in dict.fromkeys(line["task"] for line in detected):
         shown = [line for line in detected if line["task"] == task and not is_reference(line["method"])]
         figures[f"precision {task}"] = plots.precision_recall(shown[: svg.COLOURS])
-    detectors = {line["artifact"] for line in detected}
+    counted = dict.fromkeys(several, EXACT) | {line["artifact"]: AP for line in detected}
+    counted |= {line["artifact"]: MEAN_IOU for line in numbers.get("other_metrics", ()) if line["metric"] == MEAN_IOU}
     for artifact, draws in losses.items():
-        metric = AP if artifact in detectors else EXACT if artifact in several else ACCURACY
+        metric = counted.get(artifact, ACCURACY)
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)
     for sweep in numbers["sweeps"]:
         figures[f"search {sweep['artifact']}"] = plots.search(sweep["trials"], chosen_trial(sweep))

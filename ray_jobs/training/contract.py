@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pipelines.spec import EvalCrop, Model
 from ray_jobs.data.shards import DatasetInfo
 from vit_model.config import Architecture
 from vit_model.contract import ModelContract, Preprocessing
+
+Head = Literal["classes", "pixels"] | None
+"""What a model's head classifies: images, or the pixels of their masks; None: it has none."""
 
 
 def model_contract(
@@ -18,11 +21,10 @@ def model_contract(
     resolution: int,
     info: DatasetInfo,
     eval_crop: EvalCrop | None = None,
-    classifier: bool = True,
+    head: Head = "classes",
 ) -> ModelContract:
-    """Return the contract of a model of this size trained on a dataset, with or without a classifier."""
+    """Return the contract of a model of this size trained on a dataset, with this head or none."""
     channels = 3 if info.image is None else info.image.channels
-    class_names = info.class_names if classifier else ()
     if eval_crop is None:
         square = info.image is not None and info.image.height == info.image.width
         eval_crop = EvalCrop(crop="squash" if square else "center")
@@ -34,9 +36,8 @@ def model_contract(
         channels=channels,
     )
     return ModelContract(
-        architecture=size.architecture(resolution, channels, len(class_names)),
-        class_names=class_names,
-        problem_type=_problem_type(info, class_names),
+        architecture=size.architecture(resolution, channels, num_outputs(info, head)),
+        **_outputs(info, head),
         preprocessing=preprocessing,
         training_data=info.content_digest,
         license=None,
@@ -44,7 +45,11 @@ def model_contract(
 
 
 def continued_contract(
-    source: ModelContract, architecture: Architecture, info: DatasetInfo, eval_crop: EvalCrop | None = None
+    source: ModelContract,
+    architecture: Architecture,
+    info: DatasetInfo,
+    eval_crop: EvalCrop | None = None,
+    head: Head = "classes",
 ) -> ModelContract:
     """Return the contract of a model that starts from the weights of `source` and is trained on a dataset.
 
@@ -53,19 +58,26 @@ def continued_contract(
     changed = {"resolution": architecture.image_shape[0]} | (
         eval_crop.model_dump(exclude_none=True) if eval_crop else {}
     )
-    class_names = info.class_names if architecture.num_classes else ()
     return ModelContract(
         architecture=architecture,
-        class_names=class_names,
-        problem_type=_problem_type(info, class_names),
+        **_outputs(info, head if architecture.num_classes else None),
         preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
         training_data=info.content_digest,
         license=source.license,
     )
 
 
-def _problem_type(
-    info: DatasetInfo, class_names: tuple[str, ...]
-) -> Literal["single_label_classification", "multi_label_classification"]:
-    is_multi = info.multi_label and class_names
-    return "multi_label_classification" if is_multi else "single_label_classification"
+def num_outputs(info: DatasetInfo, head: Head) -> int:
+    """Return how many outputs a head for a dataset has."""
+    outputs = _outputs(info, head)
+    return len(outputs["class_names"]) + len(outputs["mask_classes"])
+
+
+def _outputs(info: DatasetInfo, head: Head) -> dict[str, Any]:
+    """Return the fields of a contract about the outputs of the head."""
+    is_multi = head == "classes" and info.multi_label and bool(info.class_names)
+    return {
+        "class_names": info.class_names if head == "classes" else (),
+        "mask_classes": info.mask_classes if head == "pixels" else (),
+        "problem_type": "multi_label_classification" if is_multi else "single_label_classification",
+    }

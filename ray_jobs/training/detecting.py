@@ -100,7 +100,7 @@ def make_loss(
     assert isinstance(detector, Detector)
 
     def truths_of(positions: NDArray[np.int64], rows: NDArray[np.int64], device: torch.device) -> list[Truth]:
-        seen = zip(rows.tolist(), *_crops(transform, positions, sizes[rows], side), strict=True)
+        seen = zip(rows.tolist(), *crops_of(transform, positions, sizes[rows], side), strict=True)
         return [truth(boxes[row], crop, is_flipped, side, device) for row, crop, is_flipped in seen]
 
     @lru_cache(maxsize=1)  # for all micro-batches of a step
@@ -161,10 +161,10 @@ class _FrozenTokens:
     @torch.no_grad()
     def _computed(self, detector: Detector, inputs: Tensor) -> Tensor:
         detector.model.eval()
-        return detector.tokens(inputs)
+        return detector.model.normed_tokens(inputs)
 
 
-def _crops(
+def crops_of(
     transform: TrainTransform, positions: NDArray[np.int64], sizes: NDArray[np.int64], side: int
 ) -> tuple[NDArray[np.float64], list[bool]]:
     """Return each image's crop (top, left, height, width) in pixels of the stored image, and whether it is mirrored.
@@ -247,11 +247,6 @@ def _unpacked(values: NDArray[np.float32], scale: NDArray[np.float64]) -> Detect
     return Detected((table[:, :4] * scale).astype(np.float32), table[:, 4], table[:, 5].astype(np.int64))
 
 
-def evaluation(step: int, detector: Detector, images: Evaluator) -> Evaluation:
-    """Return the results after a step: AP, also as the accuracy, and the loss. Raises DivergenceError as `test`."""
-    return scored(step, detector, images)[0]
-
-
 def scored(step: int, detector: Detector, images: Evaluator) -> tuple[Evaluation, pa.Table]:
     """Return the results after a step, and the table of detections (FOUND). Raises DivergenceError as `test`."""
     tested, truths = test(detector, images), truths_of(images.images.rows)
@@ -265,7 +260,7 @@ def train_flops(task: Task) -> int:
     with torch.device("meta"):
         detector = untrained(task)
         images = torch.empty(1, task.contract.architecture.in_channels, *detector.config.image_shape)
-        tokens = detector.tokens(images)
+        tokens = detector.model.normed_tokens(images)
     with FlopCounterMode(display=False) as counter:
-        detector.read(tokens if task.config.freeze == "backbone" else detector.tokens(images))
+        detector.read(tokens if task.config.freeze == "backbone" else detector.model.normed_tokens(images))
     return 3 * counter.get_total_flops()

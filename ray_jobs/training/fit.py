@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,7 @@ from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.training import detecting, optim
+from ray_jobs.training import detecting, optim, segmenting
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import WEIGHTS, Engine, Plain
 from ray_jobs.training.evaluators import NOT_FINITE, Evaluator, evaluation
@@ -32,8 +33,9 @@ from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import compute, lora
 from vit_model.build import Network, build
+from vit_model.config import ViTConfig
 from vit_model.detection.detector import Detector
-from vit_model.model import ViT
+from vit_model.model import Segmenter, ViT
 from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, transfer_backbone
@@ -124,9 +126,21 @@ def start_model(task: Task, seed: int) -> Trained:
     return detecting.network(task, seed) if task.objects else classifier(task, seed)
 
 
+def untrained(task: Task) -> Trained:
+    """Return the model with weights of torch's, on torch's default device."""
+    if task.objects:
+        return detecting.untrained(task)
+    architecture = task.contract.architecture
+    if task.contract.mask_classes:
+        assert isinstance(architecture, ViTConfig), "check_settings has checked it"
+        return Segmenter(architecture)
+    return build(architecture)
+
+
 def classifier(task: Task, seed: int) -> Network:
-    """Return the model of a classification before its first step."""
-    model = build(task.contract.architecture)
+    """Return the model of a classification, of images or pixels, before its first step."""
+    model = untrained(task)
+    assert not isinstance(model, Detector)
     model.initialise(seed)
     if task.backbone is not None:
         transfer_backbone(model, load_model(task.backbone)[0])
@@ -160,10 +174,10 @@ def start(
 
 
 def _restrict(model: Trained, config: Finetune, seed: int = 0) -> None:
-    """Exclude from training what a fine-tuning keeps, and of a detector what its outputs do not depend on."""
+    """Exclude from training what a fine-tuning keeps, and the pooling, if boxes or pixels do not depend on it."""
     optim.restrict(model, config, seed)
-    if isinstance(model, Detector):
-        for parameter in model.unused():
+    if isinstance(model, Detector | Segmenter):
+        for parameter in (model.model if isinstance(model, Detector) else model).pooling_weights():
             parameter.requires_grad_(False)
 
 
@@ -190,7 +204,7 @@ def backbone_changes(task: Task) -> list[str]:
 def parameters(task: Task) -> tuple[int, int]:
     """Return how many weights a fit's model has, and how many it trains, including LoRA's matrices."""
     with torch.device("meta"):
-        model = detecting.untrained(task) if task.objects else build(task.contract.architecture)
+        model = untrained(task)
     whole = sum(weight.numel() for weight in model.parameters())
     _restrict(model, task.config)
     return whole, sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -243,7 +257,7 @@ def fit(
     device = devices.device(worker.local_rank)
     model, engine, saved = start(task, learning_rate, seed, manager, worker)
     before = _state_before(saved, worker, reporting)
-    if task.objects:
+    if task.is_dense:
         data = detecting.Numbered(*data)
     setup, sampler = _setup(task, data, learning_rate, seed, engine, manager, worker)
     preprocessing = task.contract.preprocessing
@@ -295,6 +309,8 @@ def _setup(
     sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order, rank=worker.rank, world=worker.world)
     if task.objects:
         loss = detecting.make_loss(task, engine, seed, data, transform, sampler)
+    elif task.is_dense:
+        loss = segmenting.make_loss(task, engine, seed, data, transform)
     else:
         loss = make_loss(task, engine, seed, class_weights(task, data))
     guard, device = Guard(data, sampler, task.steps, manager), devices.device(worker.local_rank)
@@ -370,11 +386,18 @@ def averaged(model: AnyTrained, engine: Engine, config: Finetune | Pretrain) -> 
     return model
 
 
+def dense_scores(step: int, model: Detector | Segmenter, images: Evaluator) -> tuple[Evaluation, pa.Table]:
+    """Return the results on images with boxes or masks, and a table of each image's. Raises DivergenceError."""
+    if isinstance(model, Detector):
+        return detecting.scored(step, model, images)
+    return segmenting.scored(step, model, images)
+
+
 def evaluate(model: Trained, images: Evaluator, step: int, select_by: str) -> Evaluation | None:
     """Evaluate a model after a step; None if the loss is not finite, which may yet change."""
     try:
-        if isinstance(model, Detector):
-            return detecting.evaluation(step, model, images)
+        if isinstance(model, Detector | Segmenter):
+            return dense_scores(step, model, images)[0]
         return evaluation(step, images.logits(model), images.labels, select_by)
     except DivergenceError:
         return None

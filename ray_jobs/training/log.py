@@ -2,7 +2,8 @@
 
 In: each step, with its learning rate and gradient norm. Out: `LogLine`s, which `pipelines.store.read_log` reads: at the
 points of the curve, at evaluations, and at least every `LINE_SECONDS`. A number is read from the device only for a
-line, because reading waits for the device.
+line, because reading waits for the device. `Gauges` also shows each line in Ray's metrics, which every node exports to
+Prometheus.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import torch
+from ray.util.metrics import Gauge
 from ulid import ULID
 
 from pipelines.spec import Finetune, Pretrain
@@ -35,6 +37,20 @@ from ray_jobs.training.steps import Step
 from ray_jobs.training.task import Evaluation
 from ray_jobs.training.workers import ALONE, Worker
 
+_GAUGES = {
+    "step": "Steps done",
+    "epoch": "Images seen, divided by the number of training images",
+    "loss": "Mean training loss since the previous log line",
+    "learning_rate": "Learning rate of the last step",
+    "gradient_norm": "Norm of the last step's gradients before clipping",
+    "images_per_second": "Training images per second of all workers",
+    "data_wait": "Share of the time that the first worker waited for images",
+    "mfu": "Model FLOPs utilisation, a share of the GPUs' peak",
+    "seconds_left": "Estimated seconds until the last step",
+    "dev_loss": "Last measured loss on dev",
+    "dev_accuracy": "Last measured accuracy on dev",
+}
+"""A field of `LogLine` -> the description of its gauge, which Prometheus shows as ray_vitflow_<field>."""
 LINE_SECONDS = 10.0  # at most between two lines
 SEGMENT_SECONDS = 5.0  # between two segments
 _JOINED = 32  # segments that are merged into one: a training of a month has about a hundred
@@ -256,3 +272,27 @@ class Log:
 def finite(value: float) -> float | None:
     """Return the value; None if it is not finite, because JSON cannot express that."""
     return value if math.isfinite(value) else None
+
+
+class Gauges:
+    """The gauges of one training, or of one fit of a fine-tuning."""
+
+    def __init__(self, attempt: Attempt, fit: str | None = None) -> None:
+        tags = {
+            "run": attempt.run,
+            "stage": attempt.stage,
+            "key": attempt.key[:12],
+            "attempt": str(attempt.number),
+            "fit": fit or "",
+        }
+        self._gauges = {
+            name: Gauge(f"vitflow_{name}", description, tuple(tags)) for name, description in _GAUGES.items()
+        }
+        for gauge in self._gauges.values():
+            gauge.set_default_tags(tags)
+
+    def show(self, line: LogLine) -> None:
+        """Show the values of a line; a gauge without a value in it does not change."""
+        for name, gauge in self._gauges.items():
+            if (value := getattr(line, name)) is not None:
+                gauge.set(value)

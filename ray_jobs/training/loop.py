@@ -35,9 +35,8 @@ from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import EMA, WEIGHTS, Engine, StateShard, make_engine
 from ray_jobs.training.evaluators import Evaluator
 from ray_jobs.training.few_shot import FewShotProbe
-from ray_jobs.training.gauges import Gauges
 from ray_jobs.training.guard import Guard
-from ray_jobs.training.log import Log, LogWriter, Reporting
+from ray_jobs.training.log import Gauges, Log, LogWriter, Reporting
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef, find_model, make_contract, take_over
 from ray_jobs.training.state import TrainState, worker_state

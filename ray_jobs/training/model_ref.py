@@ -53,7 +53,7 @@ def make_contract(config: Pretrain, info: DatasetInfo, init_from: ModelRef | Non
     labelled = objective_properties(config.objective).classifier is not None
     if init_from is None:
         assert config.model is not None
-        return model_contract(config.model, config.resolution, info, config.eval_crop, labelled)
+        return model_contract(config.model, config.resolution, info, config.eval_crop, "classes" if labelled else None)
     source, where = read_contract(init_from.folder), f"init_from {init_from.name}"
     classes = len(info.class_names) if labelled else 0
     architecture = config.check_start(where, source.architecture, classes)

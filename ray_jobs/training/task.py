@@ -17,8 +17,8 @@ from pipelines.spec import Detect, EvalCrop, Finetune, check_optimizer, nearest
 from pipelines.spec.search import Optuna, Point, Search
 from pipelines.store import FitName
 from ray_jobs.data.shards import Dataset, Images, Split
-from ray_jobs.evaluation.rows import AP, MEAN_AP
-from ray_jobs.training.contract import continued_contract, model_contract
+from ray_jobs.evaluation.rows import AP, MEAN_AP, MEAN_IOU
+from ray_jobs.training.contract import Head, continued_contract, model_contract, num_outputs
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, read_contract
 from vit_model.errors import UserError, reasons
@@ -118,10 +118,15 @@ class Task(NamedTuple):
         return FitName("refit", self.number, draw, self.digest, self.last_step)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether the targets are in the images, boxes or masks, and not labels of whole images."""
+        return bool(self.objects or self.contract.mask_classes)
+
+    @property
     def metric(self) -> str:
         """The metric on held-out images that ranks trials."""
-        if self.objects:
-            return AP
+        if self.is_dense:
+            return AP if self.objects else MEAN_IOU
         return MEAN_AP if self.contract.is_multi_label else self.config.select_by
 
     @property
@@ -162,23 +167,25 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
     is_detection = isinstance(config, Detect)
     objects = dataset.info.class_names if is_detection else ()
-    crop = EvalCrop(crop="squash") if is_detection else config.eval_crop
+    head: Head = None if is_detection else "pixels" if config.masks else "classes"
+    crop = config.eval_crop if head == "classes" else EvalCrop(crop="squash")
+    if config.masks and not dataset.info.mask_classes:
+        raise UserError(f"masks true: data set {dataset.info.name} has no masks")
     if backbone is None:
         assert config.model is not None and config.resolution is not None
-        contract = model_contract(config.model, config.resolution, dataset.info, crop, classifier=not is_detection)
+        contract = model_contract(config.model, config.resolution, dataset.info, crop, head)
         check_settings(config, contract)
         return Task(config, contract, None, objects=objects)
     source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
     try:
-        classes = 0 if is_detection else len(dataset.info.class_names)
-        architecture = source.architecture.for_finetuning(resolution, classes)
+        architecture = source.architecture.for_finetuning(resolution, num_outputs(dataset.info, head))
         if config.stochastic_depth is not None:
             if not isinstance(architecture, ViTConfig):
                 raise UserError("stochastic_depth needs the blocks of a ViT, but the backbone is a ResNet")
             changed = architecture.model_dump() | {"stochastic_depth": config.stochastic_depth}
             architecture = ViTConfig.model_validate(changed)
-        contract = continued_contract(source, architecture, dataset.info, crop)
+        contract = continued_contract(source, architecture, dataset.info, crop, head)
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     check_settings(config, contract)

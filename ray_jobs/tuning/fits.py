@@ -29,14 +29,14 @@ from ray_jobs.process.context import Context
 from ray_jobs.training import detecting
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.evaluators import BATCH, Evaluator, evaluation, predict, score
-from ray_jobs.training.fit import Stopping, Trained, Validation, fit
-from ray_jobs.training.gauges import Gauges
-from ray_jobs.training.log import LogWriter, Reporting
+from ray_jobs.training.fit import Stopping, Trained, Validation, dense_scores, fit
+from ray_jobs.training.log import Gauges, LogWriter, Reporting
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, read_split
 from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
 from ray_jobs.tuning.ledger import Ledger, add_images, add_refit, add_trial, images_table, scores_table
 from ray_jobs.tuning.trial import CurvePoint, Refit, Refitted, Trial, fit_title, pruned, refit_title, storable
 from vit_model.detection.detector import Detector, save_detector
+from vit_model.model import Segmenter
 from vit_model.weights import save_model
 
 _START_SECONDS = 30 * 86400.0  # wait as long as other stages hold the resources, like a trial of one worker
@@ -95,8 +95,8 @@ def trial(
 
 
 def evaluator(task: Task, images: Images, worker: Worker = ALONE, is_kept: bool = True) -> Evaluator:
-    """Return what evaluates a task's models on held-out images; a detector's maps are as large as in a step."""
-    batch = min(BATCH, task.config.batch_size) if task.objects else BATCH
+    """Return what evaluates a task's models on held-out images; maps of boxes or pixels are as large as in a step."""
+    batch = min(BATCH, task.config.batch_size) if task.is_dense else BATCH
     return Evaluator(images, task.contract.preprocessing, worker, batch, is_kept)
 
 
@@ -118,8 +118,8 @@ def score_trial(model: Trained, task: Task, held_out: Evaluator, stopping: Stopp
     if task.config.early_stopping is not None:
         assert stopping is not None
         return Trial(**stopping.best._asdict())
-    if isinstance(model, Detector):
-        results = detecting.evaluation(task.config.steps, model, held_out)
+    if isinstance(model, Detector | Segmenter):
+        results, _ = dense_scores(task.config.steps, model, held_out)
         if stopping is None:
             writer.add_evaluation(results)
         return Trial(**results._asdict())
@@ -190,8 +190,8 @@ def score_refit(task: Task, model: Trained, test: Images) -> tuple[Evaluation, p
     Raises:
         DivergenceError: the loss is not finite.
     """
-    if isinstance(model, Detector):
-        return *detecting.scored(task.steps, model, evaluator(task, test, is_kept=False)), None
+    if isinstance(model, Detector | Segmenter):
+        return *dense_scores(task.steps, model, evaluator(task, test, is_kept=False)), None
     logits = predict(model, task.contract, test)
     if task.contract.is_multi_label:
         results = evaluation(task.steps, logits, torch.from_numpy(test.labels))

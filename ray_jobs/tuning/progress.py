@@ -15,7 +15,7 @@ import numpy as np
 from pipelines.spec import Detect, Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
 from pipelines.store import FitName
-from ray_jobs.evaluation.rows import AP
+from ray_jobs.evaluation.rows import AP, MEAN_IOU
 from ray_jobs.training.task import describe, point_digest
 from ray_jobs.tuning.ledger import Ledger
 from ray_jobs.tuning.points import points, size
@@ -78,7 +78,7 @@ def progress(config: Finetune, ledger: Ledger, folds: int, concurrent: int = 1, 
     tried = [point for point in begun if len(point.folds) == folds]
     if whole := [point for point in tried if not point.is_pruned]:
         best = max(whole, key=lambda point: point.rank)
-        metric = AP if isinstance(config, Detect) else config.select_by
+        metric = MEAN_IOU if config.masks else AP if isinstance(config, Detect) else config.select_by
         message += f"; the best is trial {best.number}, {metric} {best.selecting:.3f}: {describe(best.point)}"
     quarters = [_TABLES * number // count for number in (len(tried) - 1, len(tried))]
     if count >= _FEW and len(tried) < count and quarters[0] < quarters[1]:

@@ -16,7 +16,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.spec.search import Point
 from pipelines.store import FileEntry
-from ray_jobs.evaluation.rows import AP, MEAN_AP
+from ray_jobs.evaluation.rows import AP, MEAN_AP, MEAN_IOU
 from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank, selecting
 from vit_model.contract import MODEL_FILES
 from vit_model.fields import Frozen
@@ -67,7 +67,7 @@ class Trial(Record):
         if self.loss == DIVERGED:
             return "diverged"
         pruned = f", ended by ASHA at step {self.step}" if self.is_pruned else ""
-        accuracy = {} if self.metrics.keys() & {MEAN_AP, AP} else {"accuracy": self.accuracy}
+        accuracy = {} if self.metrics.keys() & {MEAN_AP, AP, MEAN_IOU} else {"accuracy": self.accuracy}
         metrics = accuracy | self.metrics | {"loss": self.loss}
         return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items()) + pruned
 

@@ -11,7 +11,7 @@ have none (Li et al. 2022).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from vit_model.config import ViTConfig
 from vit_model.detection.contract import SCALES, DetectorContract, check, read_detector_contract
 from vit_model.detection.fcos import FCOSHead, Outputs, Places
-from vit_model.detection.pyramid import SimpleFeaturePyramid, as_map
+from vit_model.detection.pyramid import SimpleFeaturePyramid
 from vit_model.model import ViT
-from vit_model.parts import AroundModel, generator_of
+from vit_model.parts import AroundModel, as_map, generator_of
 from vit_model.weights import finite_weights, load_tensors, write_contract, write_tensors
 
 
@@ -70,23 +70,12 @@ class Detector(AroundModel):
                     module.bias.zero_()
         self.head.initialise(generator)
 
-    def unused(self) -> Iterator[nn.Parameter]:
-        """Yield the ViT's weights that no output depends on: its pooling and its tanh layer."""
-        for name, parameter in self.model.named_parameters():
-            if name.startswith(("attn_pool.", "pre_logits.")):
-                yield parameter
-
     def forward(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Outputs:
         """[b, c, height, width] -> what the head says about each place; `drop_path_draws`: see `ViT.forward`.
 
         Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
-        return self.read(self.tokens(images, drop_path_draws))
-
-    def tokens(self, images: Tensor, drop_path_draws: Tensor | None = None) -> Tensor:
-        """[b, c, height, width] -> the ViT's normed tokens [b, n, d]. Raises as `forward`."""
-        tokens = self.model.encode(self.model.embed(images), drop_path_draws=drop_path_draws)
-        return self.model.fc_norm(tokens) if self.config.norm_after_pooling else tokens
+        return self.read(self.model.normed_tokens(images, drop_path_draws))
 
     def read(self, tokens: Tensor) -> Outputs:
         """The ViT's tokens [b, n, d] -> what the head says; for frozen features, which are computed once."""

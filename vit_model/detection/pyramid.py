@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_model.detection.contract import SCALES
@@ -55,8 +54,3 @@ def _level(width: int, channels: int, scale: float) -> nn.Sequential:
         nn.Conv2d(channels, channels, 3, padding=1, bias=False),
         ChannelNorm(channels),
     )
-
-
-def as_map(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the tokens of patches [b, n, d], in raster order, as a map [b, d, rows, columns]."""
-    return F.fold(tokens.transpose(1, 2), grid, 1)

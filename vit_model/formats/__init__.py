@@ -46,6 +46,8 @@ def read(path: Path, averages: bool = True) -> Imported:
 
 def _read_vitflow(folder: Path) -> Imported:
     model, contract = load_model(folder)
+    if contract.mask_classes:
+        raise UserError(f"{folder}: the model classifies pixels ({', '.join(contract.mask_classes)}), not images")
     return Imported(
         architecture=contract.architecture,
         weights=model.state_dict(),

@@ -41,7 +41,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
     the extra, if the packages of torch's exporter are missing.
     """
     checked_weights(model, contract)
-    _write(path, model, contract, ["logits" if contract.class_names else "representation"])
+    _write(path, model, contract, ["logits" if contract.class_names or contract.mask_classes else "representation"])
 
 
 def write_detector(path: Path, detector: Detector, contract: DetectorContract) -> None:

@@ -85,6 +85,11 @@ class Finetune(TrainingStage):
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)
     model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
     resolution: int | None = Field(None, ge=4, le=8192, description="with a backbone: null keeps the backbone's")
+    masks: bool = later(
+        False,
+        description="true: classify the pixels of the data's masks, by the tokens of their patches (linear decoder of"
+        " Strudel et al. 2021); scored by mIoU",
+    )
     labels: Labels = Labels()
     refits: int = later(
         1,
@@ -206,6 +211,9 @@ class Finetune(TrainingStage):
             )
         return self
 
+    def uses_labels(self) -> bool:
+        return not self.masks
+
     def needs_one_label(self) -> str | None:
         """Return which field needs one label per image; None if there is none."""
         fields = {
@@ -298,11 +306,26 @@ class Finetune(TrainingStage):
             raise ValueError(f"head_first {self.head_first} must be less than steps {self.steps}")
         return self
 
+    @model_validator(mode="after")
+    def _targets_are_in_images(self) -> Self:
+        if not (self.masks or isinstance(self, Detect)):
+            return self
+        what = "detect" if isinstance(self, Detect) else "masks true"
+        for name in (*_OF_IMAGES, *(("lora", "masks") if isinstance(self, Detect) else ())):
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name}: {what} has no such setting; leave it out")
+        if self.augment in ("shift", "shift_flip", "vtab"):
+            raise ValueError(f"augment {self.augment}: {what} needs a policy that crops or flips, such as flip")
+        if self.masks and self.model is not None and not isinstance(self.model, ModelSize):
+            raise ValueError("masks true: a ResNet has no tokens of patches; give a ViT's model")
+        return self
 
-_NOT_OF_BOXES = (
-    *("labels", "select_by", "eval_crop", "lora", "class_weights", "sampling"),
+
+_OF_IMAGES = (
+    *("labels", "select_by", "eval_crop", "class_weights", "sampling"),
     *("randaugment", "mixup", "cutmix", "label_smoothing"),
 )
+"""Settings of labels of whole images."""
 
 
 class Detect(Finetune):
@@ -327,11 +350,6 @@ class Detect(Finetune):
 
     @model_validator(mode="after")
     def _is_of_boxes(self) -> Self:
-        for name in _NOT_OF_BOXES:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name}: detect has no such setting; leave it out")
-        if self.augment in ("shift", "shift_flip", "vtab"):
-            raise ValueError(f"augment {self.augment}: detect needs a policy that crops or flips, such as flip")
         if tuple(map(float, self.scales)) not in RANGES:
             raise ValueError(f"scales {[*self.scales]}: give neighbours among 4, 2, 1, 0.5, the largest first")
         if self.optimizer.base_width is not None:

@@ -33,7 +33,7 @@ from vit_model.detection.contract import SHOWN, DetectorContract
 from vit_model.detection.detector import Detector, save_detector
 from vit_model.formats import hugging_face
 from vit_model.formats.files import read_license
-from vit_model.model import ViT
+from vit_model.model import Segmenter, ViT
 from vit_model.predict import classify
 from vit_model.preprocessing import load_image, normalise
 from vit_model.weights import load_model, save_model
@@ -320,6 +320,34 @@ def test_the_code_on_a_detectors_card_finds_the_objects_that_vitflow_finds(
         ]
     refused = vitflow_here("export", "de", "--format", "hf", "--output", "hf", "--store", store.uri, check=2)
     assert "de is a detector, which --format onnx exports" in refused.stderr
+
+
+@pytest.mark.slow
+def test_the_code_on_the_card_of_a_model_of_pixels_finds_the_mask(store: Store, photos: list[Path]) -> None:
+    pytest.importorskip("onnxruntime")
+    with committed(store, "finetune", "pix", kind="model", stage="segment") as folder:
+        contract = contract_for(CONFIG, (), crop="squash").model_copy(update={"mask_classes": NAMES})
+        segmenter = Segmenter(CONFIG)
+        segmenter.load_state_dict(randomised(CONFIG).state_dict())
+        save_model(folder, segmenter, contract)
+        write_table(folder / "rows.parquet", [], ROWS)
+    model = read_manifest(store, "finetune", "pix")
+    assert model is not None
+    with pytest.raises(RecipeError, match="classifies pixels; use --format onnx"):
+        load(store, model, "last").write("hf", Path(), "out")
+    _, card = exported(store, model, "onnx")
+    assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "image-segmentation"
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    for photo, (width, height) in zip(photos, SIZES, strict=True):
+        pixels = torch.from_numpy(load_image(photo, contract.preprocessing)[None])
+        with torch.no_grad():
+            logits = segmenter.eval()(normalise(pixels, contract.preprocessing, torch.float32))
+        large = torch.nn.functional.interpolate(logits, (height, width), mode="bilinear")
+        shares = [float((large.argmax(1) == number).float().mean()) for number in range(3)]
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(code.replace("photo.jpg", str(photo)), {})  # the card's own
+        said = [float(line.rpartition(" ")[2].rstrip("%")) for line in printed.getvalue().splitlines() if "%" in line]
+        assert said == pytest.approx([100 * share for share in shares], abs=1.0)
 
 
 def randomised_detector(backbone: ViT) -> Detector:

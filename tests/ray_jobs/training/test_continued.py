@@ -55,7 +55,7 @@ def make_start(
 ) -> ModelRef:
     """A model of that dataset whose weights, all of them, are random and not those of bfloat16."""
     size, info = ModelSize.model_validate(SIZE | model), shards.open_dataset(dataset).info
-    contract = model_contract(size, 8, info, classifier=classifier)
+    contract = model_contract(size, 8, info, head="classes" if classifier else None)
     pixels = contract.preprocessing.model_copy(update={"mean": (0.25,), "std": (0.125,)})
     contract = contract.model_copy(update={"license": "mit", "preprocessing": pixels})
     network, generator = build(contract.architecture), torch.Generator().manual_seed(1)

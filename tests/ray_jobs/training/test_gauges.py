@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipelines.store import LogLine, create_attempt
-from ray_jobs.training import gauges
+from ray_jobs.training import log
 from ray_jobs.training.log import LogWriter
 from ray_jobs.training.task import Evaluation
 from tests.support.memory_store import MemoryStore
@@ -37,10 +37,10 @@ class Metrics:
 
 def test_gauges_have_the_last_value_of_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics()
-    monkeypatch.setattr(gauges, "Gauge", metrics.gauge)
+    monkeypatch.setattr(log, "Gauge", metrics.gauge)
     store, attempt = MemoryStore(), make_attempt("pretrain", number=3)
     create_attempt(store, attempt)
-    writer = LogWriter(store, attempt, "refit-0-1", gauges.Gauges(attempt, "refit-0-1").show)
+    writer = LogWriter(store, attempt, "refit-0-1", log.Gauges(attempt, "refit-0-1").show)
     writer.add(line(8))
     writer.add_evaluation(Evaluation(1, 0.5, 0.25))
     writer.add(line(16, mfu=None))
@@ -51,4 +51,4 @@ def test_gauges_have_the_last_value_of_each_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_number_of_a_line_is_a_gauge() -> None:
-    assert set(gauges._GAUGES) == set(LogLine.model_fields) - {"time", "fit", "few_shot", "measures"}
+    assert set(log._GAUGES) == set(LogLine.model_fields) - {"time", "fit", "few_shot", "measures"}

@@ -107,7 +107,7 @@ def test_the_loss_sees_a_box_where_the_image_shows_it(policy: str, stored: str, 
     ) as all_:
         for _, (positions, pixels, rows) in zip(range(20), all_, strict=False):
             (views,), targets = transform(pixels, rows, positions, 0)
-            crops = detecting._crops(transform, positions, sizes[targets.numpy()], 64)
+            crops = detecting.crops_of(transform, positions, sizes[targets.numpy()], 64)
             for view, row, crop, is_flipped in zip(views.numpy(), targets.tolist(), *crops, strict=True):
                 truth = detecting.truth(boxes[row], crop, is_flipped, 64, torch.device("cpu"))
                 if not len(truth.boxes) or truth.ignored.any():

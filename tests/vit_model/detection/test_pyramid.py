@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from vit_model.detection.pyramid import SCALES, SimpleFeaturePyramid, as_map
+from vit_model.detection.pyramid import SCALES, SimpleFeaturePyramid
+from vit_model.parts import as_map
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
