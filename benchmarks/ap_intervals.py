@@ -1,7 +1,7 @@
 """How often the intervals of AP cover it: `python benchmarks/ap_intervals.py`.
 
 Draws test sets of 50, 200 and 1,000 images from 20,000 scenes with detections of simulated detectors, and counts how
-often the intervals of AP, and of the difference of two detectors, contain that of all scenes. One core, a quarter of an hour.
+often the intervals of AP, and of the difference of two detectors, contain that of all scenes. A quarter of an hour.
 """
 
 from __future__ import annotations

@@ -47,6 +47,15 @@ class Column(NamedTuple):
     """Its name in ENTRIES, if FACTS and INDEX use that name for the position in the shard."""
 
 
+_PLACE = pa.struct(
+    [
+        ("file", pa.string()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("codec", pa.string()),
+        ("crc", pa.uint32()),
+    ]
+)
 COLUMNS = (
     Column("sample_id", pa.string(), "facts? index shard", "a hash of the image's bytes and its key"),
     Column("key", pa.string(), "entries facts? index shard", "unique; never a path outside the source"),
@@ -84,6 +93,7 @@ COLUMNS = (
     Column("boxes", BOXES.field("boxes").type, "entries?", "the boxes of objects, as they are annotated"),
     Column("boxes_width", pa.int32(), "entries?", "the size that they are of, see `boxes.in_image`"),
     Column("boxes_height", pa.int32(), "entries?", "as boxes_width"),
+    Column("mask", _PLACE, "entries?", "where the bytes of its mask are; null: it has none, or its reader finds it"),
 )
 
 

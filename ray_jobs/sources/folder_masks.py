@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from ray_jobs.data.masks import Mask, decode_mask
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.entries import Files, Member, place, table
+from ray_jobs.sources.archives.entries import Files, table
 from ray_jobs.sources.names import IMAGES, MASKS
 from vit_model.errors import UserError
 
@@ -53,15 +53,9 @@ def is_mask(file: str) -> bool:
     return any(part.lower() in _OF_MASKS for part in PurePosixPath(file).parts[:-1])
 
 
-def masks(members: dict[str, Member], files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
-    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used.
-
-    Args:
-        members: the folder's files, by their paths.
-    """
-    keys = entries["key"].to_pylist()
-    of_images = beside(keys, members)
-    rows = [{"key": of_images[key], "label": 0} | place(members[of_images[key]]) for key in keys]
+def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
+    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
+    rows = ({"key": entry["key"], "label": 0} | entry["mask"] for entry in entries.select(["key", "mask"]).to_pylist())
     for data in containers.read(files, table(rows)):
         try:
             yield data if isinstance(data, UserError) else decode_mask(data)

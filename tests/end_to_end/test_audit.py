@@ -1,4 +1,4 @@
-"""An audit and a segmentation on Ray; what the audit lists is left out of the next dataset."""
+"""An audit and segmentations on Ray; what the audit lists is left out of the next dataset."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,9 @@ stages:
     data: shapes
     cross_validation: {{folds: 2, model: {MODEL}, resolution: 32, learning_rate: 0.001, steps: 4, batch_size: 16}}
   segment: {{job: segment, data: shapes, backbone: pretrain}}
-  report: {{job: report, title: Audited, of: [shapes, audit, segment]}}
+  tuned:
+    {{job: finetune, masks: true, data: shapes, backbone: pretrain, learning_rates: [0.1, 0.2], steps: 4, batch_size: 16}}
+  report: {{job: report, title: Audited, of: [shapes, audit, segment, tuned]}}
 """
 
 
@@ -36,8 +38,10 @@ def test_what_an_audit_lists_leaves_the_dataset(tmp_path: Path, vitflow_local: V
 
     listed = [row["sample_id"] for row in ask("SELECT sample_id FROM label_issues ORDER BY rank")]
     assert 0 < len(listed) < 240
-    methods = {row["method"] for row in ask("SELECT method FROM rows WHERE metric = 'mIoU'")}
-    assert {"pixels", "majority"} < methods
+    rows = ask("SELECT method, protocol FROM rows WHERE metric = 'mIoU'")
+    assert {"pixels", "majority"} < {row["method"] for row in rows}
+    assert {row["protocol"] for row in rows} == {"linear segmentation", "fine-tuned segmentation"}
+    assert "mIoU" in vitflow_local("list", "--kind", "models", *store).stdout
 
     wrong, cleaned = tmp_path / "wrong.txt", tmp_path / "clean.yaml"
     wrong.write_text("\n".join(listed[:10]))

@@ -77,6 +77,8 @@ class Entry(NamedTuple):
     boxes_width: int | None = None
     boxes_height: int | None = None
     """With boxes: the boxes of the image, and the size that they refer to, see `data.boxes.in_image`."""
+    mask: str | None = None
+    """With masks: the path of the image's mask."""
 
 
 class Listing(NamedTuple):
@@ -171,7 +173,12 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         arranged = arrange(source.root, list(members), dict(zip(tables, read(tables), strict=True)), columns)
     else:
         arranged = _with_boxes(source.root, sorted(members), source.boxes, read)
-    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in arranged.entries)
+    rows = (
+        entry._asdict()
+        | entries.place(members[entry.key])
+        | {"mask": None if entry.mask is None else entries.place(members[entry.mask])}
+        for entry in arranged.entries
+    )
     notes = _notes(arranged._replace(special=special))
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
 
@@ -189,7 +196,7 @@ def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], tup
 
 def masks(source: FolderSource, files: Files, rows: pa.Table) -> Iterator[Mask | UserError]:
     """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
-    yield from folder_masks.masks(_members(source, files)[0], files, rows)
+    yield from folder_masks.masks(files, rows)
 
 
 def _with_masks(root: Path | str, files: Sequence[str]) -> Listing:
@@ -202,7 +209,9 @@ def _with_masks(root: Path | str, files: Sequence[str]) -> Listing:
     without = [key for key in images if key not in of_images and not folder_masks.is_mask(key)]
     folders = {image: image.rpartition("/")[0] for image in of_images}
     splits, _ = splits_of_files([*dict.fromkeys(folders.values())])
-    found = tuple(Entry(key, 0, splits[folders[key]]) for key in sorted(of_images) if folders[key] in splits)
+    found = tuple(
+        Entry(key, 0, splits[folders[key]], mask=of_images[key]) for key in sorted(of_images) if folders[key] in splits
+    )
     other = sorted(of_images.keys() - {each.key for each in found})
     notes = left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
     return Listing(str(root), (), found, (), notes=notes)
