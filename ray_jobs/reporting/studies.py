@@ -3,7 +3,7 @@
 In: lines of report.json. Out: plain dictionaries, one per stage with a matrix and metric. `x` is the axis with the most
 numbers, or without numbers the one with the most values; a line is a combination of the other axes, apart from seeds,
 over which its values are averaged. On test, only the learning rate whose pretraining is best on dev is shown, for
-each combination, if the members differ in more than the rate. Two lines are subtracted seed by seed.
+each combination, if the members differ in more than the rate. If there are two lines, they are subtracted seed by seed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Measured(NamedTuple):
     method: str = ""
     trained: tuple[str, float] | None = None
     """DEV_LOSS or DEV_ACCURACY of the pretraining that an evaluation is about"""
+    rate: str | None = None
+    """the learning rate that was chosen on dev among others, which are left out"""
 
 
 def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -93,8 +95,8 @@ def _of_one_method(group: Sequence[Measured]) -> list[list[Measured]]:
     return [*methods.values()]
 
 
-def _tuned(group: Sequence[Measured]) -> tuple[list[Measured], dict[str, str]]:
-    """Keep, of each combination, the learning rate whose pretraining is the best on dev; also return these rates.
+def _tuned(group: Sequence[Measured]) -> list[Measured]:
+    """Keep, of each combination, the learning rate whose pretraining is the best on dev.
 
     Without another axis, or without the results on dev, all are kept.
     """
@@ -102,22 +104,24 @@ def _tuned(group: Sequence[Measured]) -> tuple[list[Measured], dict[str, str]]:
     def combination(each: Measured) -> str:
         return without_seeds({axis: label for axis, label in each.place.items() if axis != RATE})
 
-    by_rate: dict[str, dict[str, list[float]]] = {}
+    scores: dict[str, dict[str, list[float]]] = {}
     for each in group:
         if each.trained is None or RATE not in each.place or not combination(each):
-            return [*group], {}
+            return [*group]
         metric, value = each.trained
         score = -value if metric == DEV_LOSS else value
-        by_rate.setdefault(combination(each), {}).setdefault(each.place[RATE], []).append(score)
-    rates = {combined: max(rates, key=lambda rate: statistics.mean(rates[rate])) for combined, rates in by_rate.items()}
-    kept = [each for each in group if each.place[RATE] == rates[combination(each)]]
-    bare = [each._replace(place={axis: label for axis, label in each.place.items() if axis != RATE}) for each in kept]
-    return bare, rates
+        scores.setdefault(combination(each), {}).setdefault(each.place[RATE], []).append(score)
+    best = {combined: max(rates, key=lambda rate: statistics.mean(rates[rate])) for combined, rates in scores.items()}
+    return [
+        each._replace(place={axis: label for axis, label in each.place.items() if axis != RATE}, rate=each.place[RATE])
+        for each in group
+        if each.place[RATE] == best[combination(each)]
+    ]
 
 
 def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     """Return the study of a stage's metric; None if its members differ in their seeds alone."""
-    group, rates = _tuned(group)
+    group = _tuned(group)
     labels: dict[str, dict[str, None]] = {}  # axis -> its labels
     for each in group:
         for axis, label in each.place.items():
@@ -131,26 +135,33 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     others = sorted((axis for axis in axes if axis != x), key=lambda axis: len(axes[axis]))
     *panel_axes, line_axis = others or [x]
     panels: dict[str, dict[str, Values]] = {}
+    rates: dict[tuple[str, str, float], str | None] = {}
     for each in group:
         place = each.place
         panel = ", ".join(f"{axis}={place.get(axis)}" for axis in panel_axes)
         line = f"{line_axis}={place.get(line_axis)}" if others else ""
         seed = ",".join(label for axis, label in place.items() if _is_seed(axis))
+        rates[panel, line, ticks[place[x]]] = each.rate
         panels.setdefault(panel, {}).setdefault(line, {}).setdefault(ticks[place[x]], {})[seed] = each.value
     methods = {each.method: None for each in group if each.method}
     return {
         "stage": group[0].stage,
         "metric": group[0].metric,
         "setting": " on ".join(part for part in (" and ".join(methods), group[0].setting) if part),
-        "rates": rates,
         "x": x,
         "ticks": ticks,
         "has_order": bool(numeric),
         "panels": [
             {
                 "name": panel,
-                "lines": [{"name": line, "points": _points(values)} for line, values in lines.items()],
-                "difference": _difference(*lines.values()) if len(lines) == PAIR else [],
+                "lines": [
+                    {
+                        "name": line,
+                        "points": [point | {"rate": rates[panel, line, point["x"]]} for point in _points(values)],
+                    }
+                    for line, values in lines.items()
+                ],
+                "difference": _difference(*lines.values()) if len(panels) == 1 and len(lines) == PAIR else [],
             }
             for panel, lines in panels.items()
         ],
@@ -189,13 +200,16 @@ def best(study: Mapping[str, Any], line: Mapping[str, Any]) -> float:
 
 def question(study: Mapping[str, Any]) -> str:
     """Return what a study answers."""
-    return f"Which {_axis(study)} is better, by {study['x']}?" if _compared(study) else f"Which {study['x']} is best?"
+    panel = study["panels"][0]
+    if panel["difference"]:
+        return f"Which {panel['lines'][0]['name'].partition('=')[0]} is better, by {study['x']}?"
+    return f"Which {study['x']} is best?"
 
 
 def headline(study: Mapping[str, Any]) -> str:
     """Say where one of two lines lies above the other, or where the lines of a study are best."""
-    if compared := _compared(study):
-        return _crossing(study, compared)
+    if study["panels"][0]["difference"]:
+        return _crossing(study)
     names = {value: label for label, value in study["ticks"].items()}
     places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
     counts = {place: places.count(place) for place in sorted(set(places))}
@@ -209,22 +223,12 @@ def headline(study: Mapping[str, Any]) -> str:
     return f"{said}{_listed(several)} of {quantity(len(places), 'setting')}."
 
 
-def _compared(study: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the differences between the two lines of a study with one plot; otherwise none."""
-    return list(study["panels"][0]["difference"]) if len(study["panels"]) == 1 else []
-
-
-def _axis(study: Mapping[str, Any]) -> str:
-    """Return the axis that the lines of a study differ in."""
-    return str(study["panels"][0]["lines"][0]["name"].partition("=")[0])
-
-
-def _crossing(study: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> str:
+def _crossing(study: Mapping[str, Any]) -> str:
     """Say at which x the second line lies above the first, at which below, and where the seeds do not tell."""
     names = {value: label for label, value in study["ticks"].items()}
     first, second = (line["name"] for line in study["panels"][0]["lines"])
     places: dict[str, list[str]] = {"above": [], "below": [], "not told": []}
-    for point in compared:
+    for point in study["panels"][0]["difference"]:
         low, high = point["mean"] - point["margin"], point["mean"] + point["margin"]
         side = "above" if low > 0 else "below" if high < 0 else "not told"
         sign = -1 if side == "below" else 1

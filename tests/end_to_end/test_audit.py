@@ -23,7 +23,7 @@ stages:
     cross_validation: {{folds: 2, model: {MODEL}, resolution: 32, learning_rate: 0.001, steps: 4, batch_size: 16}}
   segment: {{job: segment, data: shapes, backbone: pretrain}}
   tuned:
-    {{job: finetune, masks: true, data: shapes, backbone: pretrain, learning_rates: [0.1, 0.2], steps: 4, batch_size: 16}}
+    {{job: finetune, masks: true, data: shapes, backbone: pretrain, learning_rates: [1, 2], steps: 4, batch_size: 16}}
   report: {{job: report, title: Audited, of: [shapes, audit, segment, tuned]}}
 """
 
