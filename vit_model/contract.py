@@ -1,5 +1,6 @@
 """A model artifact's config.json: the architecture, preprocessing, class names, and the origin of the weights."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -122,6 +123,20 @@ def read_contract(folder: Path) -> ModelContract:
         return ModelContract.model_validate_json(read_contract_file(folder))
     except ValidationError as error:
         raise UserError(f"{folder / CONTRACT_FILE} is not a model contract: {error}") from error
+
+
+def is_segmenter(folder: Path) -> bool:
+    """Return whether a folder's config.json is of a model of pixels; False if there is none, or it cannot be read."""
+    return bool(contract_fields(folder).get("mask_classes"))
+
+
+def contract_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields of a folder's config.json as they are; {} if there is none, or it cannot be read."""
+    try:
+        content = json.loads(read_contract_file(folder))
+    except (UserError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_contract_file(folder: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Classify image files with a model artifact and the preprocessing in its config.json."""
+"""Classify image files, or their pixels, with a model artifact and the preprocessing in its config.json."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from vit_model.build import Network
 from vit_model.contract import ModelContract
 from vit_model.errors import UserError
-from vit_model.preprocessing import load_image, normalise
+from vit_model.preprocessing import decode_image, load_image, normalise
 from vit_model.weights import load_model
 
 TOP = 5
@@ -58,6 +59,35 @@ def classify_readable(model: Network, contract: ModelContract, images: Sequence[
         answers = dict(zip(pixels, answer(model, contract, stacked), strict=True))
         for image in batch:
             yield {"image": str(image)} | (answers[image] if image in answers else {"error": errors[image]})
+
+
+@torch.inference_mode()
+def segment_readable(
+    model: Network, contract: ModelContract, images: Sequence[Path]
+) -> Iterator[tuple[dict[str, Any], NDArray[np.uint8]]]:
+    """Yield each image's {"image": path, "pixels": [{"class", "share"}]} and its mask, uint8 [height, width].
+
+    The mask has the upright image's size and the numbers of classes; shares descend. A file that cannot be read gives
+    {"image": path, "error": reason} and an empty mask.
+    """
+    preprocessing, names = contract.preprocessing, contract.mask_classes
+    for image in images:
+        try:
+            whole = decode_image(image, preprocessing.channels)
+            pixels = load_image(whole, preprocessing)
+        except (UserError, OSError) as error:
+            yield {"image": str(image), "error": str(error)}, np.zeros((0, 0), np.uint8)
+            continue
+        logits = model(normalise(torch.from_numpy(pixels)[None], preprocessing, torch.float32))
+        best = torch.full(whole.shape[:2], -math.inf)
+        mask = torch.zeros(whole.shape[:2], dtype=torch.uint8)
+        for number, scores in enumerate(logits[0]):  # one after the other, because photographs are large
+            large = functional.interpolate(scores[None, None], best.shape, mode="bilinear")[0, 0]
+            mask[large > best] = number
+            best = torch.maximum(best, large)
+        shares = np.bincount(mask.numpy().ravel(), minlength=len(names)) / mask.numel()
+        found = sorted(zip(names, shares.tolist(), strict=True), key=lambda each: -each[1])
+        yield {"image": str(image), "pixels": [{"class": name, "share": share} for name, share in found]}, mask.numpy()
 
 
 def answer(model: Network, contract: ModelContract, pixels: NDArray[np.uint8]) -> list[dict[str, Any]]:

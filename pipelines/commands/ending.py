@@ -73,8 +73,7 @@ def next_commands(store: Store, pipeline: Pipeline, stages: Sequence[PlannedStag
     best = max(tuned, key=_rank)
     model = f"{pipeline.name}/{best.name}"
     data = next(stage.manifest for stage in stages if stage.name in best.config.inputs()["data"])
-    if not (isinstance(best.config, Finetune) and best.config.masks):
-        yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
+    yield f"vitflow predict {shlex.quote(model)} IMAGE...{where}"
     yield f"vitflow export {shlex.quote(model)} --format onnx --output FOLDER{where}"
     if data is not None:
         yield f"{_images(data, 'key, split', 'images')}{where}  # which image is in which split"

@@ -28,6 +28,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import LAST, RecipeError
 from pipelines.store import model_folder
+from vit_model.contract import is_segmenter
 from vit_model.detection.contract import SHOWN, is_detector
 from vit_model.errors import UserError
 
@@ -122,8 +123,8 @@ def predict(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="of a detector: the folder to create, with detections.json, in COCO's format, and a picture of each"
-            " image with its objects"
+            help="the folder to create; of a detector, with detections.json, in COCO's format, and a picture of each"
+            " image with its objects; of a model of pixels, with each image's mask"
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -131,7 +132,7 @@ def predict(
     """Classify images; print the five likeliest classes of each, or more if more reach their thresholds.
 
     With a detector, find objects: prints those with a score of 0.5 or more; --json and --csv have all of them, with
-    boxes as COCO has them (x, y, width, height in pixels).
+    boxes as COCO has them (x, y, width, height in pixels). With a model of pixels, print each class's share of them.
 
     Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
@@ -154,7 +155,11 @@ def predict(
 
 
 def _print_table(rows: list[dict[str, Any]], has_labels: bool) -> None:
-    """Print a line per image, or per object."""
+    """Print a line per image, per object, or per class of pixels."""
+    if any("pixels" in row for row in rows):
+        shares = [(row["image"], *each.values()) for row in rows for each in row.get("pixels", ())]
+        print_csv(["image", "class", "share"], shares)
+        return
     if any("objects" in row for row in rows):
         objects = [(row["image"], each) for row in rows for each in row.get("objects", ())]
         header = ["image", "class", "score", "x", "y", "width", "height"]
@@ -169,7 +174,7 @@ def _print_table(rows: list[dict[str, Any]], has_labels: bool) -> None:
 def _predicted(
     model: str, images: list[Path], split: Split | None, checkpoint: str, store: str, output: Path | None
 ) -> tuple[Iterator[dict[str, Any]], Callable[[list[dict[str, Any]], Path], None]]:
-    """Return the rows of `pipelines.results.predictions`, and how to write a detector's to a folder."""
+    """Return the rows of `pipelines.results.predictions`, and how to write them to a folder."""
     if not (images or split):
         raise RecipeError(f"what to classify is missing; give IMAGES, or --split test for the test images of {model}")
     if split and (images or output):
@@ -179,8 +184,8 @@ def _predicted(
         check_new(output)
     if split is None:
         weights = _weights(model, checkpoint, store)
-        if output is not None and not is_detector(weights):
-            raise RecipeError(f"--output takes a detector, and {model} is none")
+        if output is not None and not (is_detector(weights) or is_segmenter(weights)):
+            raise RecipeError(f"--output takes a detector or a model of pixels, and {model} is neither")
     else:
         opened = open_(store, create=False)
         manifest = named_weights(opened, model)
@@ -190,7 +195,8 @@ def _predicted(
 
     if split is not None:
         return predictions.of_split(opened, manifest, checkpoint, split), lambda *_: None
-    return predictions.of_files(weights, images), partial(predictions.write_detections, weights)
+    write = predictions.write_masks if is_segmenter(weights) else predictions.write_detections
+    return predictions.of_files(weights, images), partial(write, weights)
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +219,8 @@ def _printed(rows: Iterable[dict[str, Any]], as_text: bool) -> Iterator[dict[str
                 if found["score"] >= SHOWN:
                     box = ", ".join(f"{side:.0f}" for side in found["bbox"])
                     console.print(f"  {found['score']:7.2f}  {plain(found['class'])} \\[{box}]")
+            for found in row.get("pixels", ()):
+                console.print(f"  {found['share']:7.2%}  {plain(found['class'])}")
             for top in row.get("top", ()):
                 is_chosen = "  predicted" if top["class"] in row.get("classes", ()) else ""
                 threshold = f"  (threshold {top['threshold']:.2%})" if "threshold" in top else ""

@@ -1,8 +1,8 @@
 """Predictions of image files, and of a split of the data set that a model was trained on.
 
 Out: rows {image, top: [{class, probability}, ...]}, the most likely class first, with `classes` if an image can have
-several; for a split with the label; {image, objects} of a detector (`vit_model.detection.predict`); and {image, error}
-for a file that cannot be read. Imports torch.
+several; for a split with the label; {image, objects} of a detector (`vit_model.detection.predict`), {image, pixels} of
+a model of pixels; and {image, error} for a file that cannot be read. Imports torch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from ray_jobs.data.shards import Split, open_artifact
 from ray_jobs.import_model import model_of
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model import formats
+from vit_model.contract import is_segmenter
 from vit_model.detection.contract import SHOWN, is_detector, read_detector_contract
 from vit_model.detection.detector import load_detector
 from vit_model.detection.predict import detect_readable
-from vit_model.predict import BATCH, answer, classify_readable
+from vit_model.predict import BATCH, answer, classify_readable, segment_readable
 from vit_model.preprocessing import decode_image
 from vit_model.weights import load_model
 
 BOX, GROUND = "#ffd166", "#14213d"
 MOST_PIXELS = 2000  # of a picture's side
+COLOURS = [number * factor % 256 for number in range(256) for factor in (67, 129, 199)]  # of the numbers of classes
 
 
 def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Classify image files, and the images in folders, with weights of any format that `import` reads.
 
-    With a detector's folder, find the objects in them.
+    With a detector's folder, find the objects in them; with that of a model of pixels, the share of each class.
 
     Raises:
         RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.
@@ -53,6 +55,9 @@ def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     yield from unreadable
     if is_detector(weights):
         yield from detect_readable(*load_detector(weights), list(files))
+        return
+    if is_segmenter(weights):
+        yield from (row for row, _ in segment_readable(*load_model(weights), list(files)))
         return
     network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
     yield from classify_readable(network, contract, list(files))
@@ -79,6 +84,25 @@ def write_detections(weights: Path, rows: Sequence[dict[str, Any]], folder: Path
     categories = [{"id": number, "name": name} for name, number in numbers.items()]
     content = {"images": images, "categories": categories, "annotations": annotations}
     (folder / "detections.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def write_masks(weights: Path, rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the masks of the images in `rows`: PNGs of the numbers of classes, and masks.json {classes, images}.
+
+    They have the sizes of the upright images. Images that could not be read are left out.
+    """
+    network, contract = load_model(weights)
+    (folder / "masks").mkdir()
+    images = []
+    readable = [Path(row["image"]) for row in rows if "pixels" in row]
+    for number, (row, mask) in enumerate(segment_readable(network, contract, readable), 1):
+        name = f"masks/{number:06}.png"
+        picture = Image.fromarray(mask)
+        picture.putpalette(COLOURS)
+        picture.save(folder / name)
+        images.append({"file_name": row["image"], "mask": name})
+    content = {"classes": contract.mask_classes, "images": images}
+    (folder / "masks.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def _drawn(picture: Image.Image, objects: Sequence[dict[str, Any]]) -> Image.Image:

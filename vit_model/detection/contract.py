@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
@@ -10,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from vit_model.config import Architecture, PositiveInt, ViTConfig
-from vit_model.contract import CONTRACT_FILE, Contract, ModelContract, read_contract_file
+from vit_model.contract import CONTRACT_FILE, Contract, ModelContract, contract_fields, read_contract_file
 from vit_model.errors import UserError
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
@@ -59,11 +58,7 @@ def check(config: Architecture, channels: int, scales: Sequence[float]) -> None:
 
 def is_detector(folder: Path) -> bool:
     """Return whether a folder's config.json is a detector's; False if there is none, or it cannot be read."""
-    try:
-        content = json.loads(read_contract_file(folder))
-    except (UserError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and {"backbone", "scales"} <= content.keys()
+    return {"backbone", "scales"} <= contract_fields(folder).keys()
 
 
 def read_detector_contract(folder: Path) -> DetectorContract:

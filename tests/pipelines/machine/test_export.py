@@ -323,7 +323,10 @@ def test_the_code_on_a_detectors_card_finds_the_objects_that_vitflow_finds(
 
 
 @pytest.mark.slow
-def test_the_code_on_the_card_of_a_model_of_pixels_finds_the_mask(store: Store, photos: list[Path]) -> None:
+def test_the_code_on_the_card_of_a_model_of_pixels_finds_the_mask(
+    vitflow_here: Callable[..., Any], store: Store, photos: list[Path]
+) -> None:
+    """And `predict --output` writes it."""
     pytest.importorskip("onnxruntime")
     with committed(store, "finetune", "pix", kind="model", stage="segment") as folder:
         contract = contract_for(CONFIG, (), crop="squash").model_copy(update={"mask_classes": NAMES})
@@ -338,12 +341,21 @@ def test_the_code_on_the_card_of_a_model_of_pixels_finds_the_mask(store: Store, 
     _, card = exported(store, model, "onnx")
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "image-segmentation"
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    for photo, (width, height) in zip(photos, SIZES, strict=True):
+    done = vitflow_here("predict", "pix", *photos, "--json", "--output", "found", "--store", store.uri)
+    written = json.loads(Path("found/masks.json").read_text())
+    assert written["classes"] == [*NAMES] and [each["file_name"] for each in written["images"]] == [*map(str, photos)]
+    rows = zip(json.loads(done.stdout), written["images"], strict=True)
+    for photo, (width, height), (row, image) in zip(photos, SIZES, rows, strict=True):
         pixels = torch.from_numpy(load_image(photo, contract.preprocessing)[None])
         with torch.no_grad():
             logits = segmenter.eval()(normalise(pixels, contract.preprocessing, torch.float32))
         large = torch.nn.functional.interpolate(logits, (height, width), mode="bilinear")
-        shares = [float((large.argmax(1) == number).float().mean()) for number in range(3)]
+        mask = large.argmax(1)[0].numpy()
+        np.testing.assert_array_equal(np.asarray(Image.open(Path("found") / image["mask"])), mask)
+        shares = [float((mask == number).mean()) for number in range(3)]
+        assert {each["class"]: each["share"] for each in row["pixels"]} == pytest.approx(
+            dict(zip(NAMES, shares, strict=True))
+        )
         with redirect_stdout(io.StringIO()) as printed:
             exec(code.replace("photo.jpg", str(photo)), {})  # the card's own
         said = [float(line.rpartition(" ")[2].rstrip("%")) for line in printed.getvalue().splitlines() if "%" in line]
