@@ -89,6 +89,12 @@ class FolderSource(FileSource):
         " These are the names of their values 0, 1, ...; 255 is ignored. The images have no labels",
     )
 
+    masks: Literal["coco"] | None = later(
+        None,
+        description="with mask_classes; coco: masks are drawn from the polygons of COCO's JSON, in place of PNGs. If no"
+        " category is called as the first class, it is where there is no object; else such pixels are ignored",
+    )
+
     @model_validator(mode="after")
     def _boxes_fit(self) -> Self:
         for field, what in (
@@ -99,6 +105,8 @@ class FolderSource(FileSource):
             changed = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
             if getattr(self, field) is not None and changed:
                 raise ValueError(f"{what}; leave out {', '.join(changed)}")
+        if self.masks is not None and self.mask_classes is None:
+            raise ValueError(f"masks {self.masks} needs mask_classes, the names of the classes")
         return self
 
     @model_validator(mode="after")

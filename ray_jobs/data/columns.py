@@ -93,6 +93,7 @@ COLUMNS = (
     Column("boxes", BOXES.field("boxes").type, "entries?", "the boxes of objects, as they are annotated"),
     Column("boxes_width", pa.int32(), "entries?", "the size that they are of, see `boxes.in_image`"),
     Column("boxes_height", pa.int32(), "entries?", "as boxes_width"),
+    Column("objects", pa.string(), "entries?", "the outlines that its mask is drawn from, see `sources.folder_masks`"),
     Column("mask", _PLACE, "entries?", "where the bytes of its mask are; null: it has none, or its reader finds it"),
 )
 

@@ -1,24 +1,36 @@
-"""Masks of a user's own images: PNGs with the number of each pixel's class, in a folder beside the images.
+"""Masks of a user's own images: PNGs with the number of each pixel's class, or what COCO's annotations outline.
+
+The PNGs are in a folder beside the images:
 
     images/train/1.jpg      masks/train/1.png, or in annotations, labels, gt, segmentations
     train/images/1.jpg      train/masks/1.png
     JPEGImages/1.jpg        SegmentationClass/1.png, as in Pascal VOC
 
-In: the names of a folder's files. Out: the mask of each image, by its file; later, its pixels.
+In: the names of a folder's files, or annotations. Out: the file of each image's mask or its outlines; then, its pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 from pathlib import PurePosixPath
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from pycocotools.mask import area, decode, frPyObjects, merge
 
-from ray_jobs.data.masks import Mask, decode_mask
+from pipelines.spec import nearest
+from ray_jobs.data.boxes import MOST
+from ray_jobs.data.masks import IGNORED, Mask, decode_mask
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, table
+from ray_jobs.sources.boxes.folders import Annotation
 from ray_jobs.sources.names import IMAGES, MASKS
 from vit_model.errors import UserError
+from vit_model.preprocessing import MAX_PIXELS
 
 _BESIDE = dict.fromkeys(IMAGES, MASKS) | {"jpegimages": ("segmentationclass",)}
 """A folder of images -> folders of their masks, in small letters."""
@@ -55,9 +67,79 @@ def is_mask(file: str) -> bool:
 
 def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
     """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
-    rows = ({"key": entry["key"], "label": 0} | entry["mask"] for entry in entries.select(["key", "mask"]).to_pylist())
-    for data in containers.read(files, table(rows)):
+    given = entries.select(["key", "mask", "objects"]).to_pylist()
+    rows = ({"key": entry["key"], "label": 0} | entry["mask"] for entry in given if entry["mask"] is not None)
+    stored = containers.read(files, table(rows))
+    for entry in given:
         try:
+            if entry["objects"] is not None:
+                yield drawn(**json.loads(entry["objects"]))
+                continue
+            data = next(stored)
             yield data if isinstance(data, UserError) else decode_mask(data)
         except UserError as error:
             yield error
+
+
+def outlined(found: Annotation, categories: Sequence[str], names: Sequence[str]) -> str:
+    """Return the arguments of `drawn` for an image as JSON.
+
+    Args:
+        categories: of the annotations. names: of the classes of pixels.
+
+    Raises:
+        UserError: a category is not among the names, or the size of the image is not known.
+    """
+    if unknown := [category for category in categories if category not in names]:
+        raise UserError(f"category {unknown[0]!r} is not in mask_classes{nearest(unknown[0], names)}")
+    background = IGNORED if names[0] in categories else 0
+    objects = [
+        [IGNORED if box.ignored else names.index(categories[box.label]), outline]
+        for box, outline in zip(found.boxes, found.outlines, strict=True)
+    ]
+    return json.dumps({"size": found.of, "background": background, "objects": objects})
+
+
+def drawn(size: tuple[int, int] | None, background: int, objects: Sequence[tuple[int, Any]]) -> Mask:
+    """Return the mask of an image of this width and height, in which smaller objects are in front of larger ones.
+
+    Args:
+        objects: the value of each, and COCO's `segmentation`: polygons, or a run-length encoding as a list.
+
+    Raises:
+        UserError: the size is unknown or too large, or the name of an object that cannot be drawn.
+    """
+    if size is None or not 0 < size[0] * size[1] <= MAX_PIXELS:
+        raise UserError(f"its annotations are of {size and ' x '.join(map(str, size))} pixels; expected its size")
+    if len(objects) > MOST:
+        raise UserError(f"{len(objects):,} objects; at most {MOST:,} are read")
+    mask = np.full(size[::-1], background, np.uint8)
+    regions = [(value, _region(outline, *size)) for value, outline in objects]
+    # what is ignored is behind everything else
+    with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # pycocotools 2.0.11 with NumPy 2
+        for value, region in sorted(regions, key=lambda each: (each[0] != IGNORED, -int(area(each[1])))):
+            mask[decode(region) == 1] = value
+    return mask
+
+
+def _region(outline: Any, width: int, height: int) -> Any:
+    """Return where an object is, as pycocotools encodes it."""
+    match outline:
+        case {"counts": [*counts], "size": [*of]} if of == [height, width] and all(type(n) is int for n in counts):
+            if min(counts, default=-1) < 0 or sum(counts) != width * height:
+                raise UserError(f"runs of {sum(counts)} pixels; expected {width * height}")
+            return frPyObjects(outline, height, width)
+        case [[*_], *_] if all(_is_polygon(each, width, height) for each in outline):
+            return merge(frPyObjects(outline, height, width))
+    said = str(outline)
+    said = f"{said[:40]}..." if len(said) > 40 else said
+    raise UserError(f"the segmentation {said} is neither polygons in the image nor a list of runs")
+
+
+def _is_polygon(found: Any, width: int, height: int) -> bool:
+    """Return whether this is x, y, x, y, ... of three points or more, none far outside of the image."""
+    is_list = isinstance(found, list) and len(found) >= 6 and len(found) % 2 == 0
+    return is_list and all(
+        type(side) in (int, float) and -most <= side <= 2 * most
+        for side, most in zip(found, cycle((width, height)), strict=False)
+    )

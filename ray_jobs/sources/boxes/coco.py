@@ -1,7 +1,7 @@
 """COCO's annotations (cocodataset.org, "Data format"): one JSON for all images of a split.
 
-A `bbox` is x, y, width and height, in pixels from the upper left corner. Crowds (`iscrowd` 1) are regions to ignore;
-masks are not read. Classes are numbered in the order of their ids.
+A `bbox` is x, y, width and height, in pixels from the upper left corner. Crowds (`iscrowd` 1) are regions to ignore.
+Classes are numbered in the order of their ids.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ class Annotations(NamedTuple):
     class_names: tuple[str, ...]
     boxes: dict[str, list[Box]]
     """of each image, by its `file_name`; images without boxes have an empty list"""
+    outlines: dict[str, list[Any]]
+    """the `segmentation` of each of these boxes, as it is in the file"""
     sizes: dict[str, tuple[int, int]]
     """width and height of each image, as far as the file says so"""
 
@@ -44,13 +46,14 @@ def read(data: bytes, name: str) -> Annotations:
     labels = {number: label for label, number in enumerate(sorted(classes))}
     files: dict[int, str] = {}
     boxes: dict[str, list[Box]] = {}
+    outlines: dict[str, list[Any]] = {}
     sizes: dict[str, tuple[int, int]] = {}
     for image in _entries(found, "images", {"id": int, "file_name": str}, name):
         file = image["file_name"]
         if image["id"] in files or file in boxes:
             raise UserError(f"{name}: image {image['id']}, {file}, is listed twice")
         files[image["id"]] = file
-        boxes[file] = []
+        boxes[file], outlines[file] = [], []
         if isinstance(width := image.get("width"), int) and isinstance(height := image.get("height"), int):
             sizes[file] = width, height
     for entry in _entries(found, "annotations", {"image_id": int, "category_id": int, "bbox": list}, name):
@@ -63,7 +66,8 @@ def read(data: bytes, name: str) -> Annotations:
                 f"{name}: annotation {entry.get('id')} is of class {entry['category_id']}, which is not listed"
             )
         boxes[files[entry["image_id"]]].append(_box(entry, labels[entry["category_id"]], name))
-    return Annotations(tuple(classes[number] for number in sorted(classes)), boxes, sizes)
+        outlines[files[entry["image_id"]]].append(entry.get("segmentation"))
+    return Annotations(tuple(classes[number] for number in sorted(classes)), boxes, outlines, sizes)
 
 
 def _entries(found: Mapping[str, Any], part: str, fields: Mapping[str, type], name: str) -> Iterator[dict[str, Any]]:

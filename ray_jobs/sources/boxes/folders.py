@@ -55,6 +55,8 @@ class Annotation(NamedTuple):
     boxes: list[Box]
     of: tuple[int, int] | None = None
     """The width and height that the boxes are of, see `boxes.in_image`."""
+    outlines: Sequence[Any] = ()
+    """COCO's `segmentation` of each box."""
 
 
 class Annotated(NamedTuple):
@@ -163,7 +165,7 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
             if image in origin:
                 raise UserError(f"{image} is annotated in {origin[image]} and in {key}")
             own = [box._replace(label=numbers[box.label]) for box in some]
-            annotations[image], origin[image] = Annotation(own, each.sizes.get(file)), key
+            annotations[image], origin[image] = Annotation(own, each.sizes.get(file), each.outlines[file]), key
     return _Found(class_names, annotations, origin)
 
 

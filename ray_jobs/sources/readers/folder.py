@@ -79,6 +79,8 @@ class Entry(NamedTuple):
     """With boxes: the boxes of the image, and the size that they refer to, see `data.boxes.in_image`."""
     mask: str | None = None
     """With masks: the path of the image's mask."""
+    objects: str | None = None
+    """With masks that are drawn: what from, see `folder_masks.outlined`."""
 
 
 class Listing(NamedTuple):
@@ -159,7 +161,9 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         with ThreadPoolExecutor(_AT_ONCE) as threads:  # on S3, each file is a request
             yield from threads.map(lambda key: containers.read_member(files, members[key], _MOST_BYTES), keys)
 
-    if source.mask_classes is not None:
+    if source.masks is not None:
+        arranged = _with_outlines(source, sorted(members), read)
+    elif source.mask_classes is not None:
         arranged = _with_masks(source.root, sorted(members))
     elif source.boxes is None:
         columns = Columns(
@@ -209,12 +213,25 @@ def _with_masks(root: Path | str, files: Sequence[str]) -> Listing:
     without = [key for key in images if key not in of_images and not folder_masks.is_mask(key)]
     folders = {image: image.rpartition("/")[0] for image in of_images}
     splits, _ = splits_of_files([*dict.fromkeys(folders.values())])
-    found = tuple(
-        Entry(key, 0, splits[folders[key]], mask=of_images[key]) for key in sorted(of_images) if folders[key] in splits
-    )
-    other = sorted(of_images.keys() - {each.key for each in found})
+    used = sorted(image for image in of_images if folders[image] in splits)
+    found = tuple(Entry(key, 0, splits[folders[key]], mask=of_images[key]) for key in used)
+    other = sorted(of_images.keys() - set(used))
     notes = left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
     return Listing(str(root), (), found, (), notes=notes)
+
+
+def _with_outlines(source: FolderSource, files: Sequence[str], read: Read) -> Listing:
+    """Return the images whose objects COCO's annotations outline. Raises UserError."""
+    root, names = source.root, source.mask_classes or ()
+    try:
+        found = annotated("coco", files, _images(root, files), read)
+        arranged = tuple(
+            Entry(key, 0, found.splits[key], objects=folder_masks.outlined(each, found.class_names, names))
+            for key, each in found.images.items()
+        )
+    except UserError as error:
+        raise UserError(f"{root}: source.masks coco: {error}") from None
+    return Listing(str(root), (), arranged, (), notes=found.notes)
 
 
 def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: Read) -> Listing:
@@ -224,7 +241,7 @@ def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: R
     except UserError as error:
         raise UserError(f"{root}: source.boxes {form}: {error}") from None
     arranged = []
-    for key, (boxes, of) in found.images.items():
+    for key, (boxes, of, _) in found.images.items():
         labels = sorted({box.label for box in boxes if not box.ignored})
         arranged.append(Entry(key, SEVERAL, found.splits[key], None, labels, boxes, *(of or (None, None))))
     return Listing(str(root), found.class_names, tuple(arranged), (), notes=found.notes)

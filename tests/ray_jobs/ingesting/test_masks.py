@@ -20,7 +20,7 @@ from pipelines.store import Layout, open_store
 from ray_jobs import ingest
 from ray_jobs.data.masks import IGNORED, decode_mask
 from ray_jobs.data.shards import Dataset, open_dataset
-from ray_jobs.sources.folder_masks import beside
+from ray_jobs.sources.folder_masks import beside, drawn
 from ray_jobs.sources.readers import shape_masks, shapes
 from tests.support.ingesting import in_tasks_here
 from tests.support.records import make_context
@@ -183,6 +183,7 @@ def test_reused_images_get_their_masks_again(tmp_path: Path, monkeypatch: pytest
             "boxes coco: the boxes have the labels; leave out mask_classes",
         ),
         ({"kind": "folder", "root": "x", "mask_classes": ["a", "b"], "labels": False}, {}, "leave out labels"),
+        ({"kind": "folder", "root": "x", "masks": "coco"}, {}, "masks coco needs mask_classes"),
     ],
 )
 def test_fields_that_do_not_fit_are_named(source: Any, fields: Any, message: str) -> None:
@@ -233,6 +234,75 @@ def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for key, mask in found.items():
         np.testing.assert_array_equal(mask, expected[key])
+
+
+@pytest.mark.parametrize("names", [("other", "cat", "dog"), ("dog", "cat")])
+def test_masks_are_drawn_as_coco_outlines_objects(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Small objects before large ones, and crowds behind all; an image without objects is background."""
+    categories, rng = ("cat", "dog"), np.random.default_rng(0)
+    content: dict[str, Any] = {"images": [], "annotations": []}
+    content["categories"] = [{"id": 5 * number, "name": name} for number, name in enumerate(categories, 1)]
+    expected = {}
+    (tmp_path / "photos/train").mkdir(parents=True)
+    background = 0 if "other" in names else IGNORED
+    for number in range(12):
+        width, height = rng.integers(12, 40, 2).tolist()
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(
+            tmp_path / f"photos/train/{number}.png"
+        )
+        content["images"].append({"id": number, "file_name": f"{number}.png", "width": width, "height": height})
+        mask, rectangles = np.full((height, width), background, np.uint8), []
+        for _ in range(number % 5):
+            (left, right), (top, bottom) = (sorted(rng.choice(side + 1, 2, False).tolist()) for side in (width, height))
+            rectangles.append((left, top, right, bottom, int(rng.integers(2)), bool(rng.random() < 0.3)))
+        for left, top, right, bottom, category, is_crowd in rectangles:
+            corners = [left, top, right, top, right, bottom, left, bottom]
+            whole = np.zeros((width, height), int)
+            whole[left:right, top:bottom] = 1
+            changes = np.flatnonzero(np.diff(whole.ravel(), prepend=0))
+            runs = np.diff([0, *changes, whole.size]).tolist()
+            content["annotations"].append(
+                {"image_id": number, "category_id": 5 * category + 5, "bbox": [left, top, right - left, bottom - top]}
+                | {"iscrowd": int(is_crowd)}
+                | {"segmentation": {"counts": runs, "size": [height, width]} if is_crowd else [corners]}
+            )
+        for left, top, right, bottom, category, is_crowd in sorted(
+            rectangles, key=lambda each: (not each[5], -(each[2] - each[0]) * (each[3] - each[1]))
+        ):
+            mask[top:bottom, left:right] = IGNORED if is_crowd else names.index(categories[category])
+        expected[f"train/{number}.png"] = mask
+    (tmp_path / "photos/train/_annotations.coco.json").write_text(json.dumps(content))
+    source = {"kind": "folder", "root": str(tmp_path / "photos"), "masks": "coco", "mask_classes": names}
+    dataset, _ = ingested(source, tmp_path / "store", max_distance=None)
+    assert dataset.info.mask_classes == names and sum(dataset.info.splits.values()) == len(expected)
+    for split in ("train", "dev", "test"):
+        keys = dataset.index(split)["key"].to_pylist()
+        for key, mask in zip(keys, dataset.masks(split, range(len(keys))), strict=True):
+            np.testing.assert_array_equal(mask, expected[key], err_msg=key)
+    with pytest.raises(UserError, match=r"masks coco: category 'dog' is not in mask_classes; did you mean 'dogs'"):
+        ingested(source | {"mask_classes": ["cat", "dogs"]}, tmp_path / "store", max_distance=None)
+
+
+@pytest.mark.parametrize(
+    ("size", "outline", "message"),
+    [
+        (None, [[0, 0, 1, 1, 2, 2]], "its annotations are of None pixels"),
+        ((10**6, 10**6), [[0, 0, 1, 1, 2, 2]], "its annotations are of 1000000 x 1000000 pixels"),
+        ((8, 6), [[0, 0, 1, 1]], "neither polygons in the image nor a list of runs"),
+        ((8, 6), [[0, 0, 1, 1, 1e9, 2]], "neither polygons"),
+        ((8, 6), [[0, 0, 1, 1, float("nan"), 2]], "neither polygons"),
+        ((8, 6), [[0, 0, 1, 1, True, 2]], "neither polygons"),
+        ((8, 6), [], "neither polygons"),
+        ((8, 6), None, "the segmentation None is neither polygons"),
+        ((8, 6), {"counts": "PPYo0", "size": [6, 8]}, "neither polygons"),
+        ((8, 6), {"counts": [48], "size": [8, 6]}, "neither polygons"),
+        ((8, 6), {"counts": [4, 43], "size": [6, 8]}, "runs of 47 pixels; expected 48"),
+        ((8, 6), {"counts": [-1, 49], "size": [6, 8]}, "runs of 48 pixels; expected 48"),
+    ],
+)
+def test_an_outline_that_cannot_be_drawn_is_named(size: Any, outline: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        drawn(size, 0, [(1, outline)])
 
 
 def test_a_mask_is_found_by_its_exact_name_and_there_is_one() -> None:

@@ -19,7 +19,7 @@ def read(form: Format, files: dict[str, bytes]) -> Annotated:
 
 
 def boxes(found: Annotated) -> dict[str, list[Box]]:
-    return {image: in_image(some, of, 100, 50) for image, (some, of) in found.images.items()}
+    return {image: in_image(some, of, 100, 50) for image, (some, of, _) in found.images.items()}
 
 
 LAYOUTS: list[tuple[Format, dict[str, bytes], dict[str, list[Box]]]] = [
