@@ -1,8 +1,7 @@
 """The page: one self-contained HTML file.
 
 In: `ReportData`. Out: HTML as text. The template is page.html.j2, with a part for each section. Class names and titles
-are untrusted, so everything
-is escaped.
+are untrusted, so everything is escaped.
 """
 
 from __future__ import annotations
@@ -29,6 +28,36 @@ TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 def render(data: ReportData) -> str:
     """Render the page; the same data give the same text."""
+    numbers = data.numbers
+    screen = first_screen(numbers)
+    return (
+        templates()
+        .get_template(TEMPLATE.name)
+        .render(
+            **numbers,
+            screen=screen,
+            shown=0 if numbers["vtab"] else SHOWN,
+            has_curves=has_curves(data),
+            sections=sections(data),
+            plots=plots,
+            axes=axes(numbers["accuracies"], screen["compared"]),
+            groups=groups(numbers["accuracies"]),
+            other_groups=other_groups(numbers.get("other_metrics", [])),
+            figures=data.figures,
+            sheets=data.sheets,
+            images=data.images,
+            looked=data.looked,
+            inside=data.inside,
+            detected=data.detected,
+            metrics=COMPUTED,
+            measured_on=measured_on(numbers["costs"]),
+            best=best,
+        )
+    )
+
+
+def templates() -> Environment:
+    """Return the page's template and its parts; an unknown name in one is an error."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
         autoescape=True,
@@ -39,28 +68,7 @@ def render(data: ReportData) -> str:
     )
     filters = (percent, points, quantity, duration, number, day, mebibytes, setting, quoted, metric)
     environment.filters |= {function.__name__: function for function in filters}
-    numbers = data.numbers
-    screen = first_screen(numbers)
-    return environment.get_template(TEMPLATE.name).render(
-        **numbers,
-        screen=screen,
-        shown=0 if numbers["vtab"] else SHOWN,
-        has_curves=has_curves(data),
-        sections=sections(data),
-        plots=plots,
-        axes=axes(numbers["accuracies"], screen["compared"]),
-        groups=groups(numbers["accuracies"]),
-        other_groups=other_groups(numbers.get("other_metrics", [])),
-        figures=data.figures,
-        sheets=data.sheets,
-        images=data.images,
-        looked=data.looked,
-        inside=data.inside,
-        detected=data.detected,
-        metrics=COMPUTED,
-        measured_on=measured_on(numbers["costs"]),
-        best=best,
-    )
+    return environment
 
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -188,7 +188,7 @@ def _points(values: Values) -> list[dict[str, Any]]:
         some, count = [*seeds.values()], len(seeds)
         scale = t.ppf((1 + LEVEL) / 2, count - 1) / count**0.5 if count > 1 else None
         margin = None if scale is None else float(scale) * statistics.stdev(some)
-        points.append({"x": x, "mean": statistics.mean(some), "margin": margin, "repeats": count})
+        points.append({"x": x, "mean": statistics.mean(some), "margin": margin, "repeats": count, "rate": None})
     return points
 
 

@@ -1,6 +1,7 @@
 """Studies: members of a matrix by the number that they differ in, averaged over seeds."""
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from scipy import stats
 
 from ray_jobs.reporting.drawing import plots
+from ray_jobs.reporting.page import templates
 from ray_jobs.reporting.studies import best, headline, studies
 
 NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": [], "costs": []}
@@ -113,6 +115,25 @@ def test_two_lines_are_subtracted_seed_by_seed() -> None:
         " and below model=a at images=100 (21.0 points, 95% interval 18.5 to 23.5); the seeds do not tell them apart"
         " at images=10 (−0.5 points, 95% interval −6.9 to 5.9)."
     )
+
+
+def test_the_page_shows_each_mean_with_its_rate_and_the_difference() -> None:
+    values = {
+        f"images={images},model={model},learning_rate={rate},seed={seed}": (
+            rate,
+            seed / 100 + (0.5 if model == "b" else 0.25),
+        )
+        for images, model, rate, seed in itertools.product((1, 2), "ab", (0.1, 0.2), (1, 2))
+    }
+    found = studies(evaluated(values, {"model=": "ViT, pretrained"}))
+    figures = {f"study {number} {panel}": "" for number in range(len(found)) for panel in range(2)}
+    page = templates().get_template("studies.html.j2").render(studies=found, figures=figures, best=best)
+    text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    margin = f"{stats.t.ppf(0.975, 1) / 2:.1f}"
+    assert (
+        f"model=b 51.5 ± {margin} rate 0.1 51.5 ± {margin} rate 0.1 model=b minus model=a 25.0 ± 0.0 25.0 ± 0.0" in text
+    )
+    assert "Rate: the learning rate whose pretraining is best on dev." in text
 
 
 def test_seeds_alone_are_no_study() -> None:
