@@ -132,9 +132,9 @@ class ViT(ParameterGroups):
         return self.fc_norm(tokens) if self.config.norm_after_pooling else tokens
 
     def pooling_weights(self) -> Iterator[nn.Parameter]:
-        """Yield the weights that the tokens do not depend on: of the pooling and the tanh layer."""
+        """Yield the weights that no output of the tokens depends on: the pooling, the tanh layer, a second head."""
         for name, parameter in self.named_parameters():
-            if name.startswith(("attn_pool.", "pre_logits.")):
+            if name.startswith(("attn_pool.", "pre_logits.", "head_dist.")):
                 yield parameter
 
     def embed(self, images: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def untrained(task: Task) -> Trained:
         return detecting.untrained(task)
     architecture = task.contract.architecture
     if task.contract.mask_classes:
-        assert isinstance(architecture, ViTConfig), "check_settings has checked it"
+        assert isinstance(architecture, ViTConfig), "the contract has checked it"
         return Segmenter(architecture)
     return build(architecture)
 

@@ -207,9 +207,9 @@ def test_settings_that_do_not_fit_are_named(fields: dict[str, Any], message: str
 
 def test_what_cannot_segment_is_the_users_mistake(store: Store, photos: Manifest) -> None:
     dataset = attempt(store, photos).dataset()
-    pooled = make_task(configuration(model=SIZE | {"pooling": "map"}), dataset, None)
-    whole, trained = fit.parameters(pooled)
-    assert trained < whole, "nothing depends on the pooling"
+    for option in ({"pooling": "map"}, {"distillation": True}):
+        whole, trained = fit.parameters(make_task(configuration(model=SIZE | option), dataset, None))
+        assert trained < whole, "nothing depends on the pooling, or on the distillation token's head"
     without = Dataset(dataset.folder, dataset.info.model_copy(update={"mask_classes": ()}), dataset._shards)
     with pytest.raises(UserError, match="has no masks"):
         make_task(configuration(), without, None)
