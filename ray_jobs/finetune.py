@@ -252,7 +252,7 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports
     dataset.require("train")
     supports = Supports(dataset.index("train"), dataset.index("dev"), config.labels)
     draws = config.refits * [Images(dataset, supports.pool.take(rows)) for rows in supports.draws]
-    if isinstance(config.class_weights, dict):  # which a set with several labels per image refuses
+    if isinstance(config.class_weights, dict) and not config.masks:  # a set with several labels per image refuses them
         present = {dataset.info.class_names[label] for label in draws[0].labels}
         for name in config.class_weights:
             if name not in present:

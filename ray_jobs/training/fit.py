@@ -184,14 +184,17 @@ def _restrict(model: Trained, config: Finetune, seed: int = 0) -> None:
 def class_weights(task: Task, data: Images) -> torch.Tensor | None:
     """Return the weight of each class in the loss, float32 [classes]; None if all are 1.
 
-    "balanced" is n / (classes * images of the class), as in scikit-learn, over the training images `data`.
+    "balanced" is n / (classes * images of the class), as in scikit-learn, over the training images `data`; with masks,
+    it counts pixels.
     """
-    configured, names = task.config.class_weights, task.contract.class_names
+    configured, names = task.config.class_weights, task.contract.class_names or task.contract.mask_classes
     if configured is None:
         return None
     if configured == "balanced":
-        counts = torch.bincount(torch.from_numpy(data.labels), minlength=len(names))
-        return len(data.labels) / (len(names) * counts.clamp(min=1).float())
+        labels = torch.from_numpy(data.labels)
+        is_of_masks = bool(task.contract.mask_classes)
+        counts = segmenting.pixels(data) if is_of_masks else torch.bincount(labels, minlength=len(names))
+        return counts.sum() / (len(names) * counts.clamp(min=1).float())
     return torch.tensor([configured.get(name, 1.0) for name in names])
 
 
@@ -310,7 +313,7 @@ def _setup(
     if task.objects:
         loss = detecting.make_loss(task, engine, seed, data, transform, sampler)
     elif task.is_dense:
-        loss = segmenting.make_loss(task, engine, seed, data, transform)
+        loss = segmenting.make_loss(task, engine, seed, data, transform, class_weights(task, data))
     else:
         loss = make_loss(task, engine, seed, class_weights(task, data))
     guard, device = Guard(data, sampler, task.steps, manager), devices.device(worker.local_rank)

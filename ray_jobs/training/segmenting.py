@@ -34,12 +34,12 @@ CONFUSIONS = "confusion"
 
 
 def make_loss(
-    task: Task, engine: Plain, seed: int, data: Images, transform: TrainTransform
+    task: Task, engine: Plain, seed: int, data: Images, transform: TrainTransform, weights: Tensor | None
 ) -> Callable[[MicroBatch], Tensor]:
     """Return the loss of a fit, whose batches have row numbers of `data` as targets.
 
     It is the mean over images of the mean cross-entropy of their pixels with a class, so that the mean over
-    micro-batches and workers is the loss of the batch.
+    micro-batches and workers is the loss of the batch; also if the classes have weights [classes].
     """
     preprocessing, masks = task.contract.preprocessing, data.dataset.masks_of(data.rows)
     side = preprocessing.resolution
@@ -52,7 +52,8 @@ def make_loss(
         sizes = np.array([mask.shape[::-1] for mask in whole])
         seen = zip(whole, *crops_of(transform, batch.positions, sizes, side), strict=True)
         targets = np.stack([in_crop(mask, crop, is_flipped, side) for mask, crop, is_flipped in seen])
-        return losses(logits, torch.from_numpy(targets).to(logits.device)).mean()
+        given = None if weights is None else weights.to(logits.device)
+        return losses(logits, torch.from_numpy(targets).to(logits.device), given).mean()
 
     return loss
 
@@ -66,15 +67,22 @@ def in_crop(mask: Mask, crop: NDArray[np.float64], is_flipped: bool, side: int) 
     return mask[np.ix_(rows, columns[::-1] if is_flipped else columns)]
 
 
-def losses(logits: Tensor, masks: Tensor) -> Tensor:
+def pixels(data: Images) -> Tensor:
+    """Return how many pixels of the images' masks each class has, int64 [classes]."""
+    counts = sum(np.bincount(decode_mask(mask).ravel(), minlength=256) for mask in data.dataset.masks_of(data.rows))
+    return torch.from_numpy(np.asarray(counts)[: len(data.dataset.info.mask_classes)])
+
+
+def losses(logits: Tensor, masks: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return each image's mean cross-entropy over its pixels with a class; 0 without any.
 
     Args:
         logits: of patches [b, k, rows, columns], which are resized to the masks.
         masks: uint8 [b, h, w].
+        weights: of the classes [k].
     """
     large = functional.interpolate(logits, size=masks.shape[1:], mode="bilinear", align_corners=False)
-    values = functional.cross_entropy(large, masks.long(), ignore_index=IGNORED, reduction="none")
+    values = functional.cross_entropy(large, masks.long(), weights, ignore_index=IGNORED, reduction="none")
     known = (masks != IGNORED).sum(dim=(1, 2)).clamp(min=1)
     return values.sum(dim=(1, 2)) / known
 

@@ -222,7 +222,7 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
     Raises:
         UserError: a setting does not fit them.
     """
-    architecture, names = contract.architecture, contract.class_names
+    architecture, names = contract.architecture, contract.class_names or contract.mask_classes
     try:
         check_optimizer(config.optimizer, config.steps, architecture.family)
     except ValueError as error:

@@ -159,8 +159,8 @@ class Finetune(TrainingStage):
     )
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0)]] | None = later(
         None,
-        description="weights of the classes in the loss: balanced, n / (classes * images of the class); or {class:"
-        " weight}, with 1 for the others. Selection and scores are not weighted",
+        description="weights of the classes in the loss: balanced, n / (classes * images of the class), of pixels with"
+        " masks; or {class: weight}, with 1 for the others. Selection and scores are not weighted",
     )
     sampling: Literal["uniform", "balanced"] = later(
         "uniform",
@@ -311,7 +311,7 @@ class Finetune(TrainingStage):
         if not (self.masks or isinstance(self, Detect)):
             return self
         what = "detect" if isinstance(self, Detect) else "masks true"
-        for name in (*_OF_IMAGES, *(("lora", "masks") if isinstance(self, Detect) else ())):
+        for name in (*_OF_IMAGES, *(("lora", "masks", "class_weights") if isinstance(self, Detect) else ())):
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"{name}: {what} has no such setting; leave it out")
         if self.augment in ("shift", "shift_flip", "vtab"):
@@ -322,7 +322,7 @@ class Finetune(TrainingStage):
 
 
 _OF_IMAGES = (
-    *("labels", "select_by", "eval_crop", "class_weights", "sampling"),
+    *("labels", "select_by", "eval_crop", "sampling"),
     *("randaugment", "mixup", "cutmix", "label_smoothing"),
 )
 """Settings of labels of whole images."""

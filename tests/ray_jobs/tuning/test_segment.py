@@ -126,6 +126,24 @@ def test_the_loss_is_the_mean_over_images_of_their_known_pixels() -> None:
         expected = functional.cross_entropy(large[image][:, known].T, masks[image][known].long())
         assert float(found[image]) == pytest.approx(float(expected), rel=1e-5)
     assert found[2] == 0
+    weights = torch.tensor([1.0, 2.0, 0.5, 3.0])
+    weighted, known = segmenting.losses(logits, masks, weights), masks[0] != IGNORED
+    each = functional.cross_entropy(large[0][:, known].T, masks[0][known].long(), reduction="none")
+    assert float(weighted[0]) == pytest.approx(float((each * weights[masks[0][known].long()]).mean()), rel=1e-5)
+
+
+def test_balanced_weights_count_the_pixels_of_the_training_images(store: Store, photos: Manifest) -> None:
+    given = attempt(store, photos, class_weights="balanced")
+    dataset = given.dataset()
+    task, (pool,) = make_task(given.config, dataset, None), finetune.labelled(given.config, dataset)[0]
+    counts = np.zeros(256)
+    for split in ("train", "dev"):
+        for mask in dataset.masks(split, np.arange(dataset.info.splits[split])):
+            counts += np.bincount(mask.ravel(), minlength=256)
+    expected = counts[:2].sum() / (2 * counts[:2])
+    np.testing.assert_allclose(fit.class_weights(task, pool), expected, rtol=1e-5)
+    with pytest.raises(UserError, match="class_weights: the data has no class 'light'"):
+        make_task(configuration(class_weights={"light": 2.0}), dataset, None)
 
 
 @pytest.mark.parametrize("fields", [{}, {"freeze": "backbone"}, {"lora": {"rank": 2}}], ids=str)
