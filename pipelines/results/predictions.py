@@ -38,7 +38,7 @@ COLOURS = [number * factor % 256 for number in range(256) for factor in (67, 129
 def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Classify image files, and the images in folders, with weights of any format that `import` reads.
 
-    With a detector's folder, find the objects in them; with that of a model of pixels, the share of each class.
+    A detector finds the objects in them, and a model of pixels measures the share of each class.
 
     Raises:
         RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.

@@ -91,8 +91,8 @@ class FolderSource(FileSource):
 
     masks: Literal["coco"] | None = later(
         None,
-        description="with mask_classes; coco: masks are drawn from the polygons of COCO's JSON, in place of PNGs. If no"
-        " category is called as the first class, it is where there is no object; else such pixels are ignored",
+        description="with mask_classes; coco: draw the masks from the polygons in COCO's JSON instead of reading PNGs."
+        " Pixels outside all objects have the first class if it is not a category; otherwise they are ignored",
     )
 
     @model_validator(mode="after")

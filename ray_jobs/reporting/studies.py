@@ -81,7 +81,7 @@ def split(member: str) -> tuple[str, dict[str, str]]:
 
 
 def without_seeds(place: Mapping[str, str]) -> str:
-    """Return a member's labels, without those of seeds, as one text."""
+    """Return a member's labels except its seeds, as one text."""
     return ",".join(f"{axis}={label}" for axis, label in place.items() if not _is_seed(axis))
 
 

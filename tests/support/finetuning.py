@@ -1,18 +1,25 @@
 """A fine-tuning of a tiny model on tiny images, as a driver would have prepared it."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from pipelines.spec import Finetune, Labels, Model
-from pipelines.store import FileEntry, create_attempt, open_store
+from pipelines.store import FileEntry, Manifest, Store, create_attempt, open_store
+from ray_jobs import finetune
 from ray_jobs.data import shards
+from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.cost import Cost, Speed
 from ray_jobs.process.context import Context
+from ray_jobs.training import optim
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.task import Score
-from ray_jobs.tuning.ledger import images_table
+from ray_jobs.training.task import Score, Task, at_point, make_task
+from ray_jobs.tuning import fits
+from ray_jobs.tuning.ledger import images_table, open_ledger
 from ray_jobs.tuning.trial import Refit, Refitted, Trial
 from tests.support import datasets
 from tests.support.checkpoints import SIZE
@@ -88,3 +95,36 @@ def attempt(root: Path, config: Finetune, number: int, code: str = "c") -> Conte
     given = make_context(open_store(str(root)), config, data=DATA)
     record = given.attempt.model_copy(update={"number": number, "code_digest": code})
     return replace(given, attempt=create_attempt(given.open_store(), record))
+
+
+def attempt_of(store: Store, config: Finetune, data: Manifest, number: int = 1) -> Context[Any]:
+    """An attempt of a fine-tuning of this data set, as a driver makes it."""
+    given = make_context(store, config, data=data)
+    record = given.attempt.model_copy(update={"number": number, "job": config.job})
+    return replace(given, attempt=create_attempt(store, record))
+
+
+def first_refit(given: Context[Any]) -> tuple[Task, Dataset, Refitted]:
+    """The refit of draw 0 with the first learning rate, which continues what earlier attempts left."""
+    dataset = given.dataset()
+    task = make_task(given.config, dataset, given.input("backbone") if given.config.backbone else None)
+    pools, _ = finetune.labelled(given.config, dataset)
+    point = {"learning_rate": given.config.learning_rates[0]}
+    task = at_point(task, 0, point, dataset)._replace(attempts=open_ledger(given).attempts)
+    done = fits.refit(given, task, pools[0], 0)
+    assert done is not None
+    return task, dataset, done
+
+
+def kill_at(step: int, monkeypatch: pytest.MonkeyPatch, fit: Callable[[], object]) -> None:
+    """Let a fit end before a step, as a signal would."""
+    rate = optim.learning_rate
+
+    def killed(at: int, *arguments: Any) -> float:
+        if at == step:
+            raise KeyboardInterrupt
+        return rate(at, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optim, "learning_rate", killed)
+        fit()

@@ -12,7 +12,7 @@ import torch
 from faster_coco_eval import COCO, COCOeval_faster
 
 from pipelines.spec import Detect, ModelSize, Promote
-from pipelines.store import Layout, Manifest, Store, create_attempt, open_store, read_manifest
+from pipelines.store import Layout, Manifest, Store, open_store, read_manifest
 from ray_jobs import finetune
 from ray_jobs.augment import TrainTransform
 from ray_jobs.data.boxes import Box
@@ -27,13 +27,11 @@ from ray_jobs.process.context import Context
 from ray_jobs.promote import promote
 from ray_jobs.reporting import detections as reported
 from ray_jobs.reporting.verdicts import sentence, verdicts
-from ray_jobs.training import detecting, fit, optim
-from ray_jobs.training.task import Task, at_point, make_task
+from ray_jobs.training import detecting, fit
+from ray_jobs.training.task import at_point, make_task
 from ray_jobs.tuning import detections, fits
-from ray_jobs.tuning.ledger import open_ledger
-from ray_jobs.tuning.trial import Refitted
 from tests.support.boxes import boxed_photos
-from tests.support.finetuning import save_backbone
+from tests.support.finetuning import attempt_of, first_refit, kill_at, save_backbone
 from tests.support.ingesting import ingest_here
 from tests.support.records import committed, make_context
 from vit_model.contract import MODEL_FILES
@@ -75,19 +73,7 @@ def scenes(store: Store) -> Manifest:
 
 
 def attempt(store: Store, data: Manifest, number: int = 1, **fields: Any) -> Context[Detect]:
-    given = make_context(store, configuration(**fields), data=data)
-    record = given.attempt.model_copy(update={"number": number, "job": "detect"})
-    return replace(given, attempt=create_attempt(store, record))
-
-
-def refit(given: Context[Detect]) -> tuple[Task, Dataset, Refitted]:
-    dataset = given.dataset()
-    task = make_task(given.config, dataset, given.input("backbone") if given.config.backbone else None)
-    pools, _ = finetune.labelled(given.config, dataset)
-    task = at_point(task, 0, {"learning_rate": 3e-3}, dataset)._replace(attempts=open_ledger(given).attempts)
-    done = fits.refit(given, task, pools[0], 0)
-    assert done is not None
-    return task, dataset, done
+    return attempt_of(store, configuration(**fields), data, number)
 
 
 @pytest.mark.parametrize("stored", ["files", "pixels"])
@@ -144,21 +130,14 @@ def test_a_killed_fit_ends_with_the_same_bytes(
         monkeypatch.setattr(Context, "input", lambda *_: backbone)
         fields = {"model": None, "backbone": "b", "freeze": freeze}
     whole = attempt(store, scenes, **fields)
-    _, _, expected = refit(whole)
+    _, _, expected = first_refit(whole)
     files = [store.local(Layout.files("detect", "k", 1), ()) / name for name in MODEL_FILES]
     kept = [file.read_bytes() for file in files]
     (store_2 := open_store(f"{store.uri}-2")).create("x", b"")  # another store, in which the first attempt is killed
-    data, rate = ingest_here(store_2, SCENES), optim.learning_rate
+    data = ingest_here(store_2, SCENES)
 
-    def killed(step: int, *arguments: Any) -> float:
-        if step == 8:
-            raise KeyboardInterrupt
-        return rate(step, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(optim, "learning_rate", killed)
-        refit(attempt(store_2, data, **fields))
-    _, _, resumed = refit(attempt(store_2, data, number=2, **fields))
+    kill_at(8, monkeypatch, lambda: first_refit(attempt(store_2, data, **fields)))
+    _, _, resumed = first_refit(attempt(store_2, data, number=2, **fields))
     again = [store_2.local(Layout.files("detect", "k", 2), ()) / name for name in MODEL_FILES]
     assert [file.read_bytes() for file in again] == kept
     assert resumed.images.equals(expected.images) and resumed.record.curve == expected.record.curve
@@ -172,7 +151,7 @@ def test_micro_batches_do_not_change_the_training(store: Store, scenes: Manifest
         given = attempt(
             other, ingest_here(other, SCENES), gradient_accumulation_steps=parts, dtype="float32", optimizer=SGD
         )
-        refit(given)
+        first_refit(given)
         weights.append(load_detector(other.local(Layout.files("detect", "k", 1), ()))[0].state_dict())
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=1e-4, msg=name)
@@ -204,7 +183,7 @@ def test_tokens_of_a_frozen_backbone_are_those_of_its_images(
 
 def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: Manifest) -> None:
     """As faster-coco-eval computes it from detections.parquet alone; and what the report makes of them."""
-    task, dataset, done = refit(attempt(store, scenes, steps=60))
+    task, dataset, done = first_refit(attempt(store, scenes, steps=60))
     rows, predictions, files = detections.tables(task, dataset, [done, done], "dev", {}, NONE)
     assert not predictions
     parts = files[FILE]
@@ -233,7 +212,7 @@ def test_the_rows_have_cocos_ap_of_the_stored_detections(store: Store, scenes: M
 
 
 def test_a_promotion_scores_detectors_as_their_stage_does(store: Store, scenes: Manifest) -> None:
-    task, dataset, done = refit(attempt(store, scenes, steps=60))
+    task, dataset, done = first_refit(attempt(store, scenes, steps=60))
     trained = load_detector(store.local(Layout.files("detect", "k", 1), ()))[0]
     models = {}
     for name, detector in (("trained", trained), ("new", detecting.network(task, 5))):

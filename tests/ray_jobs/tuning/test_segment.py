@@ -1,6 +1,5 @@
 """Segmentation as a fine-tuning: its loss sees masks as images show them, its fits resume, its mIoU is of pixels."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from sklearn.metrics import jaccard_score
 from torch.nn import functional
 
 from pipelines.spec import Finetune, ModelSize
-from pipelines.store import Layout, Manifest, Store, create_attempt, open_store
+from pipelines.store import Layout, Manifest, Store, open_store
 from ray_jobs import finetune
 from ray_jobs.augment import TrainTransform
 from ray_jobs.data.loader import Loader
@@ -23,14 +22,10 @@ from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.leakage import Overlap
 from ray_jobs.evaluation.rows import CONFUSION_FILE, MEAN_IOU
 from ray_jobs.process.context import Context
-from ray_jobs.training import detecting, fit, optim, segmenting
-from ray_jobs.training.task import Task, at_point, make_task
-from ray_jobs.tuning import fits
-from ray_jobs.tuning.ledger import open_ledger
-from ray_jobs.tuning.trial import Refitted
-from tests.support.finetuning import save_backbone
+from ray_jobs.training import detecting, fit, segmenting
+from ray_jobs.training.task import make_task
+from tests.support.finetuning import attempt_of, first_refit, kill_at, save_backbone
 from tests.support.ingesting import ingest_here
-from tests.support.records import make_context
 from vit_model.contract import MODEL_FILES
 from vit_model.errors import UserError
 from vit_model.model import Segmenter
@@ -75,19 +70,7 @@ def photos(store: Store, tmp_path: Path) -> Manifest:
 
 
 def attempt(store: Store, data: Manifest, number: int = 1, **fields: Any) -> Context[Finetune]:
-    given = make_context(store, configuration(**fields), data=data)
-    record = given.attempt.model_copy(update={"number": number, "job": "finetune"})
-    return replace(given, attempt=create_attempt(store, record))
-
-
-def refit(given: Context[Finetune]) -> tuple[Task, Dataset, Refitted]:
-    dataset = given.dataset()
-    task = make_task(given.config, dataset, given.input("backbone") if given.config.backbone else None)
-    pools, _ = finetune.labelled(given.config, dataset)
-    task = at_point(task, 0, {"learning_rate": 3e-3}, dataset)._replace(attempts=open_ledger(given).attempts)
-    done = fits.refit(given, task, pools[0], 0)
-    assert done is not None
-    return task, dataset, done
+    return attempt_of(store, configuration(**fields), data, number)
 
 
 @pytest.mark.parametrize("is_square", [True, False], ids=["pixels", "files"])
@@ -155,20 +138,13 @@ def test_a_killed_fit_ends_with_the_same_bytes(
         save_backbone(backbone, ModelSize.model_validate(SIZE), 32, channels=3)
         monkeypatch.setattr(Context, "input", lambda *_: backbone)
         fields = {"model": None, "backbone": "b"} | fields
-    _, _, expected = refit(attempt(store, photos, **fields))
+    _, _, expected = first_refit(attempt(store, photos, **fields))
     kept = [(store.local(Layout.files("finetune", "k", 1), ()) / name).read_bytes() for name in MODEL_FILES]
     other = open_store(f"{store.uri}-2")
-    data, rate = ingest_here(other, halves(tmp_path / "again"), max_distance=None), optim.learning_rate
+    data = ingest_here(other, halves(tmp_path / "again"), max_distance=None)
 
-    def killed(step: int, *arguments: Any) -> float:
-        if step == 8:
-            raise KeyboardInterrupt
-        return rate(step, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(optim, "learning_rate", killed)
-        refit(attempt(other, data, **fields))
-    _, _, resumed = refit(attempt(other, data, number=2, **fields))
+    kill_at(8, monkeypatch, lambda: first_refit(attempt(other, data, **fields)))
+    _, _, resumed = first_refit(attempt(other, data, number=2, **fields))
     assert [(other.local(Layout.files("finetune", "k", 2), ()) / name).read_bytes() for name in MODEL_FILES] == kept
     assert resumed.images.equals(expected.images)
 
@@ -179,7 +155,7 @@ def test_micro_batches_do_not_change_the_training(photos: Manifest, tmp_path: Pa
         other = open_store(str(tmp_path / str(parts)))
         data = ingest_here(other, halves(tmp_path / "photos"), max_distance=None)
         exact = {"dtype": "float32", "optimizer": {"name": "sgd"}}
-        refit(attempt(other, data, gradient_accumulation_steps=parts, **exact))
+        first_refit(attempt(other, data, gradient_accumulation_steps=parts, **exact))
         weights.append(load_model(other.local(Layout.files("finetune", "k", 1), ()))[0].state_dict())
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=1e-4, msg=name)
@@ -188,7 +164,7 @@ def test_micro_batches_do_not_change_the_training(photos: Manifest, tmp_path: Pa
 def test_what_is_written_is_the_miou_of_the_saved_models_pixels(store: Store, photos: Manifest) -> None:
     """As scikit-learn counts it; the model learns the edge, and is not taken for a classifier of images."""
     given = attempt(store, photos, steps=60)
-    task, dataset, done = refit(given)
+    task, dataset, done = first_refit(given)
     rows, predictions, files = finetune.tables(task, dataset, [done], "dev", NONE)
     (row,), (table,) = rows, files[CONFUSION_FILE]
     folder = store.local(Layout.files("finetune", "k", 1), ())
