@@ -227,7 +227,8 @@ def _anchor(heading: str) -> str:
 def test_the_index_links_every_page() -> None:
     text = (PROJECT / "docs" / "README.md").read_text("utf-8")
     for page in PROJECT.glob("docs/*"):
-        assert page.name == "README.md" or f"({page.name})" in text, page.name
+        name = f"{page.name}/README.md" if page.is_dir() else page.name
+        assert name == "README.md" or f"({name})" in text, name
 
 
 def test_messages_of_the_troubleshooting_page_are_messages() -> None:
