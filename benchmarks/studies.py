@@ -64,7 +64,7 @@ def table(numbers: dict[str, Any]) -> pa.Table:
 
 async def picture(page: Path) -> bytes:
     """Return a PNG of a report's section of studies."""
-    with tempfile.TemporaryDirectory(prefix="vfb-") as profile:
+    with tempfile.TemporaryDirectory(prefix="vfb-", ignore_cleanup_errors=True) as profile:
         async with chromium(Path(profile)) as tab:
             await tab.open(page)
             await tab.show(900, "light")

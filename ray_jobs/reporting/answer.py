@@ -33,12 +33,12 @@ PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 def answer(numbers: Line) -> dict[str, str]:
     """Return the question of a report, the sentence that answers it, and advice, which may be empty."""
     trained = [score for score in numbers["vtab"] if score["trained"]]
-    studied = sorted(numbers.get("studies", ()), key=lambda study: study["metric"] != TEST_ACCURACY)
+    studied = sorted(numbers.get("studies", ()), key=_is_on_dev)
     whole = [line for line in numbers["accuracies"] if not line["apart"]]
     if trained:
         asked, said = "How good is the model on VTAB-1k?", _on_vtab(trained)
-    elif along := [study for study in studied if study["has_order"] and len(study["ticks"]) >= MANY_VALUES]:
-        asked, said = question(along[0]), headline(along[0])
+    elif along := study_of(numbers):
+        asked, said = question(along), headline(along)
     elif numbers["costs"] and len({group["task"] for group in numbers["costs"]}) == 1:
         asked, said = "Which backbone is best?", _best_backbone(numbers)
     elif numbers["verdicts"]:
@@ -70,6 +70,16 @@ def answer(numbers: Line) -> dict[str, str]:
         "headline": said[:1].upper() + said[1:],
         "advice": _advice(numbers["verdicts"]),
     }
+
+
+def study_of(numbers: Line) -> Line | None:
+    """Return the study of many values of a number that a report is about, rather on test than on dev; None without."""
+    along = (each for each in numbers.get("studies", ()) if each["has_order"] and len(each["ticks"]) >= MANY_VALUES)
+    return min(along, key=_is_on_dev, default=None)
+
+
+def _is_on_dev(study: Line) -> bool:
+    return bool(study["metric"] != TEST_ACCURACY)
 
 
 def _measured_otherwise(numbers: Line) -> Iterator[Line]:

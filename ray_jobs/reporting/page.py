@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.metrics import COMPUTED
+from ray_jobs.reporting.answer import study_of
 from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.drawing.svg import Scale, spread
 from ray_jobs.reporting.first_screen import SHOWN, first_screen
@@ -36,7 +37,7 @@ def render(data: ReportData) -> str:
         .render(
             **numbers,
             screen=screen,
-            shown=0 if numbers["vtab"] else SHOWN,
+            shown=0 if numbers["vtab"] or study_of(numbers) else SHOWN,
             has_curves=has_curves(data),
             sections=sections(data),
             plots=plots,

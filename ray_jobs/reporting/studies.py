@@ -49,7 +49,13 @@ def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Measured]] = {}
     for each in members(numbers):
         groups.setdefault((each.stage, each.metric, each.setting), []).append(each)
-    found = [study for group in groups.values() for part in _of_one_method(group) if (study := _study(part))]
+    references = _references(numbers)
+    found = [
+        study | {"references": references.get((part[0].stage, part[0].setting), {})}
+        for group in groups.values()
+        for part in _of_one_method(group)
+        if (study := _study(part))
+    ]
     # the section about accuracy and cost compares backbones
     return [each for each in found if each["has_order"] or each["metric"] != TEST_ACCURACY or not numbers["costs"]]
 
@@ -69,9 +75,23 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
     for line in numbers["accuracies"]:
         stage, place = split(line["stage"])
         if place and not line["apart"] and not is_reference(line["method"]):
-            setting = f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels'].partition(' (')[0]}"
             dev = trained.get(line.get("backbone"))
-            yield Measured(stage, TEST_ACCURACY, setting, place, line["accuracy"], line["method"], dev)
+            yield Measured(stage, TEST_ACCURACY, _setting(line), place, line["accuracy"], line["method"], dev)
+
+
+def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+    """Return (stage, setting) -> the lowest and the highest accuracy of each reference, such as pixels."""
+    found: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    for line in numbers["accuracies"]:
+        if is_reference(line["method"]):
+            ends = found.setdefault((split(line["stage"])[0], _setting(line)), {})
+            low, high = ends.get(line["method"], (1.0, 0.0))
+            ends[line["method"]] = min(low, line["accuracy"]), max(high, line["accuracy"])
+    return found
+
+
+def _setting(line: Mapping[str, Any]) -> str:
+    return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels'].partition(' (')[0]}"
 
 
 def split(member: str) -> tuple[str, dict[str, str]]:

@@ -125,7 +125,9 @@ def test_the_page_shows_each_mean_with_its_rate_and_the_difference() -> None:
         )
         for images, model, rate, seed in itertools.product((1, 2), "ab", (0.1, 0.2), (1, 2))
     }
-    found = studies(evaluated(values, {"model=": "ViT, pretrained"}))
+    numbers = evaluated(values, {"model=": "ViT, pretrained"})
+    numbers["accuracies"].append(scored("few@images=1", 0.83, "pixels"))
+    found = studies(numbers)
     figures = {f"study {number} {panel}": "" for number in range(len(found)) for panel in range(2)}
     page = templates().get_template("studies.html.j2").render(studies=found, figures=figures, best=best)
     text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
@@ -133,6 +135,7 @@ def test_the_page_shows_each_mean_with_its_rate_and_the_difference() -> None:
     assert (
         f"model=b 51.5 ± {margin} rate 0.1 51.5 ± {margin} rate 0.1 model=b minus model=a 25.0 ± 0.0 25.0 ± 0.0" in text
     )
+    assert "ViT, pretrained on digits, few-shot linear, 5 labels per class. For comparison: pixels 83.0%." in text
     assert "Rate: the learning rate whose pretraining is best on dev." in text
 
 
@@ -175,6 +178,7 @@ def test_models_are_studied_on_test_and_references_are_not() -> None:
     assert (study["metric"], study["setting"].partition(" on ")[0]) == ("accuracy on test", "ViT, pretrained")
     (line,) = study["panels"][0]["lines"]
     assert [(point["x"], point["mean"]) for point in line["points"]] == [(100, 0.25), (200, 0.5)]
+    assert study["references"] == {"pixels": (0.9, 0.9)}
     assert headline(study) == "the highest accuracy on test of few is at images=200."
 
 
