@@ -39,7 +39,7 @@ from pipelines.spec.search import ASHA, Optuna, require_runnable
 from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import multi_label, rows
-from ray_jobs.evaluation.artifact import TestedPixels, score_pixels
+from ray_jobs.evaluation.artifact import CONFUSIONS, TestedPixels, score_pixels
 from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, PROBABILITIES
@@ -334,7 +334,7 @@ def _segmented(
             TestedPixels(
                 method,
                 draw,
-                np.stack(done.images["confusion"].to_numpy()).reshape(-1, classes, classes),
+                np.stack(done.images[CONFUSIONS].to_numpy()).reshape(-1, classes, classes),
                 selected_on,
                 settings,
                 overlap.seen,

@@ -5,7 +5,8 @@ the representation [b, d]) and `initialise(seed)`; the parameters of its head ar
 """
 
 from vit_model.config import Architecture, ViTConfig
-from vit_model.model import ViT
+from vit_model.contract import ModelContract
+from vit_model.model import Segmenter, ViT
 from vit_model.resnet import ResNet
 
 Network = ViT | ResNet
@@ -14,3 +15,11 @@ Network = ViT | ResNet
 def build(config: Architecture) -> Network:
     """Build the model on torch's default device, with the weights of `initialise(seed=0)`."""
     return ViT(config) if isinstance(config, ViTConfig) else ResNet(config)
+
+
+def build_for(contract: ModelContract) -> Network:
+    """Build the model that a contract describes, as `build` does: a `Segmenter` if it classifies pixels."""
+    architecture = contract.architecture
+    if contract.mask_classes and isinstance(architecture, ViTConfig):  # which the contract has checked
+        return Segmenter(architecture)
+    return build(architecture)

@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vit_model.blocks import resize_axis, resize_position_embedding
-from vit_model.build import Network, build
+from vit_model.build import Network, build_for
 from vit_model.config import Architecture, ViTConfig
 from vit_model.contract import CONTRACT_FILE, WEIGHTS_FILE, Contract, ModelContract, read_contract
 from vit_model.errors import UserError
-from vit_model.model import Segmenter
 from vit_model.parts import HEADS
 from vit_model.sizes import different_encoders
 
@@ -91,13 +90,8 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
     """
     contract = read_contract(folder)
     architecture = contract.architecture
-
-    def make() -> Network:
-        if contract.mask_classes and isinstance(architecture, ViTConfig):  # which the contract has checked
-            return Segmenter(architecture)
-        return build(architecture)
-
-    return load_tensors(folder, architecture, architecture.num_parameters, make).eval(), contract
+    model = load_tensors(folder, architecture, architecture.num_parameters, lambda: build_for(contract))
+    return model.eval(), contract
 
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

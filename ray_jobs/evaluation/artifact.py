@@ -50,6 +50,10 @@ def mean_values(rows: list[Any]) -> dict[str, float | int | str]:
     return {name: float(np.mean(values)) for name, values in groups.items()}
 
 
+CONFUSIONS = "confusion"
+"""The column of a table of images [n]: the pixels of each label and prediction, flattened."""
+
+
 class TestedPixels(NamedTuple):
     """The confusions [images, classes, classes] of a method on test, and how the method was fitted."""
 

@@ -121,8 +121,11 @@ def _tuned(group: Sequence[Measured]) -> list[Measured]:
     Without another axis, or without the results on dev, all are kept.
     """
 
+    def without_rate(each: Measured) -> dict[str, str]:
+        return {axis: label for axis, label in each.place.items() if axis != RATE}
+
     def combination(each: Measured) -> str:
-        return without_seeds({axis: label for axis, label in each.place.items() if axis != RATE})
+        return without_seeds(without_rate(each))
 
     scores: dict[str, dict[str, list[float]]] = {}
     for each in group:
@@ -133,7 +136,7 @@ def _tuned(group: Sequence[Measured]) -> list[Measured]:
         scores.setdefault(combination(each), {}).setdefault(each.place[RATE], []).append(score)
     best = {combined: max(rates, key=lambda rate: statistics.mean(rates[rate])) for combined, rates in scores.items()}
     return [
-        each._replace(place={axis: label for axis, label in each.place.items() if axis != RATE}, rate=each.place[RATE])
+        each._replace(place=without_rate(each), rate=each.place[RATE])
         for each in group
         if each.place[RATE] == best[combination(each)]
     ]

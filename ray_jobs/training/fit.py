@@ -32,8 +32,7 @@ from ray_jobs.training.steps import Curve, TrainSetup, advise_on_memory, evenly,
 from ray_jobs.training.task import DivergenceError, Evaluation, Task, rank
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import compute, lora
-from vit_model.build import Network, build
-from vit_model.config import ViTConfig
+from vit_model.build import Network, build, build_for
 from vit_model.detection.detector import Detector
 from vit_model.model import Segmenter, ViT
 from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
@@ -128,19 +127,12 @@ def start_model(task: Task, seed: int) -> Trained:
 
 def untrained(task: Task) -> Trained:
     """Return the model with weights of torch's, on torch's default device."""
-    if task.objects:
-        return detecting.untrained(task)
-    architecture = task.contract.architecture
-    if task.contract.mask_classes:
-        assert isinstance(architecture, ViTConfig), "the contract has checked it"
-        return Segmenter(architecture)
-    return build(architecture)
+    return detecting.untrained(task) if task.objects else build_for(task.contract)
 
 
 def classifier(task: Task, seed: int) -> Network:
     """Return the model of a classification, of images or pixels, before its first step."""
-    model = untrained(task)
-    assert not isinstance(model, Detector)
+    model = build_for(task.contract)
     model.initialise(seed)
     if task.backbone is not None:
         transfer_backbone(model, load_model(task.backbone)[0])
@@ -191,9 +183,10 @@ def class_weights(task: Task, data: Images) -> torch.Tensor | None:
     if configured is None:
         return None
     if configured == "balanced":
-        labels = torch.from_numpy(data.labels)
-        is_of_masks = bool(task.contract.mask_classes)
-        counts = segmenting.pixels(data) if is_of_masks else torch.bincount(labels, minlength=len(names))
+        if task.contract.mask_classes:
+            counts = segmenting.pixels(data)
+        else:
+            counts = torch.bincount(torch.from_numpy(data.labels), minlength=len(names))
         return counts.sum() / (len(names) * counts.clamp(min=1).float())
     return torch.tensor([configured.get(name, 1.0) for name in names])
 

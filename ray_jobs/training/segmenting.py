@@ -18,6 +18,7 @@ from torch.nn import functional
 from ray_jobs.augment import TrainTransform, drop_path_draws
 from ray_jobs.data.masks import IGNORED, Mask, decode_mask
 from ray_jobs.data.shards import Images
+from ray_jobs.evaluation.artifact import CONFUSIONS
 from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.evaluation.rows import MEAN_IOU
 from ray_jobs.evaluation.segmentation import confusion
@@ -28,9 +29,6 @@ from ray_jobs.training.optim import MicroBatch
 from ray_jobs.training.task import Evaluation, Task
 from vit_model.model import Segmenter
 from vit_model.preprocessing import normalise
-
-CONFUSIONS = "confusion"
-"""The column of a table of images [n]: the pixels of each label and prediction, flattened."""
 
 
 def make_loss(
