@@ -31,7 +31,7 @@ def gradients_by_our_names(
     theirs: nn.Module, save: Callable[[nn.Module, Path], object], read: Read, folder: Path
 ) -> dict[str, Tensor]:
     """Their gradients, saved as if they were weights and read back: what reads weights renames them."""
-    carrier = copy.deepcopy(theirs)
+    carrier = copy.deepcopy(theirs).float()  # what a file of weights holds
     with torch.no_grad():
         for parameter, source in zip(carrier.parameters(), theirs.parameters(), strict=True):
             parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
@@ -52,11 +52,15 @@ def contract_of(imported: Imported) -> ModelContract:
 
 
 def our_outputs(imported: Imported, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, or the representation, of images of any size, and the native weights, for their gradients."""
+    """Logits, or the representation, of images of any size, and the native weights, for their gradients.
+
+    Computed in the precision of the images. Gradients are compared in doubles: in single precision, rounding alone
+    reaches the tolerance with some draws of the weights.
+    """
     native = imported.architecture
     size = (images.shape[2], images.shape[3])
     config = ViTConfig.model_validate(native.model_dump() | {"image_size": size})
-    weights = {name: tensor.clone().requires_grad_() for name, tensor in imported.weights.items()}
+    weights = {name: tensor.to(images.dtype, copy=True).requires_grad_() for name, tensor in imported.weights.items()}
     resized = dict(weights)
     resize_positions(resized, native, config)
     return torch.func.functional_call(ViT(config).eval(), resized, images), weights

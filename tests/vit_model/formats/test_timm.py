@@ -97,18 +97,18 @@ def test_logits_and_all_gradients_are_timms(tmp_path: Path, name: str, size: tup
     theirs, config = theirs_of(name)
     save(config, theirs, tmp_path / "model")
     imported = formats.read(tmp_path / "model")
-    images = images_of(*size)
+    images = images_of(*size).double()
     if size != (SIDE, SIDE):
         from timm.layers import resample_abs_pos_embed
 
         # timm's set_input_size makes a new parameter; here the gradient goes through to the old one.
-        table = theirs.pos_embed
+        table = theirs.double().pos_embed
         before = 0 if theirs.no_embed_class else theirs.num_prefix_tokens
         theirs.patch_embed.set_input_size(size)
         if table is not None:
             del theirs.pos_embed
             theirs.pos_embed = resample_abs_pos_embed(table, [6, 5], [4, 4], before)
-    expected = theirs(images)
+    expected = theirs.double()(images)
     got, weights = our_outputs(imported, images)
     assert_close({"logits": got.detach()}, {"logits": expected.detach()})
     probe = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
