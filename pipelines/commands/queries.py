@@ -43,14 +43,14 @@ from pipelines.results.accuracies import (
 )
 from pipelines.results.listing import COLUMNS, list_kind
 from pipelines.results.lookup import find_artifact
-from pipelines.results.query import query
-from pipelines.results.tables import described_tables
+from pipelines.results.sql.columns import described_tables
+from pipelines.results.sql.query import query
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
 
 if TYPE_CHECKING:
-    from pipelines.results.query import Answer
+    from pipelines.results.sql.query import Answer
 
 MOST_ROWS = 1000  # in a table on the terminal
 MEMORY_BYTES = 3 * 2**30

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.engine.history import recipe_of
-from pipelines.results.query import query
+from pipelines.results.sql.query import query
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Store
 

@@ -20,7 +20,7 @@ from pipelines.engine.runs import load_run
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.results.lookup import find_manifests
-from pipelines.results.query import query
+from pipelines.results.sql.query import query
 from pipelines.spec import FINE_TUNED, AnyStage, RecipeError
 from pipelines.spec.search import placed
 from pipelines.store import Manifest, Store, read_manifest

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.results.lookup import find_artifact
-from pipelines.results.tables import TABLES, define_tables
+from pipelines.results.sql.columns import TABLES
+from pipelines.results.sql.tables import define_tables
 from pipelines.spec import LAST, RecipeError, nearest
 from pipelines.store import Manifest, Store, model_folder
 from vit_model.contract import Preprocessing

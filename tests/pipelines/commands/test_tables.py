@@ -11,7 +11,7 @@ from pipelines.commands import common
 from pipelines.commands.ending import OF_IMAGES
 from pipelines.commands.inspect import _took
 from pipelines.commands.queries import _rounded
-from pipelines.results.tables import TABLES
+from pipelines.results.sql.columns import TABLES
 
 RUN = "quickstart-20261122-101500-ab12"
 KEY = "0123456789ab"

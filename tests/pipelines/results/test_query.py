@@ -18,10 +18,11 @@ import pytest
 from sklearn.metrics import f1_score
 
 from pipelines.results.accuracies import list_results
-from pipelines.results.query import query
-from pipelines.results.tables import TABLES
+from pipelines.results.sql.columns import TABLES
+from pipelines.results.sql.query import query
 from pipelines.spec import RecipeError
 from pipelines.store import InputRef, Layout, LogLine, Store, StoreDamaged, encode_lines, open_store
+from ray_jobs.detection.tables import DETECTIONS
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.rows import CONFUSION, PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
@@ -371,7 +372,7 @@ def test_no_file_can_be_reached_from_the_database_itself(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were the check of the syntax tree wrong, the database would still refuse all files but the tables' own."""
-    monkeypatch.setattr("pipelines.results.query._named_tables", lambda connection, sql: {"rows"})
+    monkeypatch.setattr("pipelines.results.sql.query._named_tables", lambda connection, sql: {"rows"})
     secret = next(Path(store.uri).glob("artifacts/evaluate/aa/attempts/1/files/secret.txt"))
     for sql in (
         f"SELECT * FROM read_text('{str(secret).replace(chr(39), chr(39) * 2)}')",
@@ -414,7 +415,7 @@ def test_sql_that_is_long_to_plan_is_refused(store: Store) -> None:
 
 
 def test_what_takes_too_much_memory_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.results.query.MEMORY", "100MiB")
+    monkeypatch.setattr("pipelines.results.sql.query.MEMORY", "100MiB")
     with pytest.raises(RecipeError, match="more than 100MiB of memory"):
         ask(store, "SELECT list(i) FROM range(100000000) t(i)")
 
@@ -542,3 +543,19 @@ def test_numbers_of_classes_have_the_names_of_their_own_data_set(tmp_path: Path)
     sql = "SELECT artifact, label_name, prediction_name FROM predictions ORDER BY artifact"
     assert ask(store, sql)[:2] == [("eaa", "dog", "cat"), ("ebb", "0", "3")]
     assert ask(store, sql)[3:] == [("removed", None, None)]
+
+
+def test_boxes_and_detections_have_the_names_of_their_classes(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with committed(store, "ingest", "aa") as folder:
+        (folder / "dataset.json").write_text(json.dumps({"class_names": ["car", "bus"]}))
+    reference = InputRef(job="ingest", key="aa", content_digest="d", manifest_sha256="m")
+    place = {"x1": 1.0, "y1": 2.0, "x2": 3.0, "y2": 4.5}
+    row = {"task": "road", "protocol": "detection", "method": "ViT", "draw": 0, "sample_id": "s"}
+    row["boxes"] = [place | {"label": 0, "ignored": False}, place | {"label": -1, "ignored": True}]
+    row["found"] = [place | {"score": 0.5, "label": 1}]
+    with committed(store, "finetune", "ee", inputs={"data": [reference]}) as folder:
+        write_table(folder / "detections.parquet", [row], DETECTIONS)
+    sql = "SELECT b.label, b.ignored, b.y2 FROM (SELECT unnest(boxes) AS b FROM detections)"
+    assert ask(store, sql) == [("car", False, 4.5), (None, True, 4.5)]
+    assert ask(store, "SELECT sample_id, found[1].label, found[1].score FROM detections") == [("s", "bus", 0.5)]

@@ -26,7 +26,7 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.results import accuracies, listing
 from pipelines.results.lineage import as_json, as_text, trace
 from pipelines.results.lookup import find_artifact, find_run
-from pipelines.results.query import query
+from pipelines.results.sql.query import query
 from pipelines.results.verify import verify
 from pipelines.spec import RecipeError
 from pipelines.store import (

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pipelines import store as st
 from pipelines.results.accuracies import verdict_lines, vtab_table
-from pipelines.results.query import query
+from pipelines.results.sql.query import query
 from pipelines.spec import Evaluate
 from pipelines.spec.vtab import GROUPS, TASKS
 from pipelines.store import Manifest, Store, input_ref, open_store

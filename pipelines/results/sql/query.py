@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-from pipelines.results.tables import TABLES, define_tables
+from pipelines.results.sql.columns import TABLES
+from pipelines.results.sql.tables import define_tables
 from pipelines.spec import RecipeError
 from pipelines.store import Store
 

@@ -1,0 +1,1 @@
+"""SQL over a store's results, in DuckDB: the tables, their columns, and queries that can only read them."""
