@@ -270,6 +270,7 @@ def tables(
     settings |= {name: getattr(config, name) for name in ("steps", "batch_size", "augment")}
     changed = {
         "stopped_at": task.last_step,
+        "color_jitter": config.color_jitter,
         "randaugment": config.randaugment and config.randaugment.model_dump(),
         "mixup": config.mixup,
         "cutmix": config.cutmix,

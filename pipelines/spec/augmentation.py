@@ -9,7 +9,15 @@ from pydantic import Field
 from vit_model.fields import Frozen, later
 
 Augmentation = Literal[
-    "none", "flip", "shift", "shift_flip", "crop_flip", "resized_crop_flip", "squash_crop", "squash_crop_flip"
+    "none",
+    "flip",
+    "shift",
+    "shift_flip",
+    "crop_flip",
+    "resized_crop_flip",
+    "scale_jitter_flip",
+    "squash_crop",
+    "squash_crop_flip",
 ]
 """The first augmentation of each training image. Flips are left to right, with probability 1/2.
 
@@ -19,6 +27,8 @@ shift              by one pixel at most in each direction, zeros coming in: for 
 shift_flip         the same and a flip
 crop_flip          the Inception crop of ViT's pretraining (area 5-100 %, aspect 3/4-4/3, side lengths uniform), a flip
 resized_crop_flip  torchvision's RandomResizedCrop (area 8-100 % uniform, aspect 3/4-4/3 log-uniform) and a flip
+scale_jitter_flip  large-scale jitter (Ghiasi et al. 2021): 0.1 to 2 times as large; then a part of the model's size, or
+                   the whole image somewhere among zeros; and a flip
 squash_crop        6/7 of each side, anywhere: squashed to 448, of that 384, as BiT fine-tunes
 squash_crop_flip   the same and a flip
 """

@@ -6,11 +6,18 @@ single float32 operations. `factor` is a number, or one per image [n]; 1 leaves 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 Factor = float | Tensor
+Draws = NDArray[np.float64]
+Chosen = NDArray[np.bool_]
+JITTER_DRAWS = 9
 
 
 def blend(plain: Tensor, images: Tensor, factor: Factor) -> Tensor:
@@ -136,3 +143,34 @@ def gaussian_blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
     planes = functional.conv2d(planes, weights[:, None, None, :], groups=n * c)
     planes = functional.conv2d(planes, weights[:, None, :, None], groups=n * c)
     return planes.round().clamp(0, 255).to(torch.uint8).view(n, c, height, width).permute(0, 2, 3, 1)
+
+
+def jitter(images: Tensor, draws: Draws, strengths: Mapping[str, float], probability: float = 1.0) -> Tensor:
+    """Change brightness, contrast, saturation and hue of an image, with this probability, in random order.
+
+    `strengths` are the largest changes: of a factor from 1; of the hue, a fraction of the circle. `draws` [n, 9] decide
+    whether an image changes, the four amounts, and the order.
+    """
+    changes = {"brightness": brightness, "contrast": contrast, "saturation": saturation, "hue": hue}
+    order = np.argsort(draws[:, 5:9], axis=1, kind="stable")
+    for turn in range(len(changes)):
+        for number, (name, change) in enumerate(changes.items()):
+            if name not in strengths:
+                continue
+            amounts = (2 * draws[:, 1 + number] - 1) * strengths[name] + (name != "hue")
+            images = some(
+                images,
+                (draws[:, 0] < probability) & (order[:, turn] == number),
+                lambda part, chosen, change=change, amounts=amounts: change(  # type: ignore[misc]
+                    part, torch.from_numpy(amounts[chosen])
+                ),
+            )
+    return images
+
+
+def some(images: Tensor, chosen: Chosen, change: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
+    """Apply `change` to the images for which `chosen` [n] is true."""
+    if not chosen.any():
+        return images
+    rows = torch.from_numpy(np.flatnonzero(chosen)).to(images.device)
+    return images.index_copy(0, rows, change(images[rows], chosen))

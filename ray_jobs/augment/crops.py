@@ -23,10 +23,12 @@ CROP_AREA = (0.05, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 RESIZED_CROP_AREA = (0.08, 1.0)
 RESIZED_CROP_TRIES = 10
+SCALE_JITTER = (0.1, 2.0)
 SQUASH_CROP = 384 / 448  # a fraction of each side: the paper's fine-tuning squashes to 448 and crops 384
 
 # How many numbers each policy draws per sample.
-_DRAWS = {"flip": 8, "crop_flip": 8, "squash_crop": 8, "squash_crop_flip": 8, "resized_crop_flip": 24}
+_DRAWS = {"flip": 8, "crop_flip": 8, "squash_crop": 8, "squash_crop_flip": 8, "scale_jitter_flip": 8}
+_DRAWS |= {"resized_crop_flip": 24}
 _FLIP = {"resized_crop_flip": 2 * RESIZED_CROP_TRIES + 2}
 CROPPING = frozenset(_DRAWS)
 """The policies that crop or flip the original image. The others ("none", "shift", "shift_flip") change an image
@@ -52,6 +54,8 @@ def crops(
         box = crop_boxes(draws, height, width)
     elif policy == "resized_crop_flip":
         box = resized_crop_boxes(draws, height, width, area)
+    elif policy == "scale_jitter_flip":
+        box = scale_jitter_boxes(draws, height, width)
     elif policy == "flip":
         zero = np.zeros(len(draws), np.int64)
         box = (zero, zero, zero + height, zero + width)
@@ -120,6 +124,17 @@ def resized_crop_boxes(
     )
 
 
+def scale_jitter_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
+    """Return (top, left, height, width) of large-scale jitter (Ghiasi et al. 2021), from draws 0, 2 and 3.
+
+    What a square of the model's size shows of the image when it is resized by a factor: a part of it, anywhere, or all
+    of it, anywhere in the square.
+    """
+    factor = SCALE_JITTER[0] + draws[:, 0] * (SCALE_JITTER[1] - SCALE_JITTER[0])
+    crop_height, crop_width = (np.maximum(1, np.round(size / factor)).astype(np.int64) for size in (height, width))
+    return *_placed(draws[:, 2:4], height, width, crop_height, crop_width), crop_height, crop_width
+
+
 def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
     """Return (top, left, height, width) of BiT's crop, which the paper's fine-tuning cites, from draws 2 and 3.
 
@@ -135,7 +150,9 @@ def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels
 def _placed(
     draws: Numbers, height: Size, width: Size, crop_height: Pixels, crop_width: Pixels
 ) -> tuple[Pixels, Pixels]:
-    """Return (top, left); all possible positions are equally likely."""
-    top = (draws[:, 0] * (height - crop_height + 1)).astype(np.int64)
-    left = (draws[:, 1] * (width - crop_width + 1)).astype(np.int64)
+    """Return (top, left); all positions are equally likely where one lies in the other."""
+    rooms = (height - crop_height, width - crop_width)  # negative: the image lies in the crop
+    top, left = (
+        np.sign(room) * (draw * (np.abs(room) + 1)).astype(np.int64) for draw, room in zip(draws.T, rooms, strict=True)
+    )
     return top, left

@@ -21,14 +21,17 @@ from torch import Tensor
 from pipelines.spec import Finetune, Pretrain, objective_properties
 from ray_jobs.augment import mixing
 from ray_jobs.augment.batch import augment
+from ray_jobs.augment.colour import JITTER_DRAWS, jitter
 from ray_jobs.augment.crops import CROPPING, RandomCrop
 from ray_jobs.augment.randaugment import randaugment
+from ray_jobs.augment.random import uniform
 from ray_jobs.augment.views import View, make_views, views_of
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """The configured augmentation: random crop and flip, RandAugment, then mixup or CutMix; or an objective's views.
+    """The configured augmentation: random crop and flip, changes of colour, RandAugment, then mixup or CutMix; or an
+    objective's views.
 
     `from_files` says that the dataset stores image files, not pixels. Files are cropped while they are decoded, at full
     resolution. Stored pixels are cropped on the device, and so are several views, because they need the whole image.
@@ -74,6 +77,9 @@ class TrainTransform:
             return make_views(images, self.views, config.augment, seed, positions), labels
         if self.crop is None:
             images = augment(images, config.augment, seed, positions)
+        if config.color_jitter:
+            strengths = dict.fromkeys(("brightness", "contrast", "saturation"), config.color_jitter)
+            images = jitter(images, uniform(seed, positions, JITTER_DRAWS, "color_jitter"), strengths)
         if config.randaugment is not None:
             layers, magnitude = config.randaugment.layers, config.randaugment.magnitude
             images = randaugment(images, layers, magnitude, seed, positions)

@@ -9,7 +9,6 @@ is scaled to other resolutions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +46,6 @@ class View(NamedTuple):
 
 VIEWS = (View(1.0, 0.0), View(0.1, 0.2))
 
-Draws = NDArray[np.float64]
-Chosen = NDArray[np.bool_]
-
 
 def views_of(config: Pretrain) -> tuple[View, ...]:
     """Return the views that a step of an objective with views makes of each image."""
@@ -81,47 +77,18 @@ def make_views(
     )
 
 
-def coloured(images: Tensor, view: View, draws: Draws, scale: float) -> Tensor:
+def coloured(images: Tensor, view: View, draws: colour.Draws, scale: float) -> Tensor:
     """Apply jitter, grey, blur and solarize, each to the images whose draws [n, 16] select it.
 
     `scale` multiplies the width of the blur.
     """
-    images = jitter(images, draws[:, :9])
-    images = _some(images, draws[:, 9] < GREY, lambda some, _: colour.grey(some).expand_as(some))
+    images = colour.jitter(images, draws[:, :9], STRENGTHS, JITTER)
+    images = colour.some(images, draws[:, 9] < GREY, lambda some, _: colour.grey(some).expand_as(some))
     sigmas = scale * (SIGMAS[0] + draws[:, 11] * (SIGMAS[1] - SIGMAS[0]))
     radius = max(1, math.ceil(3 * SIGMAS[1] * scale))
-    images = _some(
+    images = colour.some(
         images,
         draws[:, 10] < view.blur,
         lambda some, chosen: colour.gaussian_blur(some, torch.from_numpy(sigmas[chosen]), radius),
     )
-    return _some(images, draws[:, 12] < view.solarize, lambda some, _: colour.solarize(some, 128))
-
-
-def jitter(images: Tensor, draws: Draws) -> Tensor:
-    """Change brightness, contrast, saturation and hue of most images, in random order.
-
-    `draws` [n, 9] decide whether an image changes, the four amounts, and the order.
-    """
-    changes = (colour.brightness, colour.contrast, colour.saturation, colour.hue)
-    all_amounts = (2 * draws[:, 1:5] - 1) * list(STRENGTHS.values()) + [1, 1, 1, 0]
-    order = np.argsort(draws[:, 5:9], axis=1, kind="stable")
-    for turn in range(len(changes)):
-        for number, change in enumerate(changes):
-            amounts = all_amounts[:, number]
-            images = _some(
-                images,
-                (draws[:, 0] < JITTER) & (order[:, turn] == number),
-                lambda some, chosen, change=change, amounts=amounts: change(  # type: ignore[misc]
-                    some, torch.from_numpy(amounts[chosen])
-                ),
-            )
-    return images
-
-
-def _some(images: Tensor, chosen: Chosen, change: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
-    """Apply `change` to the images for which `chosen` [n] is true."""
-    if not chosen.any():
-        return images
-    rows = torch.from_numpy(np.flatnonzero(chosen)).to(images.device)
-    return images.index_copy(0, rows, change(images[rows], chosen))
+    return colour.some(images, draws[:, 12] < view.solarize, lambda some, _: colour.solarize(some, 128))

@@ -25,7 +25,7 @@ _SCALES = (8, 4, 2)  # decoding a JPEG at an eighth, a quarter or half of its si
 
 
 class Crops(NamedTuple):
-    """Boxes in whole pixels inside their images, int64 [n] per field; `flipped`, bool [n], marks mirrored crops."""
+    """Boxes in whole pixels, int64 [n] per field, zero outside their images; `flipped`, bool [n]: mirrored crops."""
 
     top: Pixels
     left: Pixels
@@ -72,21 +72,36 @@ def decode_crop(image: Stored, preprocessing: Preprocessing, crops: Crops, numbe
             pixels = decode_image(image.data, channels)
     # Contiguous with four dimensions, so that torch sees channels_last: it then resizes in half the time and returns
     # pixels in [h, w, c] order, which saves as much again.
-    part = np.require(pixels[None, top : top + height, left : left + width], requirements=["C", "W"])
+    rows, to_rows = _inside(top, height, pixels.shape[0], side)
+    columns, to_columns = _inside(left, width, pixels.shape[1], side)
+    part = np.require(pixels[None, rows, columns], requirements=["C", "W"])
     resized = functional.interpolate(
         torch.from_numpy(part).permute(0, 3, 1, 2),
-        (side, side),
+        (to_rows.stop - to_rows.start, to_columns.stop - to_columns.start),
         mode=preprocessing.interpolation,
         antialias=True,
     )
     output = resized[0].permute(1, 2, 0)
+    if output.shape[:2] != (side, side):
+        output, inner = output.new_zeros(side, side, channels), output
+        output[to_rows, to_columns] = inner
     return (output.flip(1) if flipped else output).numpy()
+
+
+def _inside(start: int, extent: int, size: int, side: int) -> tuple[slice, slice]:
+    """Return which pixels of an image's side a crop has, and where they are in the crop, resized to `side` pixels.
+
+    The second are whole pixels, at least one; all of them if the crop lies in the image.
+    """
+    first, last = max(start, 0), min(start + extent, size)
+    to_first = min(round((first - start) / extent * side), side - 1)
+    return slice(first, last), slice(to_first, max(to_first + 1, round((last - start) / extent * side)))
 
 
 def crop(images: torch.Tensor, crops: Crops, side: int | None = None) -> torch.Tensor:
     """Crop images [n, h, w, c], resize to [h, w], or to [side, side], and mirror as `crops` says.
 
-    Resizing is bilinear without antialiasing, as in TensorFlow.
+    Resizing is bilinear without antialiasing, as in TensorFlow; but images that become smaller are antialiased.
     """
     n, height, width, channels = images.shape
     top, left, crop_height, crop_width, flipped = crops
@@ -99,4 +114,13 @@ def crop(images: torch.Tensor, crops: Crops, side: int | None = None) -> torch.T
     grid = functional.affine_grid(torch.from_numpy(matrix).to(images.device), size, align_corners=False)
     pixels = images.permute(0, 3, 1, 2).float()
     cropped = functional.grid_sample(pixels, grid, "bilinear", "border", align_corners=False)
+    for number in np.flatnonzero((crop_height > height) | (crop_width > width)):
+        _, rows = _inside(top[number], crop_height[number], height, size[2])
+        _, columns = _inside(left[number], crop_width[number], width, size[3])
+        extent = (rows.stop - rows.start, columns.stop - columns.start)
+        whole = functional.interpolate(pixels[number : number + 1], extent, mode="bilinear", antialias=True)[0]
+        cropped[number] = 0
+        cropped[number, :, rows, columns] = whole
+        if flipped[number]:
+            cropped[number] = cropped[number].flip(2)
     return cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)

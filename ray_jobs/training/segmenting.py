@@ -57,12 +57,17 @@ def make_loss(
 
 
 def in_crop(mask: Mask, crop: NDArray[np.float64], is_flipped: bool, side: int) -> Mask:
-    """Return a mask in a crop (top, left, height, width), resized to side x side pixels: each takes the nearest."""
+    """Return a mask in a crop (top, left, height, width), resized to side x side pixels: each takes the nearest.
+
+    Pixels outside the image are ignored.
+    """
     top, left, height, width = crop
     places = (np.arange(side) + 0.5) / side
-    rows = np.clip(top + places * height, 0, mask.shape[0] - 1).astype(np.int64)
-    columns = np.clip(left + places * width, 0, mask.shape[1] - 1).astype(np.int64)
-    return mask[np.ix_(rows, columns[::-1] if is_flipped else columns)]
+    rows, columns = (np.floor(start + places * extent).astype(int) for start, extent in ((top, height), (left, width)))
+    seen = mask[np.ix_(np.clip(rows, 0, mask.shape[0] - 1), np.clip(columns, 0, mask.shape[1] - 1))].copy()
+    seen[(rows < 0) | (rows >= mask.shape[0])] = IGNORED
+    seen[:, (columns < 0) | (columns >= mask.shape[1])] = IGNORED
+    return seen[:, ::-1] if is_flipped else seen
 
 
 def pixels(data: Images) -> Tensor:

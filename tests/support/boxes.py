@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from ray_jobs.data.boxes import Box
@@ -101,3 +102,15 @@ def boxed_photos(root: Path) -> dict[str, Any]:
         boxes[name] = [box]
     kitti(root, boxes)
     return {"kind": "folder", "root": str(root), "boxes": "kitti"}
+
+
+def shown(crop: NDArray[np.float64], size: NDArray[np.int64], side: int, is_flipped: bool) -> NDArray[np.bool_]:
+    """The pixels of a crop (top, left, height, width) that show its image (width, height), except at its border."""
+    along = []
+    for start, extent, length in zip(crop[:2], crop[2:], size[::-1], strict=True):
+        pixel = extent / side
+        places = start + (np.arange(side) + 0.5) * pixel
+        low, high = (pixel if start < 0 else 0), length - (pixel if start + extent > length else 0)
+        along.append((places >= low) & (places < high))
+    inside = along[0][:, None] & along[1]
+    return inside[:, ::-1] if is_flipped else inside

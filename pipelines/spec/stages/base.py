@@ -117,6 +117,13 @@ class Fit(Frozen):
     steps: Steps
     optimizer: Optimizer = Optimizer()
     randaugment: RandAugment | None = later(None)
+    color_jitter: float = later(
+        0.0,
+        ge=0,
+        le=1,
+        description="brightness, contrast and saturation of each image change, in random order, by random factors"
+        " between 1 - this and 1 + this, as timm's; 0: none",
+    )
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
     label_smoothing: float = Field(0.0, ge=0, lt=1)

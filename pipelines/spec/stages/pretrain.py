@@ -414,10 +414,11 @@ class Pretrain(TrainingStage):
                 f"augment none: both views of objective {self.objective} would show the same part of an image; use"
                 " resized_crop_flip, as the authors do"
             )
-        if properties.views > 1 and self.randaugment is not None:
-            raise ValueError(
-                f"randaugment cannot be combined with objective {self.objective}, which has its own augmentation"
-            )
+        for name in ("randaugment", "color_jitter"):
+            if properties.views > 1 and getattr(self, name):
+                raise ValueError(
+                    f"{name} cannot be combined with objective {self.objective}, which has its own augmentation"
+                )
         if properties.compares_images and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"gradient_accumulation_steps {self.gradient_accumulation_steps}: objective {self.objective} compares"

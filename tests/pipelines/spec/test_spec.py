@@ -123,7 +123,7 @@ RESNET = {"family": "resnet", "units": [1]}
         ("stages.finetune.Epochs", 1, f"{NO_FIELD} 'steps'? (epochs x training images / batch_size)"),
         ("stages.finetune.bs", 1, f"bs: {NO_FIELD} 'batch_size'?"),
         ("stages.finetune.wd", 1, f"wd: {NO_FIELD} 'optimizer.weight_decay'?"),
-        ("stages.finetune.foo", 1, "foo: there is no such field; the nearest of 37 names: job, resolution, "),
+        ("stages.finetune.foo", 1, "foo: there is no such field; the nearest of 38 names: job, resolution, "),
         ("stages.digits.source", {"kind": "foldr"}, "kind: unknown kind 'foldr'; did you mean 'folder'?"),
         (
             "stages.finetune.augment",

@@ -80,8 +80,13 @@ def test_crops_lie_inside_anywhere_and_a_batch_is_its_images(policy: str) -> Non
     positions = np.arange(len(heights)) + 77
     batch = crops(policy, 3, positions, heights, widths)
     assert all(field.dtype == np.int64 for field in batch[:4]) and batch.flipped.dtype == bool
-    assert min(field.min() for field in batch[:2]) >= 0 and min(field.min() for field in batch[2:4]) >= 1
-    assert (batch.top + batch.height <= heights).all() and (batch.left + batch.width <= widths).all()
+    assert min(field.min() for field in batch[2:4]) >= 1
+    beyond = 0
+    for start, extent, size in ((batch.top, batch.height, heights), (batch.left, batch.width, widths)):
+        is_part = (start >= 0) & (start + extent <= size)
+        assert (is_part | (start <= 0) & (start + extent >= size)).all()
+        beyond += (~is_part).sum()
+    assert (beyond > 0) == (policy == "scale_jitter_flip")
     for number in range(0, len(heights), 7):
         one = crops(policy, 3, positions[number : number + 1], int(heights[number]), int(widths[number]))
         assert [field[0] for field in one] == [field[number] for field in batch]
@@ -89,6 +94,17 @@ def test_crops_lie_inside_anywhere_and_a_batch_is_its_images(policy: str) -> Non
     assert policy == "flip" or (other.top != batch.top).any()
     assert batch.flipped.any() == policy.endswith("flip")
     assert (batch.flipped != other.flipped).any() == policy.endswith("flip")
+
+
+def test_large_scale_jitter_has_uniform_factors_and_puts_the_image_anywhere() -> None:
+    top, _, tall, wide, _ = boxes_of("scale_jitter_flip", 20_000, 1000, 500)
+    factor = 1000 / tall
+    np.testing.assert_allclose(np.quantile(factor, [0, 0.25, 0.5, 1]), [0.1, 0.575, 1.05, 2], atol=0.02)
+    np.testing.assert_allclose(wide, tall / 2, atol=1)
+    for part in (factor < 0.9, factor > 1.1):
+        place = np.abs(top[part]) / np.abs(1000 - tall[part])
+        np.testing.assert_allclose(np.quantile(place, [0, 0.25, 0.5, 1]), [0, 0.25, 0.5, 1], atol=0.02)
+    assert (np.sign(top) == np.sign(1000 - tall) * (top != 0)).all()
 
 
 def test_bits_crop_is_six_sevenths_of_each_side_everywhere() -> None:
@@ -122,6 +138,18 @@ def test_a_batch_in_memory_gets_the_same_crops_as_a_decoder_does() -> None:
         values = 4 * (left - 0.5 + (np.arange(63) + 0.5) * wide / 63)
         values = np.clip(values[::-1] if mirrored else values, 0, 248)
         assert np.abs(row.numpy() - values).max() <= 0.51
+
+
+def test_an_image_that_is_made_smaller_is_whole_among_zeros() -> None:
+    positions = np.arange(40)
+    boxes = crops("scale_jitter_flip", 2, positions, 60, 60)
+    white = augment(torch.full((40, 60, 60, 1), 255, dtype=torch.uint8), "scale_jitter_flip", 2, positions)
+    assert set(white.unique().tolist()) == {0, 255}
+    sides = 60 * np.minimum(1, 60 / boxes.height)
+    assert (np.abs(np.sqrt((white == 255).sum((1, 2, 3)).numpy()) - sides) < 1).all()
+    checks = (torch.arange(60)[:, None] + torch.arange(60)) % 2 * 255
+    grey = augment(checks.to(torch.uint8).repeat(40, 1, 1)[..., None], "scale_jitter_flip", 2, positions)[sides < 25]
+    assert (grey[grey > 0].float() - 127.5).abs().max() < 40, "what becomes small is antialiased"
 
 
 # BiT, appendix F: no flip for these, no random crop for those.

@@ -34,13 +34,25 @@ def test_stored_pixels_are_cropped_by_the_loop(policy: str) -> None:
 def test_what_the_loader_cuts_from_a_file_the_loop_leaves_alone(policy: str) -> None:
     training = transform(from_files=True, augment=policy)
     (images,), _ = training(IMAGES, LABELS, POSITIONS, 0)
-    if "crop" not in policy:
+    if policy in ("none", "flip", "shift", "shift_flip"):
         assert training.crop is None
         assert torch.equal(images, augment(IMAGES, policy, 3, POSITIONS))
         return
     assert torch.equal(images, IMAGES)
     for ours, expected in zip(training.crop(POSITIONS, 50, 70), crops(policy, 3, POSITIONS, 50, 70), strict=True):
         np.testing.assert_array_equal(ours, expected)
+
+
+def test_colours_change_by_factors_of_each_image() -> None:
+    training = transform(from_files=True, color_jitter=0.4)
+    grey, positions = torch.full((64, 4, 4, 3), 100, dtype=torch.uint8), np.arange(64)
+    (changed,), _ = training(grey, torch.arange(64), positions, 0)
+    factors = changed.flatten(1).float() / 100  # of the brightness: the rest leaves a grey image as it is
+    assert torch.equal(factors.amin(1), factors.amax(1))
+    assert 0.6 <= factors.min() < 0.65 and 1.35 < factors.max() <= 1.4 and len(factors[:, 0].unique()) > 25
+    (alone,), _ = training(IMAGES[5:], LABELS[5:], POSITIONS[5:], 0)
+    (batch,), _ = training(IMAGES, LABELS, POSITIONS, 0)
+    assert torch.equal(alone, batch[5:]) and not torch.equal(batch, IMAGES)
 
 
 @pytest.mark.parametrize("from_files", [True, False])

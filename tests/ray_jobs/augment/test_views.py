@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from ray_jobs.augment import augment, colour, crops, uniform
-from ray_jobs.augment.views import VIEWS, View, coloured, jitter, make_views, views_of
+from ray_jobs.augment.views import JITTER, STRENGTHS, VIEWS, View, coloured, make_views, views_of
 from tests.support.pretraining import pretraining
 
 NOTHING = [0.99, *[0.5] * 4, *[0.1, 0.2, 0.3, 0.4], 0.99, 0.99, 0.5, 0.99, 0, 0, 0]
@@ -48,8 +48,9 @@ def test_jitter_is_pillows_enhancements_in_the_order_that_is_drawn() -> None:
     images, draws = pictures(24), uniform(3, np.arange(24), 9)
     draws[:, 4] = 0.5  # hue has a test of its own
     enhance = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+    jittered = colour.jitter(images, draws, STRENGTHS, JITTER)
     orders, left = set(), 0
-    for image, row, ours in zip(images.numpy(), draws, jitter(images, draws).numpy(), strict=True):
+    for image, row, ours in zip(images.numpy(), draws, jittered.numpy(), strict=True):
         expected = Image.fromarray(image)
         for change in np.argsort(row[5:9]):
             if row[0] < 0.8 and change < 3:
