@@ -20,13 +20,13 @@ from ray_jobs.evaluation.rows import (
     OLD_MAJORITY,
     is_reference,
 )
-from ray_jobs.reporting.studies import TEST_ACCURACY, headline, question
+from ray_jobs.reporting.studies import TEST_ACCURACY, headline, is_whole, question
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
 ADVICE = "Next, start from pretrained weights: vitflow init FILE --images FOLDER --from hf:ORG/NAME"
 MOST_INSPECTED = 3  # models in one answer
-MANY_VALUES = 3  # of a number in a matrix, so that the report is about this number
+MANY_VALUES = 3  # of an axis of a matrix, so that the report is about this axis
 PROTOCOLS = {"few-shot linear": "linear probe", "fine-tuning": "fine-tuned"}
 
 
@@ -73,8 +73,8 @@ def answer(numbers: Line) -> dict[str, str]:
 
 
 def study_of(numbers: Line) -> Line | None:
-    """Return the study of many values of a number that a report is about, rather on test than on dev; None without."""
-    along = (each for each in numbers.get("studies", ()) if each["has_order"] and len(each["ticks"]) >= MANY_VALUES)
+    """Return the study of many values that a report is about, rather on test than on dev; None without."""
+    along = (each for each in numbers.get("studies", ()) if is_whole(each) and len(each["ticks"]) >= MANY_VALUES)
     return min(along, key=_is_on_dev, default=None)
 
 

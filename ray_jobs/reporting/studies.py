@@ -3,7 +3,8 @@
 In: lines of report.json. Out: plain dictionaries, one per stage with a matrix and metric. `x` is the axis with the most
 numbers, or without numbers the one with the most values; a line is a combination of the other axes, apart from seeds,
 over which its values are averaged. On test, only the learning rate whose pretraining is best on dev is shown, for
-each combination, if the members differ in more than the rate. If there are two lines, they are subtracted seed by seed.
+each combination, if the members differ in more than the rate. If there are two lines, they are subtracted seed by seed;
+on a single line, so is the second best from the best.
 """
 
 from __future__ import annotations
@@ -56,8 +57,15 @@ def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
         for part in _of_one_method(group)
         if (study := _study(part))
     ]
-    # the section about accuracy and cost compares backbones
-    return [each for each in found if each["has_order"] or each["metric"] != TEST_ACCURACY or not numbers["costs"]]
+    # the section about accuracy and cost compares backbones, but not their seeds
+    is_elsewhere = bool(numbers["costs"])
+    return [each for each in found if is_whole(each) or each["metric"] != TEST_ACCURACY or not is_elsewhere]
+
+
+def is_whole(study: Mapping[str, Any]) -> bool:
+    """Return whether a study is of numbers, or of seeds whose spread it shows."""
+    lines = (line for panel in study["panels"] for line in panel["lines"])
+    return bool(study["has_order"]) or any(point["repeats"] > 1 for line in lines for point in line["points"])
 
 
 def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
@@ -188,6 +196,7 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
             }
             for panel, lines in panels.items()
         ],
+        "lead": _lead(next(iter(panels[""].values())), group[0].metric) if not others else None,
     }
 
 
@@ -198,6 +207,16 @@ def _difference(first: Values, second: Values) -> list[dict[str, Any]]:
         for x, values in first.items()
     }
     return _points({x: values for x, values in minus.items() if len(values) > 1})
+
+
+def _lead(values: Values, metric: str) -> dict[str, Any] | None:
+    """Return the second best x and by how much it is behind the best, as `_points` does; None with too few seeds."""
+    sign = -1 if metric == DEV_LOSS else 1
+    first, second = sorted(values, key=lambda x: -sign * statistics.mean(values[x].values()))[:2]
+    minus = {
+        seed: sign * (value - values[second][seed]) for seed, value in values[first].items() if seed in values[second]
+    }
+    return _points({second: minus})[0] if len(minus) > 1 else None
 
 
 def _numbered(labels: Sequence[str]) -> dict[str, float]:
@@ -239,11 +258,20 @@ def headline(study: Mapping[str, Any]) -> str:
     which = "lowest" if study["metric"] == DEV_LOSS else "highest"
     said = f"the {which} {study['metric']} of {study['stage']} is at {study['x']}="
     if len(places) == 1:
-        return f"{said}{names[places[0]]}."
+        return f"{said}{names[places[0]]}{_behind(study, names)}."
     if len(counts) == 1:
         return f"{said}{names[places[0]]} in all {quantity(len(places), 'setting')}."
     several = [f"{names[place]} in {count}" for place, count in counts.items()]
     return f"{said}{_listed(several)} of {quantity(len(places), 'setting')}."
+
+
+def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
+    """Say by how much the second best of a single line is behind; empty without seeds."""
+    if not (lead := study.get("lead")):
+        return ""
+    amount, low, high = (_shown(study, lead["mean"] + side * lead["margin"]) for side in (0, -1, 1))
+    how = " more" if study["metric"] == DEV_LOSS else " points less"
+    return f"; the next, {names[lead['x']]}, has {amount}{how} (95% interval over seeds {low} to {high})"
 
 
 def _crossing(study: Mapping[str, Any]) -> str:

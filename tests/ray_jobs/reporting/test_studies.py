@@ -158,6 +158,27 @@ def test_backbones_are_compared_by_their_cost_if_that_is_known() -> None:
     assert studies(NOTHING | {"accuracies": lines, "costs": [{"lines": []}]}) == []
 
 
+def test_backbones_of_several_seeds_are_a_study_that_says_by_how_much_the_best_leads() -> None:
+    found = {"mae": (0.5, 0.54, 0.52), "dino": (0.6, 0.63, 0.6), "moco": (0.1, 0.2, 0.3)}
+    lines = [
+        scored(f"few@backbone={name},{name}.seed={seed}", value)
+        for name, values in found.items()
+        for seed, value in enumerate(values)
+    ]
+    (study,) = studies(NOTHING | {"accuracies": lines, "costs": [{"lines": []}]})
+    minus = np.subtract(found["dino"], found["mae"])
+    low, high = stats.t.interval(0.95, 2, minus.mean(), stats.sem(minus))
+    assert headline(study) == (
+        "the highest accuracy on test of few is at backbone=dino; the next, mae, has"
+        f" {100 * minus.mean():.1f} points less (95% interval over seeds {100 * low:.1f} to {100 * high:.1f})."
+    )
+    losses = {
+        f"t@position={name},seed={seed}": value for name, values in found.items() for seed, value in enumerate(values)
+    }
+    (study,) = studies(pretrained(losses))
+    assert "is at position=moco; the next, mae, has 0.320 more" in headline(study)
+
+
 def test_a_missing_member_leaves_a_gap() -> None:
     (study,) = studies(pretrained({"t@rate=1,model=a": 1.0, "t@rate=2,model=a": 2.0, "t@rate=1,model=b": 3.0}))
     a, b = study["panels"][0]["lines"]
