@@ -45,8 +45,11 @@ class Examined(NamedTuple):
 
     @property
     def classes(self) -> str:
-        number = len(self.listing.class_names)
-        return f"{len(self.listing.entries)} images {f'of {number} classes' if number else 'without labels'}"
+        number, of_pixels = len(self.listing.class_names), getattr(self.source, "mask_classes", None)
+        kind = f"of {number} classes" if number else "without labels"
+        if of_pixels is not None:
+            kind = f"with masks of {len(of_pixels)} classes"
+        return f"{len(self.listing.entries)} images {kind}"
 
     @property
     def is_multi_label(self) -> bool:
@@ -59,15 +62,19 @@ class Examined(NamedTuple):
 
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
+        splits = Counter(self.listing.entries["split"].to_pylist())
+        official = {split: number for split, number in splits.items() if split is not None}
+        drawn = f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
+        if self.source.has_masks:
+            yield f"found {self.classes}, {drawn}"
+            yield from self.listing.notes
+            return
         if not self.listing.class_names:
             yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
             if (sibling := _sibling_class(self.root.expanduser().resolve())) is not None:
                 yield f"if {self.name} and {sibling.name} are classes, give their parent: --images {sibling.parent}"
             return
         labels = Counter(each_label(self.listing.entries).to_pylist())
-        splits = Counter(self.listing.entries["split"].to_pylist())
-        official = {split: number for split, number in splits.items() if split is not None}
-        drawn = f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"
         counts = {name: labels[label] for label, name in enumerate(self.listing.class_names)}
         yield f"found {self.classes} ({counted(counts)}), {drawn}"
         yield from self.listing.notes
@@ -165,14 +172,21 @@ def examine(images: Path, source: str) -> Examined:
 
 def _as_option(message: str, stated: dict[str, Any]) -> str:
     """Return the option of init, with the stated fields, for the fields that a message advises; empty without any."""
-    advised = dict(re.findall(r"source\.(\w+): ('[^']*'|true|false|NAME)", message))
+    values = r"'[^']*'|true|false|NAME|\[NAME, NAME\]|coco|yolo|voc|kitti"
+    advised = dict(re.findall(rf"source\.(\w+): ({values})", message))
     fields = stated | {name: yaml.safe_load(value) for name, value in advised.items()}
     return f'. For init, this is --source "{_as_yaml(fields)}"' if advised else ""
 
 
 def _as_yaml(fields: dict[str, Any]) -> str:
     """Return the fields of a source as YAML on one line."""
-    texts = {name: yaml_text(value) if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{', '.join(map(text, value))}]"
+        return yaml_text(value) if isinstance(value, str) else json.dumps(value)
+
+    texts = {name: text(value) for name, value in fields.items()}
     return f"{{{', '.join(f'{name}: {text}' for name, text in texts.items())}}}"
 
 

@@ -59,6 +59,7 @@ GPU_CHOICES = (
     (64, 96, ModelSize(patch_size=8, width=384, depth=12, num_heads=6)),
     (0, 32, ModelSize(patch_size=4, width=192, depth=12, num_heads=3)),
 )
+CPU_DENSE = "patch_size: 8, width: 128, depth: 4, num_heads: 4"  # of boxes or masks
 CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
 ADVICE = (
     "{number:,} images are few: a ViT trained on them from scratch will be weak. Pretrained weights help most:"
@@ -93,8 +94,8 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
             if backbones
             else ADVICE.format(number=number, weights=pretrained.EXAMPLES[machine.gpus > 0])
         )
-    if examined.source.has_boxes:
-        text = _detection(file, examined, backbones, machine, say)
+    if examined.source.has_boxes or examined.source.has_masks:
+        text = _of_places(file, examined, backbones, machine, say)
     elif not examined.listing.class_names:
         text = _without_labels(file, examined, backbones, machine, say)
     elif backbones:
@@ -129,57 +130,64 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
     return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
 
 
-def _detection(
+def _of_places(
     file: Path,
     images: Examined,
     backbones: Sequence[pretrained.Backbone],
     machine: Machine,
     say: Callable[[str], None],
 ) -> str:
-    """Return a recipe that detects objects, with pretrained weights or a new ViT.
+    """Return a recipe that detects objects or, with masks, classifies pixels: with pretrained weights or a new ViT.
 
     Raises:
         RecipeError: there are several backbones.
     """
     if len(backbones) > 1:
-        raise RecipeError(f"--from: {len(backbones)} weights, but a recipe for boxes has one detector; give one")
+        raise RecipeError(f"--from: {len(backbones)} weights, but a recipe for boxes or masks has one model; give one")
     has_gpu = machine.gpus > 0
-    batch_size, side = (32, 512) if has_gpu else (16, 128)
-    steps = min(30 * len(images.listing.entries), 200_000 if has_gpu else 20_000) // batch_size
+    batch_size, side, most = (32, 512, 200_000) if has_gpu else (16, 128, 20_000)
+    steps = max(100, min(30 * len(images.listing.entries), most) // batch_size)
+    first, scales = "", tuple[float, ...](SCALES)
     if backbones:
         (backbone,) = backbones
         say(f"{backbone.name}: {described(backbone.architecture)}")
-        scales = _scales(backbone)
-        first = f"{backbone.stage()}\n\n"
-        start = (
-            f"backbone: {backbone.name}\n    resolution: {backbone.resolution}\n    learning_rates: [1.0e-4, 3.0e-4]"
-        )
-        start += "\n    optimizer: {layer_decay: 0.7}"
+        first, scales = f"{backbone.stage()}\n\n", SCALES if images.source.has_masks else _scales(backbone)
+        start = f"""\
+backbone: {backbone.name}
+    resolution: {backbone.resolution}
+    learning_rates: [1.0e-4, 3.0e-4]
+    optimizer: {{layer_decay: 0.7}}"""
     else:
         say(f"images are about {images.typical_side()} pixels per side, and are squashed to {side}")
-        size = (
-            "{patch_size: 16, width: 384, depth: 12, num_heads: 6}"
-            if has_gpu
-            else "{patch_size: 8, width: 128, depth: 4, num_heads: 4}"
+        size = "patch_size: 16, width: 384, depth: 12, num_heads: 6" if has_gpu else CPU_DENSE
+        start = f"model: {{{size}}}\n    resolution: {side}\n    learning_rates: [1.0e-3]"
+    if images.source.has_masks:
+        name, job, title, description = "vit", "finetune", f"Segmentation of {images.name}", "A ViT that segments"
+        comment = (
+            "A linear layer on each patch's token: docs/protocols.md#segmentation. Smaller patches draw finer borders."
         )
-        first, scales, start = "", SCALES, f"model: {size}\n    resolution: {side}\n    learning_rates: [1.0e-3]"
+        more = "masks: true\n    class_weights: balanced"
+    else:
+        name, job, title, description = "detect", "detect", f"Objects in {images.name}", "A detector of the objects in"
+        comment = "FCOS on a ViT: docs/detection.md. A higher resolution finds smaller objects, and takes longer."
+        more = f"""\
+channels: {256 if has_gpu else 64}
+    convs: {4 if has_gpu else 2}
+    scales: [{", ".join(f"{scale:g}" for scale in scales)}]"""
     stages = f"""\
-{first}  # FCOS on a ViT: docs/detection.md. A higher resolution finds smaller objects, and takes longer.
-  detect:
-    job: detect
+{first}  # {comment}
+  {name}:
+    job: {job}
     data: images
     {start}
-    steps: {max(100, steps)}
+    steps: {steps}
     batch_size: {batch_size}
     augment: squash_crop_flip
-    channels: {256 if has_gpu else 64}
-    convs: {4 if has_gpu else 2}
-    scales: [{", ".join(f"{scale:g}" for scale in scales)}]
+    {more}
     threads: {machine.threads(2 if backbones else 1)}{machine.dtype_line}
 """
-    description = f"A detector of the objects in {images.name}."
     options = pretrained.options(backbones)
-    return images.recipe(file, description, stages, f"Objects in {images.name}", ["detect"], options)
+    return images.recipe(file, f"{description} {images.name}.", stages, title, [name], options)
 
 
 def _scales(backbone: pretrained.Backbone) -> tuple[float, ...]:

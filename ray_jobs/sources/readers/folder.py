@@ -183,7 +183,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         | {"mask": None if entry.mask is None else entries.place(members[entry.mask])}
         for entry in arranged.entries
     )
-    notes = _notes(arranged._replace(special=special))
+    notes = _notes(arranged._replace(special=special), source.has_masks)
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
 
 
@@ -256,8 +256,8 @@ def _images(root: Path | str, files: Sequence[str]) -> list[str]:
     return images
 
 
-def _notes(scanned: Listing) -> tuple[str, ...]:
-    notes = [*alike_note(scanned.class_names)] if scanned.class_names else ["images without labels"]
+def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
+    notes = [*alike_note(scanned.class_names)] if scanned.class_names or has_masks else ["images without labels"]
     notes += scanned.notes
     if scanned.entries[0].boxes is not None:
         counts = [len(entry.boxes or ()) for entry in scanned.entries]

@@ -41,8 +41,8 @@ def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
     if images and masks and names == images | masks:
         raise UserError(
             f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
-            "not classes. Read the masks with source.mask_classes, the names of their values; or, to classify the "
-            f"images, set the root to a folder of class folders, or add a {METADATA}"
+            "not classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "
+            f"to classify the images, set the root to a folder of class folders, or add a {METADATA}"
         )
 
 

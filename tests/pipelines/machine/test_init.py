@@ -64,6 +64,20 @@ def test_images_with_boxes_get_a_detector(tmp_path: Path) -> None:
     assert stages["detect"].resolution == 128 and stages["detect"].steps == 100
 
 
+def test_images_with_masks_get_a_model_of_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("images/1.jpg", "masks/1.png"):
+        (tmp_path / name).parent.mkdir()
+        Image.new("L", (40, 50)).save(tmp_path / name)
+    with pytest.raises(RecipeError, match=r'--source "{kind: folder, mask_classes: \[NAME, NAME\]}"'):
+        init.write_recipe(tmp_path / "no.yaml", tmp_path, "folder", [], "s", init.Console(quiet=True))
+    source = "{mask_classes: [road, car]}"
+    init.write_recipe(tmp_path / "r.yaml", tmp_path, source, [], "s", init.Console(width=200))
+    assert "found 1 images with masks of 2 classes, without splits" in capsys.readouterr().out
+    stages = load_pipeline(str(tmp_path / "r.yaml")).stages
+    assert [stage.job for stage in stages.values()] == ["ingest", "finetune", "report"]
+    assert stages["vit"].masks and stages["vit"].class_weights == "balanced"
+
+
 def test_images_without_labels_are_embedded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
