@@ -74,10 +74,11 @@ class Finetune(TrainingStage):
 
     # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
     # key by the digest of its input. 8: Optuna tries no point twice.
-    VERSION = 8
+    VERSION = 9
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: has_stochastic_depth(stage.model) or bool(stage.stochastic_depth),
         8: lambda stage: isinstance(stage.search, Optuna),
+        9: lambda stage: stage.class_weights is not None,  # in the rows' settings
     }
     KIND: ClassVar[Kind] = "model"
     job: Literal["finetune"]

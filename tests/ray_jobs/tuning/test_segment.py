@@ -1,5 +1,6 @@
 """Segmentation as a fine-tuning: its loss sees masks as images show them, its fits resume, its mIoU is of pixels."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_micro_batches_do_not_change_the_training(photos: Manifest, tmp_path: Pa
 
 def test_what_is_written_is_the_miou_of_the_saved_models_pixels(store: Store, photos: Manifest) -> None:
     """As scikit-learn counts it; the model learns the edge, and is not taken for a classifier of images."""
-    given = attempt(store, photos, steps=60)
+    given = attempt(store, photos, steps=60, class_weights="balanced")
     task, dataset, done = first_refit(given)
     rows, predictions, files = finetune.tables(task, dataset, [done], "dev", NONE)
     (row,), (table,) = rows, files[CONFUSION_FILE]
@@ -180,6 +181,7 @@ def test_what_is_written_is_the_miou_of_the_saved_models_pixels(store: Store, ph
     expected = jaccard_score(masks[known], found[known], average="macro")
     assert row["metric"] == MEAN_IOU and row["value"] == pytest.approx(expected) and expected > 0.8
     assert done.record.metrics == {MEAN_IOU: row["value"]} and predictions == []
+    assert json.loads(row["settings"])["class_weights"] == "balanced"
     right = pa.compute.equal(table["label"], table["prediction"])
     assert pa.compute.sum(table["pixels"].filter(right)).as_py() == (found == masks)[known].sum()
     with pytest.raises(UserError, match="classifies pixels"):
