@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from pipelines.spec import WEIGHTS, quantity
-from ray_jobs.evaluation.rows import ACCURACY, AP, CHOSEN_ON_TEST, MEAN_AP
+from ray_jobs.evaluation.rows import ACCURACY, AP, CHOSEN_ON_TEST, MEAN_AP, MEAN_IOU
 from ray_jobs.reporting.answer import Line, settings
 from ray_jobs.reporting.drawing.pictures import FEW, FEW_DEV
 from ray_jobs.reporting.verdicts import points, quoted
@@ -199,13 +199,16 @@ def model(numbers: Line) -> str | None:
     """Return the artifact of the fine-tuned model to use: with most labels, the most accurate on held-out images."""
     models = {stage["artifact"]: stage["metrics"] for stage in numbers["stages"] if stage["kind"] in WEIGHTS}
     places = {artifact: place for place, artifact in enumerate(models)}  # lines may be in the order of test results
-    scored = [*numbers["accuracies"], *numbers.get("several_labels", ()), *numbers.get("detectors", ())]
-    tuned = [line for line in scored if line["artifact"] in models]
+    names = ("accuracies", "several_labels", "detectors", "pixel_classes")
+    tuned = [line for name in names for line in numbers.get(name, ()) if line["artifact"] in models]
     best = max(
         tuned,
         key=lambda line: (
             line.get("labels_per_class") or float("inf"),
-            *(models[line["artifact"]].get(f"validation_{metric}", 0.0) for metric in (ACCURACY, MEAN_AP, AP)),
+            *(
+                models[line["artifact"]].get(f"validation_{metric}", 0.0)
+                for metric in (ACCURACY, MEAN_AP, AP, MEAN_IOU)
+            ),
             "pretrained" in line["method"],
             "frozen" not in line["method"],
             -places[line["artifact"]],

@@ -29,7 +29,7 @@ from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.multi_label import FILE as SCORES_FILE
 from ray_jobs.evaluation.multi_label import SCORES
-from ray_jobs.evaluation.rows import CONFUSION, CONFUSION_FILE, PREDICTIONS, ROWS
+from ray_jobs.evaluation.rows import CONFUSION, CONFUSION_FILE, PREDICTIONS, ROWS, is_apart, is_reference
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
     clusters,
@@ -88,7 +88,8 @@ def gather(context: Context[Report]) -> ReportData:
     rows = measures.join_tables(measuring, "rows.parquet", ROWS)
     predictions = measures.join_tables(measuring, "predictions.parquet", PREDICTIONS)
     scored = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
-    segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
+    confusion = measures.join_tables(parts, CONFUSION_FILE, CONFUSION)
+    segmented = measures.of_pixels(confusion)
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"}
     tested = _tested_datasets(manifests, datasets)
@@ -106,6 +107,7 @@ def gather(context: Context[Report]) -> ReportData:
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         **_other_metrics(rows, manifests, [*scored, *segmented]),
+        **_pixel_classes(segmented, measures.classes_of_pixels(confusion)),
         **_detected(detectors, tested),
         **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
         **_audits(parts),
@@ -203,6 +205,18 @@ def _trainings(parts: Sequence[provenance.Part]) -> dict[str, Any]:
 
 def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
     return {"stage": stage, "artifact": manifest.key}
+
+
+def _pixel_classes(segmented: Sequence[measures.ScoredEntry], names: Sequence[str]) -> dict[str, Any]:
+    """Return the classes of pixels of each model that was scored on all of test, if there are any."""
+    named = ("artifact", "stage", "task", "protocol", "method")
+    found = [
+        {name: getattr(entry, name) for name in named}
+        | {"num_classes": len(classes := measures.by_class(entry, names)), "classes": classes[: lines.MAX_CLASSES]}
+        for entry in segmented
+        if not is_apart(entry.method) and not is_reference(entry.method)
+    ]
+    return {"pixel_classes": found} if found else {}
 
 
 def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[measures.ScoredEntry]) -> dict[str, Any]:

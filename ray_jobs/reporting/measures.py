@@ -317,8 +317,8 @@ def _groups(table: Any, names: Sequence[str]) -> np.ndarray:
 
 def of_pixels(confusion: Any) -> list[ScoredEntry]:
     """Return the entries of a table of CONFUSION with artifact and stage."""
-    classes = {name: None for column in ("label", "prediction") for name in _codes(confusion[column])[1].to_pylist()}
-    number = {name: place for place, name in enumerate(sorted(classes))}
+    classes = classes_of_pixels(confusion)
+    number = {name: place for place, name in enumerate(classes)}
     labels, predictions = (
         np.array([number[name] for name in values.to_pylist()], np.int64)[codes]
         for codes, values in (_codes(confusion[column]) for column in ("label", "prediction"))
@@ -344,9 +344,28 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
             sample_ids=next(iter(draws.values()))[0],
             draws=tuple(sorted(draws)),
             scored=tuple(draws[draw][1] for draw in sorted(draws)),
-            truth=_labelled(next(iter(draws.values()))[1], sorted(classes)),
+            truth=_labelled(next(iter(draws.values()))[1], classes),
         )
         for key, draws in found.items()
+    ]
+
+
+def classes_of_pixels(confusion: Any) -> list[str]:
+    """Return the names of the classes in a table of CONFUSION, in the order of `Pixels`."""
+    return sorted({name for column in ("label", "prediction") for name in _codes(confusion[column])[1].to_pylist()})
+
+
+def by_class(entry: ScoredEntry, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return {name, IoU, share of the pixels} of each class in the masks of test, over draws; the worst first."""
+    draws: Sequence[Any] = entry.scored
+    sums = np.array([[part.sum(axis=0) for part in pixels] for pixels in draws])  # [draws, 3, classes]
+    right, labelled, predicted = sums.swapaxes(0, 1)
+    ious = (right / np.maximum(1, labelled + predicted - right)).mean(axis=0)
+    shares = labelled[0] / labelled[0].sum()
+    return [
+        {"name": names[place], "IoU": float(ious[place]), "share": float(shares[place])}
+        for place in np.argsort(ious, kind="stable").tolist()
+        if shares[place]
     ]
 
 

@@ -78,6 +78,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "name": dataset.info.name,
         "splits": {split: dataset.info.splits[split] for split in ("train", "dev", "test")},
         "num_classes": len(dataset.info.class_names),
+        "mask_classes": len(dataset.info.mask_classes),
         "image": dataset.info.image.model_dump() if dataset.info.image else None,
         "quarantined": pq.ParquetFile(dataset.folder / "quarantine.parquet").metadata.num_rows,
         "balance": {

@@ -152,6 +152,10 @@ def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(store: Store, s
         own = [row["value"] for row in found if row["method"] == method]
         value, low, high = entry.interval("mIoU")
         assert value == pytest.approx(np.mean(own)) and low < value < high and len(entry.draws) == len(own)
+    classes = measures.by_class(entries[learned], measures.classes_of_pixels(given))
+    shares = np.bincount(truth, minlength=9) / len(truth)
+    assert {each["name"]: each["share"] for each in classes} == pytest.approx(dict(zip(names, shares, strict=True)))
+    assert np.mean([each["IoU"] for each in classes]) == pytest.approx(entries[learned].interval("mIoU").value)
     values = {method: entry.interval("mIoU").value for method, entry in entries.items()}
     judged = entries[learned].minus(entries[untrained[0][0]], "mIoU")
     assert judged.value == pytest.approx(values[learned] - values[untrained[0][0]]) and judged.low < judged.value
