@@ -84,7 +84,6 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/zero_matrix.py
-	$(BIN)/python benchmarks/objectives.py
 	$(BIN)/python benchmarks/fewshot.py
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/sweep.py

@@ -22,7 +22,7 @@ from common import ROOT, query, setting, vitflow
 
 from pipelines.results.lookup import recipe_and_stage
 from pipelines.store import all_manifests, local_file, open_store
-from ray_jobs.reporting.studies import members
+from ray_jobs.reporting.studies import is_seed, members
 from tests.support.browser import chromium
 
 KEPT = ROOT / "docs" / "claims"
@@ -54,12 +54,13 @@ def main() -> None:
 
 
 def table(numbers: dict[str, Any]) -> pa.Table:
-    """Return a row per member and metric."""
-    rows = [each._asdict() for each in members(numbers)]
-    axes = sorted({axis for row in rows for axis in row["place"]})
-    columns = {name: [row[name] for row in rows] for name in ("stage", "metric", "setting")}
-    columns |= {axis: [row["place"].get(axis) for row in rows] for axis in axes}
-    return pa.table(columns | {"value": [row["value"] for row in rows]})
+    """Return a row per member and metric. Seeds are one column, whichever stage they are of."""
+    rows = [*members(numbers)]
+    axes = sorted({axis for row in rows for axis in row.place if not is_seed(axis)})
+    columns = {name: [getattr(row, name) for row in rows] for name in ("stage", "metric", "setting")}
+    columns |= {axis: [row.place.get(axis) for row in rows] for axis in axes}
+    columns["seed"] = [",".join(label for axis, label in row.place.items() if is_seed(axis)) or None for row in rows]
+    return pa.table(columns | {"value": [row.value for row in rows]})
 
 
 async def picture(page: Path) -> bytes:

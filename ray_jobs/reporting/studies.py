@@ -110,7 +110,7 @@ def split(member: str) -> tuple[str, dict[str, str]]:
 
 def without_seeds(place: Mapping[str, str]) -> str:
     """Return a member's labels except its seeds, as one text."""
-    return ",".join(f"{axis}={label}" for axis, label in place.items() if not _is_seed(axis))
+    return ",".join(f"{axis}={label}" for axis, label in place.items() if not is_seed(axis))
 
 
 def _of_one_method(group: Sequence[Measured]) -> list[list[Measured]]:
@@ -157,7 +157,7 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     for each in group:
         for axis, label in each.place.items():
             labels.setdefault(axis, {})[label] = None
-    axes = {axis: [*found] for axis, found in labels.items() if len(found) > 1 and not _is_seed(axis)}
+    axes = {axis: [*found] for axis, found in labels.items() if len(found) > 1 and not is_seed(axis)}
     if not axes:
         return None
     numeric = [axis for axis, found in axes.items() if all(map(_is_number, found))]
@@ -171,7 +171,7 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
         place = each.place
         panel = ", ".join(f"{axis}={place.get(axis)}" for axis in panel_axes)
         line = f"{line_axis}={place.get(line_axis)}" if others else ""
-        seed = ",".join(label for axis, label in place.items() if _is_seed(axis))
+        seed = ",".join(label for axis, label in place.items() if is_seed(axis))
         rates[panel, line, ticks[place[x]]] = each.rate
         panels.setdefault(panel, {}).setdefault(line, {}).setdefault(ticks[place[x]], {})[seed] = each.value
     methods = {each.method: None for each in group if each.method}
@@ -304,7 +304,7 @@ def _listed(parts: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _is_seed(axis: str) -> bool:
+def is_seed(axis: str) -> bool:
     """Return whether an axis's values are seeds, which are averaged over."""
     return axis.rpartition(".")[2] == "seed"
 
