@@ -3,9 +3,9 @@
     python benchmarks/trees.py
 
 Four annotated images are inside deepforest 2.1.0, a package on PyPI (MIT), which is opened as a zip and not installed.
-They are cut into tiles of 128 pixels. The right fifth of the largest image is dev and the rest of it trains; the
-others, from two other places and a third one of the same park, are test. The detectors differ in their augmentation
-alone. Keeps AP with its interval, over tiles and three trainings. A quarter of an hour on two cores.
+They are cut into tiles of 128 pixels. The tiles that reach into the right fifth of the largest image are dev and the
+rest of it trains; the other three, one of the same park and two of other places, are test. The detectors differ in
+their augmentation alone. Keeps AP with its interval, over tiles and three trainings. A quarter of an hour on two cores.
 """
 
 from __future__ import annotations

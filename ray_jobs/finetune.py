@@ -275,7 +275,7 @@ def tables(
         "mixup": config.mixup,
         "cutmix": config.cutmix,
         "lora": config.lora and config.lora.model_dump(mode="json"),
-        "class_weights": config.class_weights,
+        "class_weights": None if "class_weights" in task.point else config.class_weights,
         "freeze": config.freeze if is_biases_only else None,
         "checkpoint": config.checkpoints().get("backbone"),
     }

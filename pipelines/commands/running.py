@@ -350,7 +350,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
 
 
 def _print_notes(planned: list[PlannedStage]) -> None:
-    for note in (note for stage in planned for note in planning.notes(stage)):
+    for note in planning.notes(planned):
         console.print(f"[yellow]note:[/] {plain(note)}", soft_wrap=True)
 
 
@@ -388,7 +388,7 @@ def plan(
             "seconds": seconds.get(stage.name),
             "key": stage.key,
             "why": why[stage.name],
-            "notes": list(planning.notes(stage)),
+            "notes": list(planning.notes([stage])),
         }
         for stage in planned
     ]

@@ -43,6 +43,8 @@ from pipelines.store import (
 )
 from vit_model.contract import ModelContract
 
+NAMED = 3  # stages in a note
+
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -322,19 +324,24 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
             return following
 
 
-def notes(stage: PlannedStage) -> Iterator[str]:
-    """Yield notes: on a cached stage, that its code has changed; on another, which models of the store it takes."""
-    if stage.manifest is None:
-        for field, named in stage.config.from_store().items():
-            if stage.inputs is not None:
+def notes(stages: Iterable[PlannedStage]) -> Iterator[str]:
+    """Yield notes: which models of the store stages take, and that the code of cached ones has changed, by commit."""
+    changed: dict[str, list[str]] = {}
+    for stage in stages:
+        if stage.manifest is not None:
+            code = stage.manifest.code
+            if code.get("digest") != identity.code_digest(stage.config.job):
+                commit = f" since commit {code['git'][:10]}" if "git" in code else ""
+                changed.setdefault(commit, []).append(stage.name)
+        elif stage.inputs is not None:
+            for field, named in stage.config.from_store().items():
                 model = stage.inputs.get(field)
                 nothing = "no model yet" + ", so new weights" * (field == "init_from")
                 yield f"{stage.name}: {field} {named}: {f'{model[0].job} {model[0].key[:12]}' if model else nothing}"
-        return
-    code = stage.manifest.code
-    if code.get("digest") != identity.code_digest(stage.config.job):
-        commit = f" since commit {code['git'][:10]}" if "git" in code else ""
-        yield f"{stage.name}: its code has changed{commit}; `--force {stage.name}` reruns it"
+    for commit, names in changed.items():
+        shown = f"{', '.join(names[:NAMED])}" + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
+        whose, one = ("its", names[0]) if len(names) == 1 else ("their", "STAGE")
+        yield f"{shown}: {whose} code has changed{commit}; `--force {one}` reruns {'it' if whose == 'its' else 'one'}"
 
 
 def reasons(

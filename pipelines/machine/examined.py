@@ -45,10 +45,11 @@ class Examined(NamedTuple):
 
     @property
     def classes(self) -> str:
-        number, of_pixels = len(self.listing.class_names), getattr(self.source, "mask_classes", None)
+        number = len(self.listing.class_names)
         kind = f"of {number} classes" if number else "without labels"
-        if of_pixels is not None:
-            kind = f"with masks of {len(of_pixels)} classes"
+        if self.source.has_masks:
+            of_pixels = getattr(self.source, "mask_classes", None)  # known without reading if the source names them
+            kind = f"with masks of {len(of_pixels)} classes" if of_pixels else "with masks"
         return f"{len(self.listing.entries)} images {kind}"
 
     @property
@@ -172,7 +173,7 @@ def examine(images: Path, source: str) -> Examined:
 
 def _as_option(message: str, stated: dict[str, Any]) -> str:
     """Return the option of init, with the stated fields, for the fields that a message advises; empty without any."""
-    values = r"'[^']*'|true|false|NAME|\[NAME, NAME\]|coco|yolo|voc|kitti"
+    values = r"'[^']*'|true|false|NAME|\[NAME, NAME\]|(?:coco|yolo|voc|kitti)(?=,)"
     advised = dict(re.findall(rf"source\.(\w+): ({values})", message))
     fields = stated | {name: yaml.safe_load(value) for name, value in advised.items()}
     return f'. For init, this is --source "{_as_yaml(fields)}"' if advised else ""

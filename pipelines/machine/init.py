@@ -18,7 +18,7 @@ from pipelines.machine.budget import Fits, Machine, described, estimate, this_ma
 from pipelines.machine.examined import Examined, examine, write_checked
 from pipelines.spec import ModelSize, RecipeError
 from ray_jobs.training.cost import images_per_second
-from vit_model.config import MaeOptions
+from vit_model.config import MaeOptions, ViTConfig
 from vit_model.detection.contract import GROUPS, SCALES, check
 
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
@@ -140,7 +140,7 @@ def _of_places(
     """Return a recipe that detects objects or, with masks, classifies pixels: with pretrained weights or a new ViT.
 
     Raises:
-        RecipeError: there are several backbones.
+        RecipeError: there are several backbones, or one that is not a ViT.
     """
     if len(backbones) > 1:
         raise RecipeError(f"--from: {len(backbones)} weights, but a recipe for boxes or masks has one model; give one")
@@ -151,6 +151,8 @@ def _of_places(
     if backbones:
         (backbone,) = backbones
         say(f"{backbone.name}: {described(backbone.architecture)}")
+        if images.source.has_masks and not isinstance(backbone.architecture, ViTConfig):
+            raise RecipeError(f"--from: {backbone.name}: a ResNet has no tokens of patches; give a ViT")
         first, scales = f"{backbone.stage()}\n\n", SCALES if images.source.has_masks else _scales(backbone)
         start = f"""\
 backbone: {backbone.name}

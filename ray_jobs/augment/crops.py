@@ -150,7 +150,7 @@ def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels
 def _placed(
     draws: Numbers, height: Size, width: Size, crop_height: Pixels, crop_width: Pixels
 ) -> tuple[Pixels, Pixels]:
-    """Return (top, left); all positions are equally likely where one lies in the other."""
+    """Return (top, left); all positions of a crop in its image, or of an image in its crop, are equally likely."""
     rooms = (height - crop_height, width - crop_width)  # negative: the image lies in the crop
     top, left = (
         np.sign(room) * (draw * (np.abs(room) + 1)).astype(np.int64) for draw, room in zip(draws.T, rooms, strict=True)

@@ -101,7 +101,7 @@ def _inside(start: int, extent: int, size: int, side: int) -> tuple[slice, slice
 def crop(images: torch.Tensor, crops: Crops, side: int | None = None) -> torch.Tensor:
     """Crop images [n, h, w, c], resize to [h, w], or to [side, side], and mirror as `crops` says.
 
-    Resizing is bilinear without antialiasing, as in TensorFlow; but images that become smaller are antialiased.
+    Resizing is bilinear without antialiasing, as in TensorFlow; but with it for images that lie inside their crop.
     """
     n, height, width, channels = images.shape
     top, left, crop_height, crop_width, flipped = crops

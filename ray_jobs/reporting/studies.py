@@ -210,13 +210,13 @@ def _difference(first: Values, second: Values) -> list[dict[str, Any]]:
 
 
 def _lead(values: Values, metric: str) -> dict[str, Any] | None:
-    """Return the second best x and by how much it is behind the best, as `_points` does; None with too few seeds."""
+    """Return the second best x and by how much it is behind, as `_points` does; None without common seeds."""
     sign = -1 if metric == DEV_LOSS else 1
-    first, second = sorted(values, key=lambda x: -sign * statistics.mean(values[x].values()))[:2]
-    minus = {
-        seed: sign * (value - values[second][seed]) for seed, value in values[first].items() if seed in values[second]
-    }
-    return _points({second: minus})[0] if len(minus) > 1 else None
+    first, *others = sorted(values, key=lambda x: -sign * statistics.mean(values[x].values()))
+    if not others or {*values[first]} != {*values[others[0]]} or len(values[first]) == 1:
+        return None
+    minus = {seed: sign * (value - values[others[0]][seed]) for seed, value in values[first].items()}
+    return _points({others[0]: minus})[0]
 
 
 def _numbered(labels: Sequence[str]) -> dict[str, float]:
@@ -266,7 +266,11 @@ def headline(study: Mapping[str, Any]) -> str:
 
 
 def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
-    """Say by how much the second best of a single line is behind; empty without seeds."""
+    """Say by how much the second best of a single line is behind, or that the best was measured once; or nothing."""
+    points = study["panels"][0]["lines"][0]["points"]
+    repeats = {point["x"]: point.get("repeats", 1) for point in points}
+    if repeats[best(study, study["panels"][0]["lines"][0])] < max(repeats.values()):
+        return ", of fewer seeds than others"
     if not (lead := study.get("lead")):
         return ""
     amount, low, high = (_shown(study, lead["mean"] + side * lead["margin"]) for side in (0, -1, 1))

@@ -132,13 +132,14 @@ def make_loss(
 class _FrozenTokens:
     """The tokens of a ViT that is not trained, computed once for each image, and once for its mirror image.
 
-    Crops are different every time, and tokens of more than `MEMORY_BYTES` are not kept; then they are computed each
-    time. They are those of evaluation: without dropout and stochastic depth.
+    Crops and changed colours are different every time, and tokens of more than `MEMORY_BYTES` are not kept; then they
+    are computed each time. They are those of evaluation: without dropout and stochastic depth.
     """
 
     def __init__(self, transform: TrainTransform, side: int, images: int) -> None:
         self._transform, self._side, self._images = transform, side, images
-        self._kept: dict[tuple[int, bool], Tensor] | None = {} if transform.config.augment in ("none", "flip") else None
+        repeats = transform.config.augment in ("none", "flip") and not transform.config.color_jitter
+        self._kept: dict[tuple[int, bool], Tensor] | None = {} if repeats else None
 
     def of(self, detector: Detector, inputs: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Return the tokens [b, n, d] of normalised images, which are these rows at these positions."""

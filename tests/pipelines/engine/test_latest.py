@@ -209,7 +209,7 @@ def test_a_forced_rerun_starts_where_the_first_one_did_and_becomes_the_newest(st
 
 def test_the_plan_says_what_it_would_start_from(store: Store) -> None:
     def said(pipeline: Pipeline) -> list[str]:
-        return [note for stage in plan.plan_pipeline(store, pipeline, TARGETS) for note in plan.notes(stage)]
+        return [*plan.notes(plan.plan_pipeline(store, pipeline, TARGETS))]
 
     digits = planned_in(store, runs.start_run(store, recipe(), TARGETS), "digits")
     commit_planned(store, digits, "r")
@@ -251,7 +251,7 @@ def test_an_alias_that_names_nothing_is_refused_where_a_model_is_needed(store: S
     run = runs.start_run(store, tuned, tuple(stages))
     _, planned = plan.plan_pipeline(store, tuned, tuple(stages), latest=run.latest)
     assert planned.inputs is not None and planned.inputs["backbone"] == [st.input_ref(store, model)]
-    assert [*plan.notes(planned)] == [f"tune: backbone @production: pretrain {model.key[:12]}"]
+    assert [*plan.notes([planned])] == [f"tune: backbone @production: pretrain {model.key[:12]}"]
     boxes = st.commit(store, model.model_copy(update={"job": "detect", "kind": "detector", "key": "d"}))
     st.move_alias(store, "production", st.input_ref(store, boxes), 1, "person")
     with pytest.raises(RecipeError, match=r"stages\.tune\.backbone: @production names a detector; expected a model"):

@@ -158,8 +158,13 @@ def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline
     make(store, planned, code={"version": planned.config.version, "digest": "0" * 64, "git": "a" * 40})
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     assert stage.state == "cached"
-    (note,) = plan.notes(stage)
-    assert note.startswith("digits: its code has changed since commit aaaaaaaaaa;")
+    (note,) = plan.notes([stage])
+    assert note == "digits: its code has changed since commit aaaaaaaaaa; `--force digits` reruns it"
+    others = [replace(stage, name=f"digits@seed={seed}") for seed in range(9)]
+    (note,) = plan.notes([stage, *others])
+    assert note.startswith(
+        "digits, digits@seed=0, digits@seed=1 and 7 more: their code has changed since commit aaaaaa"
+    )
 
 
 def test_force_replaces_once_for_a_run_and_again_for_another(store: Store, pipeline: Pipeline) -> None:
@@ -307,7 +312,7 @@ def test_strict_code_makes_again_what_other_code_made(
     assert {name for name, state in found.items() if state != "cached"} == {"pixels", "report"}
     planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code=True)
     assert reasons(store, "tiny", planned)["pixels"] == "its code has changed"
-    assert [note for stage in planned for note in plan.notes(stage)] == []
+    assert [*plan.notes(planned)] == []
 
 
 def test_force_under_strict_code_replaces_that_artifact(store: Store, pipeline: Pipeline) -> None:

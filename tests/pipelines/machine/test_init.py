@@ -14,7 +14,8 @@ from tests.support.archives import image, tar
 from tests.support.boxes import boxed_photos
 from tests.support.cifar import members
 from tests.support.vits import TINY, contract_for
-from vit_model.config import ViTConfig
+from vit_model.build import build
+from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -76,6 +77,12 @@ def test_images_with_masks_get_a_model_of_pixels(tmp_path: Path, capsys: pytest.
     stages = load_pipeline(str(tmp_path / "r.yaml")).stages
     assert [stage.job for stage in stages.values()] == ["ingest", "finetune", "report"]
     assert stages["vit"].masks and stages["vit"].class_weights == "balanced"
+    resnet = ResNetConfig(image_size=32, units=(1,), num_classes=0)
+    save_model(tmp_path / "resnet", build(resnet), contract_for(resnet))
+    with pytest.raises(RecipeError, match=r"--from: .*resnet.*: a ResNet has no tokens of patches"):
+        init.write_recipe(
+            tmp_path / "n.yaml", tmp_path, source, [str(tmp_path / "resnet")], "s", init.Console(quiet=True)
+        )
 
 
 def test_images_without_labels_are_embedded(

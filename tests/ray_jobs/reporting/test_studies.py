@@ -172,6 +172,9 @@ def test_backbones_of_several_seeds_are_a_study_that_says_by_how_much_the_best_l
         "the highest accuracy on test of few is at backbone=dino; the next, mae, has"
         f" {100 * minus.mean():.1f} points less (95% interval over seeds {100 * low:.1f} to {100 * high:.1f})."
     )
+    once = [scored("few@backbone=longer", 0.9)]
+    (study,) = studies(NOTHING | {"accuracies": lines + once, "costs": [{"lines": []}]})
+    assert headline(study).endswith("is at backbone=longer, of fewer seeds than others.")
     losses = {
         f"t@position={name},seed={seed}": value for name, values in found.items() for seed, value in enumerate(values)
     }

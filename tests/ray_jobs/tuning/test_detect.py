@@ -159,15 +159,15 @@ def test_micro_batches_do_not_change_the_training(store: Store, scenes: Manifest
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("policy", ["flip", "squash_crop_flip"])
+@pytest.mark.parametrize(("policy", "jitter"), [("flip", 0.0), ("flip", 0.5), ("squash_crop_flip", 0.0)])
 def test_tokens_of_a_frozen_backbone_are_those_of_its_images(
-    policy: str, store: Store, scenes: Manifest, monkeypatch: pytest.MonkeyPatch
+    policy: str, jitter: float, store: Store, scenes: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept or computed each time, the fit is the same; and the ViT is as it was."""
     backbone = store.local("", ()) / "backbone"
     save_backbone(backbone, ModelSize.model_validate(SIZE), 32, channels=3)
     fields = {"model": None, "backbone": "b", "freeze": "backbone", "augment": policy, "dtype": "float32"}
-    fields["optimizer"] = SGD
+    fields |= {"optimizer": SGD, "color_jitter": jitter}
     found = []
     for number, limit in enumerate((detecting.MEMORY_BYTES, 0), start=1):
         monkeypatch.setattr(detecting, "MEMORY_BYTES", limit)
