@@ -28,13 +28,11 @@ from ray_jobs.data.masks import IGNORED, Mask, decode_mask
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, table
 from ray_jobs.sources.boxes.folders import Annotation
-from ray_jobs.sources.names import IMAGES, MASKS
+from ray_jobs.sources.names import MASKS
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS
 
-_BESIDE = dict.fromkeys(IMAGES, MASKS) | {"jpegimages": ("segmentationclass",)}
-"""A folder of images -> folders of their masks, in small letters."""
-_OF_MASKS = {name for names in _BESIDE.values() for name in names}
+_OF_MASKS = {name for names in MASKS.values() for name in names}
 
 
 def beside(images: Iterable[str], files: Iterable[str]) -> dict[str, str]:
@@ -50,7 +48,7 @@ def beside(images: Iterable[str], files: Iterable[str]) -> dict[str, str]:
         candidates = [
             by_folder.get("/".join([*folders[:depth], other, *folders[depth + 1 :]]), {}).get(f"{path.stem}.png")
             for depth, name in enumerate(folders)
-            for other in _BESIDE.get(name, ())
+            for other in MASKS.get(name, ())
         ]
         masks = [mask for mask in candidates if mask is not None]
         if len(masks) > 1:

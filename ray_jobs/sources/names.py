@@ -13,9 +13,9 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
     **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
 }
-IMAGES = ("image", "images", "img", "imgs")
-MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
-"""The names of folders of images and of their masks, in small letters."""
+_MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
+MASKS = dict.fromkeys(("image", "images", "img", "imgs"), _MASKS) | {"jpegimages": ("segmentationclass",)}
+"""A folder of images -> folders of their masks, in small letters."""
 WITHOUT_SPLIT = "without a split (train, val, test), because others have one"
 NAMED = 10  # files or classes in a note or a message
 

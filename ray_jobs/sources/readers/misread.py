@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from ray_jobs.sources.boxes.folders import form_of
-from ray_jobs.sources.names import IMAGES, MASKS, SPLIT_WORDS
+from ray_jobs.sources.names import MASKS, SPLIT_WORDS
 from ray_jobs.sources.readers.label_tables import METADATA
 from vit_model.errors import UserError
 
@@ -37,8 +37,7 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
 def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
     """Raise UserError for folders of images and their masks, which would be taken for two classes."""
     names = {name.lower() for name in class_names}
-    images, masks = names.intersection(IMAGES), names.intersection(MASKS)
-    if images and masks and names == images | masks:
+    if any(mask in names for image, masks in MASKS.items() if image in names for mask in masks):
         raise UserError(
             f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
             "not classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "

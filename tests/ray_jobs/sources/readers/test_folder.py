@@ -268,6 +268,11 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("images/1.png", "masks/1.png"), r"the layout of a segmentation data set \(images, masks\)"),
         (("train/img/1.png", "train/labels/1.png"), "the layout of a segmentation data set"),
         (
+            ("images/1.png", "masks/1.png", "more/1.png"),
+            r"the layout of a segmentation data set \(images, masks, more\)",
+        ),
+        (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
+        (
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
             r"cat contains split folders \(test, train\)\. Set the root to",
         ),
