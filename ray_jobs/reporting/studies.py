@@ -210,13 +210,14 @@ def _difference(first: Values, second: Values) -> list[dict[str, Any]]:
 
 
 def _lead(values: Values, metric: str) -> dict[str, Any] | None:
-    """Return the second best x and by how much it is behind, as `_points` does; None without common seeds."""
+    """Return the second best x of the best one's seeds and by how much it is behind; None without several seeds."""
     sign = -1 if metric == DEV_LOSS else 1
     first, *others = sorted(values, key=lambda x: -sign * statistics.mean(values[x].values()))
-    if not others or {*values[first]} != {*values[others[0]]} or len(values[first]) == 1:
+    alike = [x for x in others if {*values[x]} == {*values[first]} and len(values[x]) > 1]
+    if not alike:
         return None
-    minus = {seed: sign * (value - values[others[0]][seed]) for seed, value in values[first].items()}
-    return _points({others[0]: minus})[0]
+    minus = {seed: sign * (value - values[alike[0]][seed]) for seed, value in values[first].items()}
+    return _points({alike[0]: minus})[0] | {"is_next": alike[0] == others[0]}
 
 
 def _numbered(labels: Sequence[str]) -> dict[str, float]:
@@ -249,7 +250,16 @@ def question(study: Mapping[str, Any]) -> str:
 
 
 def headline(study: Mapping[str, Any]) -> str:
-    """Say where one of two lines lies above the other, or where the lines of a study are best."""
+    """Say where one of two lines lies above the other, or where lines are best; and which reference is above all."""
+    means = [point["mean"] for panel in study["panels"] for line in panel["lines"] for point in line["points"]]
+    above = {name: low for name, (low, _) in study.get("references", {}).items() if low > max(means)}
+    if not above:
+        return _where_best(study)
+    name = max(above, key=lambda name: above[name])
+    return f"{_where_best(study)} All are below {name} ({100 * above[name]:.1f}%)."
+
+
+def _where_best(study: Mapping[str, Any]) -> str:
     if study["panels"][0]["difference"]:
         return _crossing(study)
     names = {value: label for label, value in study["ticks"].items()}
@@ -275,7 +285,8 @@ def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
         return ""
     amount, low, high = (_shown(study, lead["mean"] + side * lead["margin"]) for side in (0, -1, 1))
     how = " more" if study["metric"] == DEV_LOSS else " points less"
-    return f"; the next, {names[lead['x']]}, has {amount}{how} (95% interval over seeds {low} to {high})"
+    which = "the next" if lead["is_next"] else "the next of the same seeds"
+    return f"; {which}, {names[lead['x']]}, has {amount}{how} (95% interval over seeds {low} to {high})"
 
 
 def _crossing(study: Mapping[str, Any]) -> str:

@@ -240,12 +240,15 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
     panel = Panel(x, fractions(every, 230, 24) if is_percent else spread(every, 230, 24))
     heights = svg.percents(panel.y) if is_percent else svg.numbers(svg.ticks(panel.y.low, panel.y.high))
     few = svg.numbers(places if len(places) <= 6 else places[:: -(-len(places) // 6)])
+    name, height = found["x"].replace("_", " "), 268
     if not found["has_order"]:
-        few = {place: _cut(label) for label, place in found["ticks"].items()}
+        rows = 3 if len(places) > 4 else 1  # names of neighbours would overlap
+        few = {place: "\n" * (row % rows) + _cut(label) for row, (label, place) in enumerate(found["ticks"].items())}
+        name, height = name if rows == 1 else "", height + 12 * (rows - 1)
     colours = _numbered(line["name"] for line in lines)
     drawn = []
     for each in found["panels"]:
-        parts = [panel.axes(few, heights, found["x"].replace("_", " "), found["metric"])]
+        parts = [panel.axes(few, heights, name, found["metric"])]
         for line in each["lines"]:
             colour, points = colours[line["name"]], line["points"]
             if found["has_order"]:
@@ -261,7 +264,7 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
         legend = [
             (line["name"], colours[line["name"]], colours[line["name"]]) for line in each["lines"] if line["name"]
         ]
-        drawn.append(svg.figure(f"{found['metric']} by {found['x']}", 268, *parts, legend=legend))
+        drawn.append(svg.figure(f"{found['metric']} by {found['x']}", height, *parts, legend=legend))
     return drawn
 
 

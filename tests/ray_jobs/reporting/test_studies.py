@@ -175,6 +175,9 @@ def test_backbones_of_several_seeds_are_a_study_that_says_by_how_much_the_best_l
     once = [scored("few@backbone=longer", 0.9)]
     (study,) = studies(NOTHING | {"accuracies": lines + once, "costs": [{"lines": []}]})
     assert headline(study).endswith("is at backbone=longer, of fewer seeds than others.")
+    between = [scored("few@backbone=longer", 0.58), scored("few@backbone=mae,mae.seed=0", 0.57, "pixels")]
+    (study,) = studies(NOTHING | {"accuracies": lines + between, "costs": [{"lines": []}]})
+    assert "; the next of the same seeds, mae, has" in headline(study)
     losses = {
         f"t@position={name},seed={seed}": value for name, values in found.items() for seed, value in enumerate(values)
     }
@@ -203,7 +206,7 @@ def test_models_are_studied_on_test_and_references_are_not() -> None:
     (line,) = study["panels"][0]["lines"]
     assert [(point["x"], point["mean"]) for point in line["points"]] == [(100, 0.25), (200, 0.5)]
     assert study["references"] == {"pixels": (0.9, 0.9)}
-    assert headline(study) == "the highest accuracy on test of few is at images=200."
+    assert headline(study) == "the highest accuracy on test of few is at images=200. All are below pixels (90.0%)."
 
 
 @pytest.mark.parametrize(
