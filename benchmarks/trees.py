@@ -5,7 +5,7 @@
 Four annotated images are inside deepforest 2.1.0, a package on PyPI (MIT), which is opened as a zip and not installed.
 They are cut into tiles of 128 pixels. The tiles that reach into the right fifth of the largest image are dev and the
 rest of it trains; the other three, one of the same park and two of other places, are test. The detectors differ in
-their augmentation alone. Keeps AP with its interval over tiles. A quarter of an hour on two cores.
+their augmentation alone. Keeps AP with its interval over tiles. Half an hour on two cores beside other work.
 """
 
 from __future__ import annotations
