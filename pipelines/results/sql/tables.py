@@ -29,7 +29,7 @@ _RESULT_SQL = """concat(
     CASE WHEN labels_per_class IS NULL THEN 'all labels' WHEN labels_per_class = 1 THEN '1 label per class'
          ELSE labels_per_class || ' labels per class' END,
     ', ', protocol, ': ', method, ' (', stage, ' ', artifact[:8], ')')"""
-# The tables of Parquet files, and those of other files.
+# The tables that are Parquet files, and those that are read from other files.
 _FILES = ("rows", "predictions", "confusion", "detections", "label_issues", "quarantine", "images")
 _JSON = {"training_log": LOG, "trials": "sweep.json", "costs": "cost.json"}
 _OF_RESULTS = {"predictions", "detections"}  # whose classes their data set names
