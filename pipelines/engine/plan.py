@@ -338,10 +338,14 @@ def notes(stages: Iterable[PlannedStage]) -> Iterator[str]:
                 model = stage.inputs.get(field)
                 nothing = "no model yet" + ", so new weights" * (field == "init_from")
                 yield f"{stage.name}: {field} {named}: {f'{model[0].job} {model[0].key[:12]}' if model else nothing}"
-    for commit, names in changed.items():
-        shown = f"{', '.join(names[:NAMED])}" + f" and {len(names) - NAMED} more" * (len(names) > NAMED)
-        whose, one = ("its", names[0]) if len(names) == 1 else ("their", "STAGE")
-        yield f"{shown}: {whose} code has changed{commit}; `--force {one}` reruns {'it' if whose == 'its' else 'one'}"
+    for commit, (name, *others) in changed.items():
+        if others:
+            shown = ", ".join((name, *others[: NAMED - 1])) + f" and {len(others) + 1 - NAMED} more" * (
+                len(others) >= NAMED
+            )
+            yield f"{shown}: their code has changed{commit}; `--force STAGE` reruns one"
+        else:
+            yield f"{name}: its code has changed{commit}; `--force {name}` reruns it"
 
 
 def reasons(
