@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +16,6 @@ from pipelines.commands.common import (
     Commands,
     JsonOption,
     StoreOption,
-    check_new,
     console,
     errors,
     named_weights,
@@ -139,11 +138,9 @@ def predict(
     if as_csv and as_json:
         raise RecipeError("--csv and --json cannot be combined; use one of them")
     try:
-        predicted, write = _predicted(model, images or [], split, checkpoint, store, output)
-        rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
-        if output is not None:
-            with new_folder(output) as folder:
-                write(rows, folder)
+        with nullcontext() if output is None else new_folder(output) as folder:
+            predicted = _predicted(model, images or [], split, checkpoint, store, folder)
+            rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
     except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
@@ -173,15 +170,13 @@ def _print_table(rows: list[dict[str, Any]], has_labels: bool) -> None:
 
 def _predicted(
     model: str, images: list[Path], split: Split | None, checkpoint: str, store: str, output: Path | None
-) -> tuple[Iterator[dict[str, Any]], Callable[[list[dict[str, Any]], Path], None]]:
-    """Return the rows of `pipelines.results.predictions`, and how to write them to a folder."""
+) -> Iterator[dict[str, Any]]:
+    """Return the rows of `pipelines.results.predictions`, which also writes them to the folder `output`."""
     if not (images or split):
         raise RecipeError(f"what to classify is missing; give IMAGES, or --split test for the test images of {model}")
     if split and (images or output):
         option = "IMAGES" if images else "--output, which takes IMAGES"
         raise RecipeError(f"--split {split} cannot be combined with {option}; use one of them")
-    if output is not None:
-        check_new(output)
     if split is None:
         weights = _weights(model, checkpoint, store)
         if output is not None and not (is_detector(weights) or is_segmenter(weights)):
@@ -194,9 +189,8 @@ def _predicted(
     from pipelines.results import predictions  # with torch
 
     if split is not None:
-        return predictions.of_split(opened, manifest, checkpoint, split), lambda *_: None
-    write = predictions.write_masks if is_segmenter(weights) else predictions.write_detections
-    return predictions.of_files(weights, images), partial(write, weights)
+        return predictions.of_split(opened, manifest, checkpoint, split)
+    return predictions.of_files(weights, images, output)
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from pipelines.spec import Import, RecipeError
@@ -23,7 +25,7 @@ from ray_jobs.import_model import model_of
 from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model import formats
 from vit_model.contract import is_segmenter
-from vit_model.detection.contract import SHOWN, is_detector, read_detector_contract
+from vit_model.detection.contract import SHOWN, is_detector
 from vit_model.detection.detector import load_detector
 from vit_model.detection.predict import detect_readable
 from vit_model.predict import BATCH, answer, classify_readable, segment_readable
@@ -35,10 +37,11 @@ MOST_PIXELS = 2000  # of a picture's side
 COLOURS = [number * factor % 256 for number in range(256) for factor in (67, 129, 199)]  # of the numbers of classes
 
 
-def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def of_files(weights: Path, images: Sequence[Path], output: Path | None = None) -> Iterator[dict[str, Any]]:
     """Classify image files, and the images in folders, with weights of any format that `import` reads.
 
-    A detector finds the objects in them, and a model of pixels measures the share of each class.
+    A detector finds the objects in them, and a model of pixels measures the share of each class. Both write what they
+    found to the folder `output`, if there is one.
 
     Raises:
         RecipeError: there are no files. UserError: the weights have no classifier, or cannot be read.
@@ -54,25 +57,34 @@ def of_files(weights: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
         raise RecipeError("\n".join(row["error"] for row in unreadable))
     yield from unreadable
     if is_detector(weights):
-        yield from detect_readable(*load_detector(weights), list(files))
+        detector, finds = load_detector(weights)
+        detected = detect_readable(detector, finds, list(files))
+        yield from detected if output is None else _with_pictures(detected, finds.class_names, output)
         return
     if is_segmenter(weights):
-        yield from (row for row, _ in segment_readable(*load_model(weights), list(files)))
+        network, contract = load_model(weights)
+        segmented = segment_readable(network, contract, list(files))
+        rows = (row for row, _ in segmented)
+        yield from rows if output is None else _with_masks(segmented, contract.mask_classes, output)
         return
     network, contract = model_of(formats.read(weights), Import(job="import", path=str(weights)))
     yield from classify_readable(network, contract, list(files))
 
 
-def write_detections(weights: Path, rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write what a detector found: detections.json, as COCO has annotations, and pictures of the images with boxes.
+def _with_pictures(rows: Iterable[dict[str, Any]], classes: Sequence[str], folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what a detector found; write detections.json, as COCO has annotations, and the images with boxes.
 
     Categories are the detector's classes, numbered from 1. Pictures have the objects with a score of SHOWN or more.
     Images that could not be read are left out.
     """
-    numbers = {name: number for number, name in enumerate(read_detector_contract(weights).class_names, 1)}
+    numbers = {name: number for number, name in enumerate(classes, 1)}
     (folder / "pictures").mkdir()
     images, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
-    for number, row in enumerate((row for row in rows if "objects" in row), 1):
+    for row in rows:
+        yield row
+        if "error" in row:
+            continue
+        number = len(images) + 1
         picture = Image.fromarray(decode_image(row["image"], 3))
         images.append({"id": number, "file_name": row["image"], "width": picture.width, "height": picture.height})
         for each in row["objects"]:
@@ -86,22 +98,25 @@ def write_detections(weights: Path, rows: Sequence[dict[str, Any]], folder: Path
     (folder / "detections.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def write_masks(weights: Path, rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the masks of the images in `rows`: PNGs of the numbers of classes, and masks.json {classes, images}.
+def _with_masks(
+    rows: Iterable[tuple[dict[str, Any], NDArray[np.uint8]]], classes: Sequence[str], folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows; write their masks, PNGs of the numbers of classes, and masks.json {classes, images}.
 
     They have the sizes of the upright images. Images that could not be read are left out.
     """
-    network, contract = load_model(weights)
     (folder / "masks").mkdir()
-    images = []
-    readable = [Path(row["image"]) for row in rows if "pixels" in row]
-    for number, (row, mask) in enumerate(segment_readable(network, contract, readable), 1):
-        name = f"masks/{number:06}.png"
+    images = list[dict[str, Any]]()
+    for row, mask in rows:
+        yield row
+        if "error" in row:
+            continue
+        name = f"masks/{len(images) + 1:06}.png"
         picture = Image.fromarray(mask)
         picture.putpalette(COLOURS)
         picture.save(folder / name)
         images.append({"file_name": row["image"], "mask": name})
-    content = {"classes": contract.mask_classes, "images": images}
+    content = {"classes": list(classes), "images": images}
     (folder / "masks.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
