@@ -94,7 +94,7 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
         for kind, counts, sums, (balance, l2) in zip(kinds, tested, train, chosen, strict=True)
     ]
     majority = _always(tested[0], int((train[0] + dev[0]).areas.argmax()))
-    results.append(TestedPixels(tables.OLD_MAJORITY, 0, majority, "nothing", shared, None))
+    results.append(TestedPixels(tables.MOST_FREQUENT, 0, majority, "nothing", shared, None))
     scored = [pair for result in results for pair in score_pixels(dataset, PROTOCOL, result)]
     rows, pixels = [row for row, _ in scored], [table for _, table in scored]
     for row_name, mean in mean_values(rows).items():

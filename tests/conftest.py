@@ -17,6 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from pipelines.store import Store, open_store
 from tests.support import in_process
 from tests.support.paths import TINY
 from tests.support.s3 import ceph, moto  # noqa: F401 (fixtures)
@@ -26,6 +27,12 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 Vitflow = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty store in a folder."""
+    return open_store(str(tmp_path / "store"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

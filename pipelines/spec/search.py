@@ -150,27 +150,11 @@ class Optuna(Frozen):
     minutes: float | None = _minutes()
 
 
-class PBT(Frozen):
-    """Population-based training, which can no longer be run, but results in the store remain readable."""
-
-    kind: Literal["pbt"]
-    over: Space
-    members: int = 8
-    rounds: int = 10
-    quantile: float = 0.25
-    resample: float = 0.25
-    factors: tuple[float, float] = (0.8, 1.2)
-    seed: Seed = 0
-    minutes: float | None = None
-
-
-Search = Annotated[Grid | RandomSearch | ASHA | Optuna | PBT, Field(discriminator="kind")]
+Search = Annotated[Grid | RandomSearch | ASHA | Optuna, Field(discriminator="kind")]
 
 
 def require_runnable(search: Search | None, workers: int) -> None:
-    """Raise ValueError for a search that can no longer be run; its finished results remain usable."""
-    if isinstance(search, PBT):
-        raise ValueError("kind: pbt can no longer be run; expected one of: grid, random, asha, optuna")
+    """Raise ValueError for a search that cannot be run, which a result in the store may have been made with."""
     if isinstance(search, ASHA) and workers > 1:
         raise ValueError(
             f"kind: asha ends trials of one worker only, not of workers {workers}; use workers: 1, or random or optuna"

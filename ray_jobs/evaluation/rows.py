@@ -87,9 +87,7 @@ CONFUSION = pa.schema(
     ]
 )
 """How many pixels of a test image have this label and this prediction, of a segmentation."""
-# The baseline that ignores the images. An earlier one took the lowest of equally frequent classes; in draws of labels,
-# all classes are equally frequent.
-MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"
+MOST_FREQUENT = "most frequent class"  # the baseline that ignores the images
 CLASS_FREQUENCIES = "class frequencies"  # the same with several labels per image
 MEDIAN_BOX = "the median box"  # detects the same in every image
 ACCURACY, MEAN_AP, MEAN_IOU, AP = "accuracy", "mAP", "mIoU", "AP"  # only accuracies have rows in predictions.parquet
@@ -123,7 +121,7 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 def is_reference(method: str) -> bool:
     """Return whether a method is a reference, and not a model that could be chosen."""
-    references = ("pixels", MOST_FREQUENT, OLD_MAJORITY, CLASS_FREQUENCIES, MEDIAN_BOX)
+    references = ("pixels", MOST_FREQUENT, CLASS_FREQUENCIES, MEDIAN_BOX)
     return method.startswith(references) or "untrained" in method
 
 

@@ -17,7 +17,6 @@ from ray_jobs.evaluation.rows import (
     MEAN_AP,
     MEDIAN_BOX,
     MOST_FREQUENT,
-    OLD_MAJORITY,
     is_reference,
 )
 from ray_jobs.reporting.studies import TEST_ACCURACY, headline, is_whole, question
@@ -186,7 +185,7 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
         is_again: the sentence has named the reference before.
     """
     reference, value = REFERENCES[verdict["reference_kind"]], verdict["difference"]
-    if verdict["reference"].startswith((MOST_FREQUENT, OLD_MAJORITY)):
+    if verdict["reference"].startswith(MOST_FREQUENT):
         reference = "always answering the most frequent class"
     elif verdict["reference"].startswith(CLASS_FREQUENCIES):
         reference = "answering each class's frequency"

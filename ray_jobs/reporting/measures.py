@@ -31,7 +31,7 @@ from ray_jobs.evaluation.intervals import (
     unequal_difference,
 )
 from ray_jobs.evaluation.metrics import COMPUTED, Pixels, computed, contributions
-from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, PREDICTIONS, REAL, ROWS, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
@@ -242,9 +242,7 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
-        is_drawn = row["protocol"] != "baseline" or row["labels_per_class"] is not None
-        is_old_majority = row["method"] == OLD_MAJORITY and is_drawn
-        if row["metric"] == ACCURACY and row["split"] == "test" and not is_old_majority:
+        if row["metric"] == ACCURACY and row["split"] == "test":
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
     ids, predicted = _by_draw(predictions)
     lines = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]

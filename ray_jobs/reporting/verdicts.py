@@ -19,7 +19,7 @@ from typing import Any
 
 from ray_jobs.detection import entries as detections
 from ray_jobs.evaluation.intervals import Interval
-from ray_jobs.evaluation.rows import ACCURACY, MEDIAN_BOX, MOST_FREQUENT, OLD_MAJORITY, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, MEDIAN_BOX, MOST_FREQUENT, is_apart
 from ray_jobs.reporting.measures import Entry, ScoredEntry
 
 AnyEntry = Entry | ScoredEntry | detections.Entry
@@ -65,7 +65,7 @@ def kind(entry: AnyEntry) -> str:
     """
     if is_apart(entry.method):
         return "apart"
-    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY, MEDIAN_BOX)):
+    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT, MEDIAN_BOX)):
         return "pixels"
     return next((word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.spec import Finetune
-from pipelines.spec.search import PBT, Choices, Grid, Optuna, Point, Range
+from pipelines.spec.search import Choices, Grid, Optuna, Point, Range
 from ray_jobs.randomness import Purpose
 from vit_model.errors import UserError
 
@@ -34,7 +34,6 @@ def points(config: Finetune) -> list[Point]:
         return [dict(zip(space, point, strict=True)) for point in itertools.product(*values)]
     if isinstance(search, Optuna):
         return []
-    assert not isinstance(search, PBT), "see require_runnable"
     drawn: list[Point] = []
     for number in range(search.trials):
         for attempt in range(_TRIES):

@@ -12,19 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipelines.spec import FolderSource, Ingest
-from pipelines.store import Layout, Manifest, Store, commit, create_attempt, open_store
-from ray_jobs import embed, ingest
-from ray_jobs.data.shards import SPLITS, open_artifact, open_dataset
+from pipelines.store import Layout, Store, commit, create_attempt, open_store
+from ray_jobs import embed
+from ray_jobs.data.shards import SPLITS, open_dataset
 from ray_jobs.process.context import Context, Result
 from tests.conftest import Vitflow
 from tests.support import datasets
 from tests.support.archives import image
 from tests.support.checkpoints import put_untrained
-from tests.support.ingesting import in_tasks_here
 from tests.support.killed import killed_after
 from tests.support.records import make_context, make_manifest
-from tests.support.s3 import Server, used
 from vit_model.errors import UserError
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model
@@ -219,24 +216,3 @@ def test_from_photographs_without_labels_to_features(tmp_path: Path, vitflow_loc
     assert sorted(listed[1:]) == sorted(["embed", "1", row["key"]] for row in rows)
     assert page.with_name("groups.csv").as_uri() in vitflow_local("report", "show", "--store", tmp_path / "s").stdout
     assert "9 training, 0 dev and 0 test images without labels" in page.read_text()
-
-
-def test_a_prefix_on_s3_becomes_features_on_s3(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "in_tasks", in_tasks_here)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    bucket = moto.bucket()
-    for number in range(5):
-        bucket.write(f"photos/{number}.png", image(number))
-    with used(moto, monkeypatch):
-        store = open_store(f"s3://{bucket.name}/store")
-        source = FolderSource(kind="folder", root=f"s3://{bucket.name}/photos", labels=False)
-        made = ingest.main(make_context(store, Ingest(job="ingest", source=source)))
-        data = commit(store, make_manifest(files=made.files, content_digest=made.content_digest))
-        assert open_artifact(store, data).info.class_names == ()
-        model: Manifest = commit(store, put_untrained(store, data, "model"))
-        config = embed.Embed(job="embed", data="photos", backbone="model")
-        context = make_context(store, config, data=data, backbone=model)
-        result = embed.infer(Context(create_attempt(store, context.attempt), config, context.inputs))
-        rows = table_of(context, result).to_pylist()
-    assert sorted(row["key"] for row in rows) == [f"{number}.png" for number in range(5)]
-    assert all(name.startswith("store/artifacts/embed/k/") for name in bucket.objects("store/artifacts/embed"))

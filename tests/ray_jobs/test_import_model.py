@@ -10,7 +10,6 @@ from pipelines.spec import Import
 from pipelines.store import open_store
 from ray_jobs.import_model import contract_of, describe, import_model
 from tests.support.records import make_context
-from tests.support.s3 import Server, used
 from tests.support.vits import TINY
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
@@ -234,14 +233,3 @@ def test_a_model_of_vitflows_own_comes_over_as_it_is(tmp_path: Path) -> None:
     files = tmp_path / "store/artifacts/import/k/attempts/1/files"
     for name in ("model.safetensors", "config.json"):
         assert (files / name).read_bytes() == (folder / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_from_s3_it_is_the_same_model(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, path, bucket = open_store(str(tmp_path / "store")), tmp_path / "vit.npz", moto.bucket()
-    write_checkpoint(path)
-    here = import_model(make_context(store, Import(job="import", path=str(path))))
-    bucket.client.upload_file(str(path), bucket.name, "a/vit.npz")
-    with used(moto, monkeypatch):
-        there = import_model(make_context(store, Import(job="import", path=f"s3://{bucket.name}/a/vit.npz")))
-    assert there == here

@@ -1,7 +1,6 @@
 """The promotion's decision: by the ends of a paired interval, on images that no model has seen, over equal classes."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from pipelines import store as st
 from pipelines.results.accuracies import verdict_lines
 from pipelines.spec import Promote
-from pipelines.store import Manifest, Store, open_store
+from pipelines.store import Manifest, Store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.intervals import paired_difference
 from ray_jobs.promote import Accuracy, decide, images_needed, promote
@@ -87,11 +86,6 @@ def test_the_first_model_needs_the_floor() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the stage
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)

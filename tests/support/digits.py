@@ -1,4 +1,4 @@
-"""scikit-learn's digits, and what a frozen ViT's representations of them are worth to a linear classifier."""
+"""scikit-learn's digits, and a short training on them."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -13,7 +13,6 @@ from pipelines.files.sources import source_files
 from pipelines.spec import DigitsSource
 from ray_jobs.data.shards import ImageSize
 from tests.support import datasets
-from vit_model.model import ViT
 
 TRAIN = 1200  # the first of 1,797; the rest is by other writers and is there to test on
 
@@ -75,23 +74,3 @@ def pretrain(task: torch.nn.Module, steps: int, draws: tuple[int, ...]) -> list[
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-@torch.inference_mode()
-def probe_accuracy(model: ViT, per_class: int = 10, draws: int = 5) -> float:
-    """Mean accuracy on the other writers' digits of logistic regression on `per_class` labelled images a class."""
-    from sklearn.linear_model import LogisticRegression
-
-    pixels, labels = digits()
-    features = model.eval().forward_features(as_input(pixels))[1].numpy()
-    found = []
-    for draw in range(draws):
-        rng = np.random.default_rng(draw)
-        support = np.concatenate(
-            [rng.choice(np.flatnonzero(labels[:TRAIN] == label), per_class, replace=False) for label in range(10)]
-        )
-        mean, std = features[support].mean(axis=0), features[support].std(axis=0) + 1e-6
-        scaled = (features - mean) / std
-        classifier = LogisticRegression(C=0.1, max_iter=500).fit(scaled[support], labels[support])
-        found.append(classifier.score(scaled[TRAIN:], labels[TRAIN:]))
-    return float(np.mean(found))

@@ -147,8 +147,7 @@ def _define_view(
     # A subquery, because DuckDB takes the files for one row long and would build the hash table of a join from them.
     of_file = f"(SELECT known FROM {name}_files AS known WHERE number = file_index) AS of_file"  # noqa: S608 (names of ours)
     joined = f"(SELECT *, {of_file} FROM {files_read})"  # noqa: S608
-    view = f"SELECT * FROM (SELECT {shown} FROM {joined}){_left_out(name)}"  # noqa: S608
-    connection.execute(f"CREATE VIEW {name} AS {view}")
+    connection.execute(f"CREATE VIEW {name} AS SELECT {shown} FROM {joined}")  # noqa: S608
 
 
 def _set_class_names(
@@ -182,14 +181,6 @@ def _value(table: str, column: Column) -> str:
         one = named.format("try_cast(label AS INTEGER)")
         return f"CASE WHEN of_file.place IS NULL THEN label WHEN label = '-1' THEN {several} ELSE {one} END"
     return f'"{column.name}"::{column.type}'
-
-
-def _left_out(name: str) -> str:
-    """Return the condition that leaves out rows of the old "majority", the lowest of equally frequent classes."""
-    if name not in ("rows", "predictions"):
-        return ""
-    drawn = "(job = 'evaluate' OR job = 'baselines' AND labels_per_class IS NOT NULL)"
-    return f" WHERE NOT (method = 'majority' AND {drawn})"
 
 
 def _define_table(connection: DuckDBPyConnection, name: str, columns: Sequence[Column], records: Records) -> None:

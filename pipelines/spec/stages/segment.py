@@ -15,7 +15,7 @@ from vit_model.fields import execution, takes
 class Segment(BaseStage):
     """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
 
-    VERSION = 2  # mIoU is the mean over the classes in the masks
+    VERSION = 3  # the class of most pixels is the most frequent class, as among images
     KIND = "evaluation"
     job: Literal["segment"]
     data: str = takes("dataset", description="a data set with masks: its source has `masks: true`, or `mask_classes`")

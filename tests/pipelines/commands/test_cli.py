@@ -9,8 +9,9 @@ import pytest
 from pipelines.identity import git_state
 from tests.support.paths import TINY
 
-CHANGES = ("labels={}", "learning_rates=[]", "search={kind: pbt, over: {learning_rate: [0.01, 0.1]}}")
-PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
+SEARCH = "search={kind: asha, trials: 2, over: {learning_rate: [0.01, 0.1]}}"
+CHANGES = ("labels={}", "learning_rates=[]", SEARCH, "steps=60", "workers=2")
+ASHA = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,7 @@ PBT = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["run", TINY, "--store", "gs://bucket/x"], "a folder or s3://bucket/prefix"),
         (["run", TINY, "--store", "/dev/null/x"], "cannot write"),
         (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would"),
-        (["run", TINY, *PBT], "stages.finetune.search.kind: pbt can no longer be run"),
-        (["plan", TINY, *PBT], "stages.finetune.search.kind: pbt can no longer be run"),
+        (["plan", TINY, *ASHA], "stages.finetune.search.kind: asha ends trials of one worker only"),
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
         (["list"], "Name the store of your results with --store"),

@@ -219,11 +219,6 @@ def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, Model
     return model.eval(), contract
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [

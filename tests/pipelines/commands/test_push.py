@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelines.files import hub as files_hub
-from pipelines.store import Store, open_store
+from pipelines.store import Store
 from tests.conftest import Vitflow
 from tests.support.checkpoints import CONTRACT
 from tests.support.hub import Hub, running_hub
@@ -35,11 +35,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # if it was imported before
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         yield running
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 @pytest.fixture

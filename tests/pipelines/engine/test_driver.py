@@ -742,20 +742,10 @@ def test_a_manifest_that_is_damaged_while_its_stage_is_followed_fails_that_stage
     assert "manifest.json is damaged" in capsys.readouterr().out
 
 
-def test_ctrl_c_is_exit_code_130_and_the_command_that_continues(
-    store: FolderStore, run: runs.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connection = Committing(store)
-    monkeypatch.setattr(connection, "submit", interrupt)
-    with pytest.raises(typer.Exit) as ended:
-        drive(store, run, connection)
-    assert ended.value.exit_code == 130
-    assert "To continue: vitflow run two" in capsys.readouterr().out
-    assert runs.run_status(store, run.id)["status"] == "STOPPED"
-
-
-@pytest.mark.parametrize("numbers", [{signal.SIGHUP}, {signal.SIGTERM}, {signal.SIGHUP, signal.SIGINT}])
-def test_closing_the_terminal_and_kill_stop_a_run_as_ctrl_c_does(
+@pytest.mark.parametrize(
+    "numbers", [{signal.SIGINT}, {signal.SIGHUP}, {signal.SIGTERM}, {signal.SIGHUP, signal.SIGINT}]
+)
+def test_ctrl_c_kill_and_closing_the_terminal_stop_a_run_and_say_how_to_continue_it(
     store: FolderStore,
     tmp_path: Path,
     vitflow_here: Vitflow,

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from pipelines.engine.runs import Run
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
-from pipelines.store import InputRef, Manifest, Store, open_store
+from pipelines.store import InputRef, Manifest, Store
 from tests.support.records import commit_planned
 from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
@@ -40,11 +39,6 @@ def recipe(name: str = "nightly", seed: int = 0, **fields: Any) -> Pipeline:
     source = {"kind": "shapes", "seed": seed}
     stages = {"digits": {"job": "ingest", "source": source}, "pretrain": pretrain | fields}
     return parse_pipeline({"name": name, "stages": stages}, "test")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 def planned_in(store: Store, run: Run, name: str = "pretrain") -> PlannedStage:

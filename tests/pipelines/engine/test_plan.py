@@ -14,12 +14,12 @@ from pipelines.engine import plan, runs
 from pipelines.engine.durations import last_seconds
 from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import code_digest, recorded_key, sha256, source_fingerprint, stage_key
+from pipelines.identity import code_digest, sha256, source_fingerprint, stage_key
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.results.lookup import find_run
-from pipelines.spec import Finetune, Ingest, RecipeError
-from pipelines.store import Manifest, Store, open_store
+from pipelines.spec import Ingest, RecipeError
+from pipelines.store import Manifest, Store
 from tests.support.paths import TINY
 from tests.support.records import commit_planned, make_plan
 
@@ -29,11 +29,6 @@ RUN = "tiny-20260101-000000-aaaa"
 @pytest.fixture
 def pipeline() -> Pipeline:
     return load_pipeline(str(TINY))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 def make(store: Store, planned: PlannedStage, content: str = "", **fields: Any) -> Manifest:
@@ -86,50 +81,6 @@ def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipel
     assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
     (stage,) = [s for s in plan.plan_pipeline(store, changed, changed.order()) if s.name == "pretrain"]
     assert reasons(store, "tiny", [stage]) == {"pretrain": "steps 20 -> 21"}
-
-
-SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "scale": "log"}, "mixup": [0.0, 0.2]}
-POPULATIONS = {  # with the keys from when they could be run
-    "26ee0749af23acacf196bff1f48233872f9380e461c6b6ead68ea603ad4f61aa": {"kind": "pbt", "over": SPACE},
-    "8e8fffd12c8812550104d1f0a1c5ca993b263765088f06a82a33b60950f2410f": {
-        "kind": "pbt",
-        "over": {"learning_rate": [1e-3, 1e-2]},
-        "members": 4,
-        "rounds": 3,
-        "quantile": 0.5,
-        "resample": 0,
-        "factors": [0.5, 2],
-        "seed": 1,
-        "minutes": 7,
-    },
-}
-
-
-@pytest.mark.parametrize(("key", "search"), POPULATIONS.items(), ids=["defaults", "all fields"])
-def test_a_finished_population_keeps_its_key_and_is_cached_but_not_run_again(
-    store: Store, key: str, search: dict[str, Any]
-) -> None:
-    changes = ("finetune.labels={}", "finetune.learning_rates=[]", f"finetune.search={json.dumps(search)}")
-    pipeline = load_pipeline(str(TINY), (*changes, "finetune.steps=60", "finetune.batch_size=8"))
-    config = pipeline.stages["finetune"]
-    inputs = {"data": ["a" * 64], "backbone": ["b" * 64]}
-    record = {"job": "finetune", "data": "digits", "backbone": "pretrain", "steps": 60, "batch_size": 8}
-    record |= {"labels": {}, "search": search}
-    assert stage_key(Finetune.model_validate(record), inputs, None) == key
-    record = Finetune.model_validate(record).model_dump(mode="json")
-    assert recorded_key(Finetune.model_validate(record), record, config.version, inputs, None) == key
-    refused = r"stages\.finetune\.search\.kind: pbt can no longer be run.*expected one of: grid, random, asha"
-    with pytest.raises(RecipeError, match=refused):
-        states(store, pipeline)  # its inputs are not finished
-    made = make_all(store, pipeline)
-    assert set(states(store, pipeline).values()) == {"cached"}
-    for forced in ("finetune", "pretrain"):
-        with pytest.raises(RecipeError, match=refused):
-            plan.plan_pipeline(store, pipeline, pipeline.order(), forced=(forced,))
-    assert plan.plan_pipeline(store, pipeline, pipeline.order(), forced=("report",))
-    (store.root / st.Layout.manifest("finetune", made["finetune"].key)).unlink()
-    with pytest.raises(RecipeError, match=refused):
-        states(store, pipeline)
 
 
 def test_asha_with_several_workers_is_cached_but_not_run(store: Store) -> None:

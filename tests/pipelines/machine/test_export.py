@@ -19,7 +19,7 @@ from pipelines.machine import int8
 from pipelines.machine.export import in_colour, load
 from pipelines.results.accuracies import list_results
 from pipelines.spec import RecipeError
-from pipelines.store import Manifest, Store, commit, input_ref, open_store, read_manifest
+from pipelines.store import Manifest, Store, commit, input_ref, read_manifest
 from ray_jobs.data.shards import open_artifact
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.rows import ROWS, Truth, write_table
@@ -73,11 +73,6 @@ def answers(seed: int) -> np.ndarray:
     """Four draws of answers about 30 images, right in two thirds."""
     right = np.random.default_rng(seed).random((4, 30)) < 2 / 3
     return np.where(right, np.arange(30) % 3, 7)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 @pytest.fixture

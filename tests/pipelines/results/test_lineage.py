@@ -29,11 +29,6 @@ RUN = "p-20260101-000000-0000"
 HOSTILE = 'a"; evil [label="\\N\x1b[31m\n]'
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
-
-
 def made(store: Store, job: str, key: str, stage: str, **inputs: Manifest) -> Manifest:
     references = {field: [input_ref(store, manifest)] for field, manifest in inputs.items()}
     ingest = {"source": f"fingerprint-{key}", "config": {"source": {"kind": "folder", "root": HOSTILE}}}

@@ -21,7 +21,7 @@ from ray_jobs import segment
 from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.metrics import mean_iou
-from ray_jobs.evaluation.rows import CONFUSION
+from ray_jobs.evaluation.rows import CONFUSION, MOST_FREQUENT
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
 from ray_jobs.reporting import measures
 from ray_jobs.reporting.verdicts import verdicts
@@ -126,7 +126,7 @@ def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(store: Store, s
         (learned, 0),
         *untrained,
         ("pixels", 0),
-        ("majority", 0),
+        (MOST_FREQUENT, 0),
     ]
     dataset = open_dataset(st.local_files(store, shapes))
     truth = np.concatenate([mask.ravel() for mask in dataset.masks("test", np.arange(20))])
@@ -142,7 +142,7 @@ def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(store: Store, s
         assert row["value"] == mean_iou(counts)
     assert {row["selected_on"] for row in found} == {"dev", "nothing"}
     assert json.loads(found[0]["settings"])["patches"] == [8, 8]
-    assert {one["prediction"] for one in pixels if one["method"] == "majority"} == {"background"}
+    assert {one["prediction"] for one in pixels if one["method"] == MOST_FREQUENT} == {"background"}
     assert result.metrics[f"{learned}, mIoU @ all, linear segmentation"] == found[0]["value"]
     given = pa.Table.from_pylist(pixels, CONFUSION)
     for column in ("stage", "artifact"):
@@ -159,8 +159,10 @@ def test_rows_are_those_of_the_confusions_of_each_kind_of_tokens(store: Store, s
     values = {method: entry.interval("mIoU").value for method, entry in entries.items()}
     judged = entries[learned].minus(entries[untrained[0][0]], "mIoU")
     assert judged.value == pytest.approx(values[learned] - values[untrained[0][0]]) and judged.low < judged.value
-    best = max(("pixels", "majority"), key=values.__getitem__)
-    (verdict,) = verdicts([replace(entries[learned], method="ViT, pretrained"), entries["pixels"], entries["majority"]])
+    best = max(("pixels", MOST_FREQUENT), key=values.__getitem__)
+    (verdict,) = verdicts(
+        [replace(entries[learned], method="ViT, pretrained"), entries["pixels"], entries[MOST_FREQUENT]]
+    )
     assert (verdict.reference.method, verdict.value) == (best, pytest.approx(values[learned]))
 
 
@@ -227,7 +229,7 @@ def test_images_of_ones_own_need_no_labels(tmp_path: Path) -> None:
     model = put_model(store, data, ModelSize(patch_size=4, width=16, depth=1, num_heads=2), "own")
     found, pixels, _ = segmented(store, data, model)
     best = {row["method"]: row["value"] for row in found}
-    assert best["pixels"] > 0.95 > 0.7 > best["majority"]
+    assert best["pixels"] > 0.95 > 0.7 > best[MOST_FREQUENT]
     assert {one["label"] for one in pixels} == {"dark", "bright"}
 
 

@@ -89,8 +89,7 @@ SEARCH = {
     "kind": "grid",
     "selected_on": "dev",
 }
-POPULATION = SEARCH | {"kind": "pbt", "schedule": [{"step": 0, "point": POINTS[1]}]}
-SWEEPS = {None: SWEEP, "grid": SEARCH, "pbt": POPULATION}  # by the kind of search
+SWEEPS = {None: SWEEP, "grid": SEARCH}  # by the kind of search
 CURVES = [{"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)]
 PROBABILITY = 0.75
 TUNED = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2]}  # every answer of a fine-tuned model
@@ -313,13 +312,6 @@ def test_why_asha_ended_trials_is_said() -> None:
     why = "2 at evaluation 1, 2 at evaluation 3 of 9, because they were in the lower 2/3"
     assert _why_ended(trials, config)["why_ended"].startswith(why)
     assert _why_ended(trials, {"steps": 20, "search": {"kind": "grid"}}) == {}
-
-
-def test_a_finished_population_is_described(tmp_path: Path) -> None:
-    text = searched_page(tmp_path, {"kind": "pbt", "over": OVER, "members": 2, "rounds": 2})
-    assert "trials of its search (pbt)" in text
-    assert "A trial's values are from its last round" in text
-    assert "search: members 2" in text
 
 
 @pytest.mark.parametrize(

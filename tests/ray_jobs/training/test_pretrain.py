@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
@@ -23,9 +22,8 @@ from pipelines.store import Attempt, Store, checkpoints, now, open_store
 from ray_jobs import pretrain
 from ray_jobs.data import shards
 from ray_jobs.data.columns import Sample
-from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.evaluation.features import embed
-from ray_jobs.training import loop, optim
+from ray_jobs.training import loop
 from ray_jobs.training.evaluators import predict
 from ray_jobs.training.fit import fit, start_model
 from ray_jobs.training.task import make_task, read_split
@@ -165,37 +163,6 @@ def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, zero_s
         else:
             train(config, dataset, tmp_path / name)
     assert files_below(tmp_path / "kept") == files_below(tmp_path / "again")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
-    config = configuration(dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5))
-    train(config, dataset, tmp_path)
-    trained, contract = load_model(tmp_path)
-
-    data = shards.open_dataset(dataset)
-    images, labels = (
-        torch.from_numpy(data.images("train", contract.preprocessing)),
-        torch.from_numpy(data.labels("train")),
-    )
-    model = ViT(contract.architecture)
-    model.initialise(config.seed)
-    decayed = [p for name, p in model.named_parameters() if p.ndim == 2]
-    spared = [p for name, p in model.named_parameters() if p.ndim != 2]
-    reference = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-    )
-    order = GlobalOrder(48, data.info.content_digest, config.seed)
-    for step, chosen in enumerate(order.rows(np.arange(8 * 16)).reshape(8, 16)):
-        reference.zero_grad()
-        optim.set_learning_rate(reference, optim.learning_rate(step, 8, 3e-3, config.optimizer))
-        logits = model(normalise(images[chosen], contract.preprocessing, torch.float32))
-        functional.cross_entropy(logits, labels[chosen]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        reference.step()
-    assert_same_model(trained, model)
 
 
 SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}

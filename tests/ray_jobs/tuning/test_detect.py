@@ -63,11 +63,6 @@ def configuration(**fields: Any) -> Detect:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
-
-
-@pytest.fixture
 def scenes(store: Store) -> Manifest:
     return ingest_here(store, SCENES)
 

@@ -62,11 +62,6 @@ def configuration(**fields: Any) -> Finetune:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
-
-
-@pytest.fixture
 def photos(store: Store, tmp_path: Path) -> Manifest:
     return ingest_here(store, halves(tmp_path / "photos"), max_distance=None)
 

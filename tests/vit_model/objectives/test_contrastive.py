@@ -4,13 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
 from tests.support.vits import TINY
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
@@ -190,47 +188,3 @@ def test_two_workers_are_one_batch(tmp_path: Path) -> None:
     for name, whole in expected.items():
         torch.testing.assert_close((parts[0][name] + parts[1][name]) / 2, whole, rtol=1e-9, atol=1e-12)
     assert not torch.equal(parts[0]["loss"], parts[1]["loss"])
-
-
-def view(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Digits turned, stretched, sheared, moved, of another brightness, and noisy."""
-    b = len(pixels)
-    turn, stretch_x, stretch_y, shear, x, y, brightness = torch.rand(7, b, generator=generator) - 0.5
-    matrix = torch.zeros(b, 2, 3)
-    matrix[:, 0, 0], matrix[:, 0, 1] = turn.cos() * (1 + 0.4 * stretch_x), 0.4 * shear - turn.sin()
-    matrix[:, 1, 0], matrix[:, 1, 1] = turn.sin(), turn.cos() * (1 + 0.4 * stretch_y)
-    matrix[:, 0, 2], matrix[:, 1, 2] = 0.5 * x, 0.5 * y
-    grid = nn.functional.affine_grid(matrix, [b, 1, 8, 8], align_corners=False)
-    moved = nn.functional.grid_sample(as_input(pixels) + 1, grid, align_corners=False) - 1
-    noise = torch.randn(moved.shape, generator=generator)
-    return moved * (1 + 0.6 * brightness)[:, None, None, None] + 0.2 * noise
-
-
-def pretrain(task: MoCo, steps: int) -> list[float]:
-    """The losses of training on digits; a rate that rises over 20 steps and falls to 0."""
-    generator = torch.Generator().manual_seed(0)
-    pixels, _ = digits()
-    optimizer, momentum_encoder = (
-        torch.optim.AdamW(task.parameters(), weight_decay=0.05),
-        MomentumEncoder(task),
-    )
-    losses = []
-    for number in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (number + 1) / 20) * (1 - number / steps)
-        chosen = pixels[torch.randint(0, TRAIN, (128,), generator=generator)]
-        optimizer.zero_grad()
-        losses.append(step(task, momentum_encoder, view(chosen, generator), view(chosen, generator)).item())
-        optimizer.step()
-        momentum_encoder.update(task, momentum(number, steps))
-    return losses
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_frozen_features_are_worth_more_than_untrained_ones() -> None:
-    """10 labels a class, untrained: 64 %. After 200 steps on a core of an EPYC: 77 %."""
-    model = ViT(ViTConfig(**GREY | {"width": 32, "num_heads": 4, "mlp_dim": 64}))
-    untrained = probe_accuracy(model)
-    losses = pretrain(MoCo(model.train(), hidden_width=128, output_width=32), 200)
-    assert np.mean(losses[-20:]) < 0.85 * np.mean(losses[:5])
-    assert probe_accuracy(model) > untrained + 0.06

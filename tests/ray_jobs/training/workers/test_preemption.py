@@ -4,22 +4,16 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
 
-from pipelines.store import Store, checkpoint_requested, checkpoints, open_store
+from pipelines.store import Store, checkpoint_requested, checkpoints
 from ray_jobs.process.context import Context
 from ray_jobs.training.workers import preemption
 from tests.support.checkpoints import put_state
 from tests.support.interrupted import configuration
 from tests.support.records import make_context
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "store"))
 
 
 @pytest.fixture
