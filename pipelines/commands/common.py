@@ -199,6 +199,8 @@ def new_folder(output: Path) -> Iterator[Path]:
         yield temporary
         temporary.rename(output)  # replaces an empty folder, and nothing else
     except OSError as error:
+        if error.filename and not Path(str(error.filename)).is_relative_to(temporary):
+            raise  # of a file that the block reads
         raise RecipeError(f"--output {output}: cannot write to it: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

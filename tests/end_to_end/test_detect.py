@@ -66,7 +66,7 @@ def test_from_boxes_to_the_report(tmp_path: Path, vitflow_local: Vitflow) -> Non
     assert report["question"] == "How good is the model?" and "highest AP is" in report["headline"]
     for folder in store.glob("artifacts/detect/*/attempts/1/files"):
         detector, contract = load_detector(folder)
-        assert contract.class_names == ("0", "1") and detector.head.num_classes == 2
+        assert contract.class_names == ("cat", "dog") and detector.head.num_classes == 2
         rows = pq.read_table(folder / "rows.parquet").to_pylist()
         assert {row["protocol"] for row in rows} == {"detection"} and {row["num_images"] for row in rows} == {2}
         weights = json.loads((folder.parents[2] / "manifest.json").read_text())["metrics"]
