@@ -156,7 +156,10 @@ def _labels(values: list[Any]) -> list[str]:
 
 
 def _label(value: Any) -> str:
-    """Return the spelling of a value: the last part of a path, the `name` of a mapping; '' if there is none."""
+    """Return the spelling of a value: the last part of a path, the `name` of a mapping, 2-2 for [2, 2]; '' if none."""
+    if isinstance(value, list):
+        parts = [_label(part) for part in value]
+        return "-".join(parts) if all(parts) else ""
     if isinstance(value, dict):
         value = value.get("name", "")
     if isinstance(value, str):

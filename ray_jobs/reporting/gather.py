@@ -115,6 +115,9 @@ def gather(context: Context[Report]) -> ReportData:
         **_promotions(parts),
         **_inspections(parts),
     }
+    without = studies.left_out(numbers)
+    tuned = [entry for entry in entries if entry.artifact not in without]
+    numbers["costs"] = costs.costs(tuned, parts, {key: len(each.info.class_names) for key, each in tested.items()})
     numbers |= _studies(numbers)
     return ReportData(
         _about(context) | answer(numbers) | numbers,
@@ -144,7 +147,7 @@ def _scores(
     datasets: Mapping[str, Dataset],
     tested: Mapping[str, Dataset],
 ) -> dict[str, Any]:
-    """Return the comparisons, accuracies, costs and data sets of report.json."""
+    """Return the comparisons, accuracies and data sets of report.json."""
     compared: list[AnyEntry] = [*entries]
     compared += [each for each in scored if each.has_interval]
     metrics = {manifest.key: manifest.metrics for _, manifest, _ in parts}
@@ -153,7 +156,6 @@ def _scores(
     uncalibrated = lines.uncalibrated(metrics, _sweeps(parts))
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
     evaluated = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
-    classes = {key: len(dataset.info.class_names) for key, dataset in tested.items()}
     backbones = provenance.backbones(parts)
     return {
         "vtab": vtab.scores(entries, evaluated),
@@ -171,7 +173,6 @@ def _scores(
             | {"backbone": backbones.get(entry.artifact)}
             for entry in entries
         ],
-        "costs": costs.costs(entries, parts, classes),
         "datasets": [
             _origin(stage, manifest)
             | pictures.describe(datasets[manifest.key])

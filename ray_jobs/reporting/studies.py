@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from scipy.stats import t
@@ -43,23 +44,35 @@ class Measured(NamedTuple):
     """DEV_LOSS or DEV_ACCURACY of the pretraining that an evaluation is about"""
     rate: str | None = None
     """the learning rate that was chosen on dev among others, which are left out"""
+    artifact: str = ""
+    """of an evaluation"""
 
 
 def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the studies among the stages of report.json."""
-    groups: dict[tuple[str, str, str], list[Measured]] = {}
-    for each in members(numbers):
-        groups.setdefault((each.stage, each.metric, each.setting), []).append(each)
     references = _references(numbers)
     found = [
         study | {"references": references.get((part[0].stage, part[0].setting), {})}
-        for group in groups.values()
+        for group in _groups(numbers)
         for part in _of_one_method(group)
         if (study := _study(part))
     ]
     # the section about accuracy and cost compares backbones, but not their seeds
     is_elsewhere = bool(numbers["costs"])
     return [each for each in found if is_whole(each) or each["metric"] != TEST_ACCURACY or not is_elsewhere]
+
+
+def left_out(numbers: Mapping[str, Any]) -> set[str]:
+    """Return the evaluations of models whose learning rate is not the one that was chosen on dev."""
+    groups = _groups(numbers)
+    return {each.artifact for each in chain(*groups)} - {each.artifact for each in chain(*map(_tuned, groups))}
+
+
+def _groups(numbers: Mapping[str, Any]) -> list[list[Measured]]:
+    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    for each in members(numbers):
+        groups.setdefault((each.stage, each.metric, each.setting), []).append(each)
+    return [*groups.values()]
 
 
 def is_whole(study: Mapping[str, Any]) -> bool:
@@ -84,7 +97,8 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
         stage, place = split(line["stage"])
         if place and not line["apart"] and not is_reference(line["method"]):
             dev = trained.get(line.get("backbone"))
-            yield Measured(stage, TEST_ACCURACY, _setting(line), place, line["accuracy"], line["method"], dev)
+            measured = Measured(stage, TEST_ACCURACY, _setting(line), place, line["accuracy"], line["method"], dev)
+            yield measured._replace(artifact=line["artifact"])
 
 
 def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:

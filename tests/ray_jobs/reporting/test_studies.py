@@ -10,7 +10,7 @@ from scipy import stats
 
 from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.page import templates
-from ray_jobs.reporting.studies import best, headline, studies
+from ray_jobs.reporting.studies import best, headline, left_out, studies
 
 NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": [], "costs": []}
 
@@ -25,7 +25,7 @@ def pretrained(losses: dict[str, float]) -> dict[str, Any]:
 
 
 def scored(stage: str, value: float, method: str = "ViT, pretrained", apart: str | None = None) -> dict[str, Any]:
-    line = {"stage": stage, "accuracy": value, "method": method, "apart": apart, "task": "digits"}
+    line = {"stage": stage, "artifact": stage, "accuracy": value, "method": method, "apart": apart, "task": "digits"}
     return line | {"protocol": "few-shot linear", "labels": "5 labels per class (10 classes)"}
 
 
@@ -78,7 +78,8 @@ def test_the_learning_rate_is_chosen_on_dev_and_never_on_test() -> None:
         f"images={images},model={model},learning_rate={rate},seed={seed}": (float(rng.normal()), float(rng.normal()))
         for images, model, rate, seed in itertools.product((1, 2, 3), "ab", (0.1, 0.2, 0.3, 0.4), (0, 1, 2))
     }
-    study = studies(evaluated(values, {"model=a": "ViT, pretrained", "model=b": "ResNet, pretrained"}))[-1]
+    numbers = evaluated(values, {"model=a": "ViT, pretrained", "model=b": "ResNet, pretrained"})
+    study, kept = studies(numbers)[-1], {*values} - {name.removeprefix("few@") for name in left_out(numbers)}
     assert study["x"] == "images" and study["setting"].startswith("ViT, pretrained and ResNet, pretrained on digits")
     (panel,) = study["panels"]
     for images, model in itertools.product((1, 2, 3), "ab"):
@@ -95,6 +96,10 @@ def test_the_learning_rate_is_chosen_on_dev_and_never_on_test() -> None:
         (line,) = (line for line in panel["lines"] if line["name"] == f"model={model}")
         point = line["points"][images - 1]
         assert point["rate"] == str(chosen) and point["mean"] == pytest.approx(np.mean(accuracies[chosen]))
+        named = f"images={images},model={model},"
+        assert {name for name in kept if name.startswith(named)} == {
+            f"{named}learning_rate={chosen},seed={seed}" for seed in range(3)
+        }
 
 
 def test_two_lines_are_subtracted_seed_by_seed() -> None:
