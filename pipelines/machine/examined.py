@@ -79,7 +79,7 @@ class Examined(NamedTuple):
         counts = {name: labels[label] for label, name in enumerate(self.listing.class_names)}
         yield f"found {self.classes} ({counted(counts)}), {drawn}"
         yield from self.listing.notes
-        is_by_folder = self.source.kind == "folder" and not self.source.has_boxes  # labels lie in folders without images
+        is_by_folder = self.source.kind == "folder" and not self.source.has_boxes  # labels have folders of their own
         if is_by_folder and (empty := _without_images(self.root.expanduser(), self.listing)):
             yield f"{quantity(len(empty), 'folder')} without images: {listed(empty, 10)}"
 

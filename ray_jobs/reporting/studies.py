@@ -23,6 +23,7 @@ from ray_jobs.reporting.verdicts import points, sort_of_learning
 DEV_LOSS, DEV_ACCURACY, TEST_ACCURACY = "loss on dev", "accuracy on dev", "accuracy on test"
 LEVEL = 0.95  # of the intervals over seeds
 PAIR = 2
+FEW = 4  # panels that a headline tells apart
 RATE = "learning_rate"  # the axis that is chosen on dev
 
 Values = dict[float, dict[str, float]]
@@ -283,10 +284,19 @@ def _where_best(study: Mapping[str, Any]) -> str:
     said = f"the {which} {study['metric']} of {study['stage']} is at {study['x']}="
     if len(places) == 1:
         return f"{said}{names[places[0]]}{_behind(study, names)}."
+    if study["has_order"] and 1 < len(study["panels"]) <= FEW:
+        return f"{said}{_listed(_range(study, panel, names) for panel in study['panels'])}."
     if len(counts) == 1:
         return f"{said}{names[places[0]]} in all {quantity(len(places), 'setting')}."
     several = [f"{names[place]} in {count}" for place, count in counts.items()]
     return f"{said}{_listed(several)} of {quantity(len(places), 'setting')}."
+
+
+def _range(study: Mapping[str, Any], panel: Mapping[str, Any], names: Mapping[float, str]) -> str:
+    """Say between which x the lines of a panel are best."""
+    places = [best(study, line) for line in panel["lines"]]
+    ends = dict.fromkeys((names[min(places)], names[max(places)]))
+    return f"{' to '.join(ends)} with {panel['name']}"
 
 
 def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:

@@ -190,6 +190,18 @@ def test_backbones_of_several_seeds_are_a_study_that_says_by_how_much_the_best_l
     assert "is at position=moco; the next, mae, has 0.320 more" in headline(study)
 
 
+def test_the_headline_says_for_each_panel_between_which_values_its_lines_are_best() -> None:
+    best_rates = {"null": (8, 4, 2), "32": (8, 8, 8)}
+    losses = {
+        f"t@base_width={base},model={model},learning_rate={rate}": abs(rate - at)
+        for base, rates in best_rates.items()
+        for model, at in zip("abc", rates, strict=True)
+        for rate in (1, 2, 4, 8)
+    }
+    said = headline(studies(pretrained(losses))[0])
+    assert said.endswith(" is at learning_rate=2 to 8 with base_width=null and 8 with base_width=32.")
+
+
 def test_a_missing_member_leaves_a_gap() -> None:
     (study,) = studies(pretrained({"t@rate=1,model=a": 1.0, "t@rate=2,model=a": 2.0, "t@rate=1,model=b": 3.0}))
     a, b = study["panels"][0]["lines"]
