@@ -25,6 +25,7 @@ LEVEL = 0.95  # of the intervals over seeds
 PAIR = 2
 FEW = 4  # panels that a headline tells apart
 RATE = "learning_rate"  # the axis that is chosen on dev
+LABELS = "per_class"  # the axis of the number of labels
 
 Values = dict[float, dict[str, float]]
 """What a line shows: x -> seed -> value."""
@@ -114,7 +115,9 @@ def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, t
 
 
 def _setting(line: Mapping[str, Any]) -> str:
-    return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels'].partition(' (')[0]}"
+    """Say what was measured, without the number of labels if that is an axis."""
+    labels = [] if LABELS in split(line["stage"])[1] else [line["labels"].partition(" (")[0]]
+    return ", ".join([line["task"], sort_of_learning(line["protocol"]), *labels])
 
 
 def split(member: str) -> tuple[str, dict[str, str]]:
@@ -193,7 +196,8 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
     return {
         "stage": group[0].stage,
         "metric": group[0].metric,
-        "setting": " on ".join(part for part in (" and ".join(methods), group[0].setting) if part),
+        "methods": " and ".join(methods),
+        "setting": group[0].setting,
         "x": x,
         "ticks": ticks,
         "has_order": bool(numeric),
@@ -281,7 +285,7 @@ def _where_best(study: Mapping[str, Any]) -> str:
     places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
     counts = {place: places.count(place) for place in sorted(set(places))}
     which = "lowest" if study["metric"] == DEV_LOSS else "highest"
-    said = f"the {which} {study['metric']} of {study['stage']} is at {study['x']}="
+    said = f"the {which} {_measured(study)} is at {study['x']}="
     if len(places) == 1:
         return f"{said}{names[places[0]]}{_behind(study, names)}."
     if study["has_order"] and 1 < len(study["panels"]) <= FEW:
@@ -325,13 +329,18 @@ def _crossing(study: Mapping[str, Any]) -> str:
         shown = [_shown(study, sign * value) for value in (point["mean"], *(low, high)[::sign])]
         unit = "" if study["metric"] == DEV_LOSS else " points"
         places[side].append(f"{names[point['x']]} ({shown[0]}{unit}, 95% interval {shown[1]} to {shown[2]})")
-    of = f"{study['metric']} of {study['stage']}"
+    of = _measured(study)
     told = [f"{side} {first} at {study['x']}={_listed(places[side])}" for side in ("above", "below") if places[side]]
     parts = [f"in {of}, {second} lies {' and '.join(told)}"] if told else []
     if places["not told"]:
         them = "them" if told else f"{first} and {second}, in {of},"
         parts.append(f"the seeds do not tell {them} apart at {study['x']}={_listed(places['not told'])}")
     return f"{'; '.join(parts)}."
+
+
+def _measured(study: Mapping[str, Any]) -> str:
+    setting = f" ({study['setting']})" if study["setting"] else ""
+    return f"{study['metric']} of {study['stage']}{setting}"
 
 
 def _shown(study: Mapping[str, Any], value: float) -> str:

@@ -296,7 +296,7 @@ def test_methods_become_subjects() -> None:
 def test_a_report_of_many_values_is_about_them_and_one_of_two_about_its_models() -> None:
     def study(*values: float) -> dict[str, Any]:
         points = [{"x": value, "mean": -value} for value in values]
-        said = {"stage": "vit", "metric": "loss on dev", "x": "width", "has_order": True}
+        said = {"stage": "vit", "metric": "loss on dev", "setting": "", "x": "width", "has_order": True}
         panels = [{"lines": [{"points": points}], "difference": []}]
         return said | {"ticks": {f"{value:g}": value for value in values}, "panels": panels}
 

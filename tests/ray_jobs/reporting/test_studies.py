@@ -13,6 +13,7 @@ from ray_jobs.reporting.page import templates
 from ray_jobs.reporting.studies import best, headline, left_out, studies
 
 NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": [], "costs": []}
+SETTING = "digits, few-shot linear, 5 labels per class"
 
 
 def pretrained(losses: dict[str, float]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def test_the_learning_rate_is_chosen_on_dev_and_never_on_test() -> None:
     }
     numbers = evaluated(values, {"model=a": "ViT, pretrained", "model=b": "ResNet, pretrained"})
     study, kept = studies(numbers)[-1], {*values} - {name.removeprefix("few@") for name in left_out(numbers)}
-    assert study["x"] == "images" and study["setting"].startswith("ViT, pretrained and ResNet, pretrained on digits")
+    assert study["x"] == "images" and study["methods"] == "ViT, pretrained and ResNet, pretrained"
     (panel,) = study["panels"]
     for images, model in itertools.product((1, 2, 3), "ab"):
         losses, accuracies = (
@@ -116,9 +117,9 @@ def test_two_lines_are_subtracted_seed_by_seed() -> None:
         low, high = stats.t.interval(0.95, len(paired) - 1, np.mean(paired), stats.sem(paired))
         assert (point["mean"], point["margin"]) == pytest.approx((np.mean(paired), (high - low) / 2))
     assert headline(study) == (
-        "in accuracy on test of few, model=b lies above model=a at images=1 (11.0 points, 95% interval 8.5 to 13.5)"
-        " and below model=a at images=100 (21.0 points, 95% interval 18.5 to 23.5); the seeds do not tell them apart"
-        " at images=10 (−0.5 points, 95% interval −6.9 to 5.9)."
+        f"in accuracy on test of few ({SETTING}), model=b lies above model=a at images=1 (11.0 points, 95% interval"
+        " 8.5 to 13.5) and below model=a at images=100 (21.0 points, 95% interval 18.5 to 23.5); the seeds do not tell"
+        " them apart at images=10 (−0.5 points, 95% interval −6.9 to 5.9)."
     )
 
 
@@ -174,7 +175,7 @@ def test_backbones_of_several_seeds_are_a_study_that_says_by_how_much_the_best_l
     minus = np.subtract(found["dino"], found["mae"])
     low, high = stats.t.interval(0.95, 2, minus.mean(), stats.sem(minus))
     assert headline(study) == (
-        "the highest accuracy on test of few is at backbone=dino; the next, mae, has"
+        f"the highest accuracy on test of few ({SETTING}) is at backbone=dino; the next, mae, has"
         f" {100 * minus.mean():.1f} points less (95% interval over seeds {100 * low:.1f} to {100 * high:.1f})."
     )
     once = [scored("few@backbone=longer", 0.9)]
@@ -202,6 +203,17 @@ def test_the_headline_says_for_each_panel_between_which_values_its_lines_are_bes
     assert said.endswith(" is at learning_rate=2 to 8 with base_width=null and 8 with base_width=32.")
 
 
+def test_the_number_of_labels_can_be_what_members_differ_in() -> None:
+    lines = [
+        scored(f"t@per_class={count},model={model}", 0.5) | {"labels": f"{count} labels per class (10 classes)"}
+        for count in (90, 700)
+        for model in "ab"
+    ]
+    (study,) = studies(NOTHING | {"accuracies": lines})
+    assert study["x"] == "per_class" and study["setting"] == "digits, few-shot linear"
+    assert [len(line["points"]) for line in study["panels"][0]["lines"]] == [2, 2]
+
+
 def test_a_missing_member_leaves_a_gap() -> None:
     (study,) = studies(pretrained({"t@rate=1,model=a": 1.0, "t@rate=2,model=a": 2.0, "t@rate=1,model=b": 3.0}))
     a, b = study["panels"][0]["lines"]
@@ -219,11 +231,12 @@ def test_models_are_studied_on_test_and_references_are_not() -> None:
         )
     ]
     (study,) = studies(NOTHING | {"accuracies": lines})
-    assert (study["metric"], study["setting"].partition(" on ")[0]) == ("accuracy on test", "ViT, pretrained")
+    assert (study["metric"], study["methods"]) == ("accuracy on test", "ViT, pretrained")
     (line,) = study["panels"][0]["lines"]
     assert [(point["x"], point["mean"]) for point in line["points"]] == [(100, 0.25), (200, 0.5)]
     assert study["references"] == {"pixels": (0.9, 0.9)}
-    assert headline(study) == "the highest accuracy on test of few is at images=200. All are below pixels (90.0%)."
+    where = f"the highest accuracy on test of few ({SETTING}) is at images=200"
+    assert headline(study) == f"{where}. All are below pixels (90.0%)."
 
 
 @pytest.mark.parametrize(
