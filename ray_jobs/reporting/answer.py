@@ -19,7 +19,7 @@ from ray_jobs.evaluation.rows import (
     MOST_FREQUENT,
     is_reference,
 )
-from ray_jobs.reporting.studies import TEST_ACCURACY, headline, is_whole, question
+from ray_jobs.reporting.studies import ON_TEST, headline, is_whole, question
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
@@ -78,7 +78,7 @@ def study_of(numbers: Line) -> Line | None:
 
 
 def _is_on_dev(study: Line) -> bool:
-    return bool(study["metric"] != TEST_ACCURACY)
+    return not study["metric"].endswith(ON_TEST)
 
 
 def _measured_otherwise(numbers: Line) -> Iterator[Line]:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from scipy.stats import t
 
 from pipelines.spec import quantity
-from ray_jobs.evaluation.rows import is_reference
-from ray_jobs.reporting.verdicts import points, sort_of_learning
+from ray_jobs.evaluation.rows import ACCURACY, AP, MEAN_AP, MEAN_IOU, is_reference
+from ray_jobs.reporting.verdicts import labels_text, points, sort_of_learning
 
-DEV_LOSS, DEV_ACCURACY, TEST_ACCURACY = "loss on dev", "accuracy on dev", "accuracy on test"
+DEV_LOSS, DEV_ACCURACY, ON_TEST = "loss on dev", "accuracy on dev", " on test"
+TEST_ACCURACY = f"{ACCURACY}{ON_TEST}"
 LEVEL = 0.95  # of the intervals over seeds
 PAIR = 2
 FEW = 4  # panels that a headline tells apart
@@ -54,7 +55,7 @@ def studies(numbers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the studies among the stages of report.json."""
     references = _references(numbers)
     found = [
-        study | {"references": references.get((part[0].stage, part[0].setting), {})}
+        study | {"references": references.get((part[0].stage, part[0].metric, part[0].setting), {})}
         for group in _groups(numbers)
         for part in _of_one_method(group)
         if (study := _study(part))
@@ -84,7 +85,7 @@ def is_whole(study: Mapping[str, Any]) -> bool:
 
 
 def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
-    """Yield the results on dev of pretrainings, and the accuracies on test of models, of members of a matrix."""
+    """Yield the results on dev of pretrainings, and what models reach on test, of members of a matrix."""
     trained: dict[str, tuple[str, float]] = {}
     for curve in numbers["pretraining"]:
         for measured in numbers["measured_in_training"].get(curve["artifact"], ()):
@@ -95,22 +96,33 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
                         trained[curve["artifact"]] = metric, values[-1]
                         if place:
                             yield Measured(stage, metric, "", place, values[-1])
-    for line in numbers["accuracies"]:
+    for line in _on_test(numbers):
         stage, place = split(line["stage"])
         if place and not line["apart"] and not is_reference(line["method"]):
-            dev = trained.get(line.get("backbone"))
-            measured = Measured(stage, TEST_ACCURACY, _setting(line), place, line["accuracy"], line["method"], dev)
+            dev = trained.get(line.get("backbone", ""))
+            metric = f"{line['metric']}{ON_TEST}"
+            measured = Measured(stage, metric, _setting(line), place, line["value"], line["method"], dev)
             yield measured._replace(artifact=line["artifact"])
 
 
-def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
-    """Return (stage, setting) -> the lowest and the highest accuracy of each reference, such as pixels."""
-    found: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+def _on_test(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of accuracies, mAP, mIoU and AP, with their metric, value and labels."""
     for line in numbers["accuracies"]:
+        yield line | {"metric": ACCURACY, "value": line["accuracy"]}
+    for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
+        if line["metric"] in (MEAN_AP, MEAN_IOU, AP) and line["value"] is not None:
+            yield line | {"labels": labels_text(line["labels_per_class"], None)}
+
+
+def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, tuple[float, float]]]:
+    """Return (stage, metric, setting) -> the lowest and the highest value of each reference, such as pixels."""
+    found: dict[tuple[str, str, str], dict[str, tuple[float, float]]] = {}
+    for line in _on_test(numbers):
         if is_reference(line["method"]):
-            ends = found.setdefault((split(line["stage"])[0], _setting(line)), {})
+            setting = split(line["stage"])[0], f"{line['metric']}{ON_TEST}", _setting(line)
+            ends = found.setdefault(setting, {})
             low, high = ends.get(line["method"], (1.0, 0.0))
-            ends[line["method"]] = min(low, line["accuracy"]), max(high, line["accuracy"])
+            ends[line["method"]] = min(low, line["value"]), max(high, line["value"])
     return found
 
 

@@ -13,7 +13,7 @@ from vit_model.fields import later, takes
 class Report(BaseStage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION = 18  # headlines of panels
+    VERSION = 19  # studies of AP, mAP and mIoU
     KIND = "report"
     job: Literal["report"]
     title: str

@@ -214,6 +214,17 @@ def test_the_number_of_labels_can_be_what_members_differ_in() -> None:
     assert [len(line["points"]) for line in study["panels"][0]["lines"]] == [2, 2]
 
 
+def test_detectors_are_studied_by_ap() -> None:
+    line = {"metric": "AP", "method": "ViT, pretrained", "task": "birds", "protocol": "detection", "apart": False}
+    line |= {"labels_per_class": None, "artifact": "k"}
+    detectors = [line | {"stage": f"detect@width={width}", "value": width / 100} for width in (16, 32, 64)]
+    detectors.append(detectors[0] | {"method": "the median box", "value": 0.9})
+    (study,) = studies(NOTHING | {"detectors": detectors, "costs": [{}]})
+    assert [point["mean"] for point in study["panels"][0]["lines"][0]["points"]] == [0.16, 0.32, 0.64]
+    where = "the highest AP on test of detect (birds, detection, all labels) is at width=64"
+    assert headline(study) == f"{where}. All are below the median box (90.0%)."
+
+
 def test_a_missing_member_leaves_a_gap() -> None:
     (study,) = studies(pretrained({"t@rate=1,model=a": 1.0, "t@rate=2,model=a": 2.0, "t@rate=1,model=b": 3.0}))
     a, b = study["panels"][0]["lines"]
