@@ -129,7 +129,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     card = _card(context, info, trainable, unusable, copies, made)
     metrics: dict[str, float | int | str] = {
         "images": len(trainable.index),
-        "classes": len(info.class_names),
+        "classes": len(info.class_names or info.mask_classes),
         "quarantined": len(unusable),
         "set_aside": len(trainable.set_aside),
         "copies": len(copies),

@@ -68,7 +68,7 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     table.add_column("stage", overflow="fold")
     for name, lines in groupby(report["accuracies"], _heading):
         add_headings(table, name)
-        for line in sorted(lines, key=lambda line: -line["accuracy"]):
+        for line in sorted(lines, key=lambda line: (line["apart"], -line["accuracy"])):
             _add_cells(table, line, f"{100 * line['accuracy']:.1f}", _range(line))
     return table
 

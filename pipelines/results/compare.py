@@ -6,7 +6,7 @@ Out: dictionaries for JSON, and a rich table. Text from outside (class and metho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -71,10 +71,9 @@ def as_json(compared: Compared) -> dict[str, Any]:
     `both` has {task, protocol, method, labels_per_class, a, b, difference}: first the settings that both measured, then
     other methods on the same test images (`_matched`), with null for the names in which the two differ. `only_a` and
     `only_b` have the rest, and `reasons` say why it has no counterpart. Accuracies are {protocol, method,
-    labels_per_class, accuracy, low, high, draws, of_draws, num_images, stage, artifact}, differences {value, low, high,
-    paired}: B - A with its 95% interval, as fractions. If the two are paired, all three numbers are over the draws that
-    they have in common, `draws` of the `of_draws` measured draws, and over their common images, `num_images` of
-    `of_images`. The intervals are not adjusted for multiple comparisons.
+    labels_per_class, accuracy, low, high, draws, num_images, stage, artifact}, differences {value, low, high, paired}:
+    B - A with its 95% interval, as fractions. All three numbers are over the images that both have in common,
+    `num_images` of `of_images`. The intervals are not adjusted for multiple comparisons.
     """
     only = [[{"task": entry.task} | measured_line(entry, compared.metric) for entry in rest] for rest in compared.rest]
     return {
@@ -205,9 +204,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     ]
     last_heading = None
     for line in lines:
-        sides = {side.upper(): line[side] for side in ("a", "b") if side in line}
-        protocol, labels = _of_sides(sides, itemgetter("protocol"), ", "), _of_sides(sides, labels_of, ", ")
-        method = _of_sides(sides, itemgetter("method"), "\n  ")
+        protocol, labels = of_sides(line, itemgetter("protocol")), of_sides(line, labels_of)
+        method = of_sides(line, itemgetter("method"), "\n  ")
         heading = (f"{line['task']}, {protocol},", labels)
         if heading != last_heading:
             add_headings(table, *heading)
@@ -217,7 +215,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
             difference = _interval(line.get("difference"), "value", "+", " to ")
             cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
         table.add_row(*map(Text, (f"  {method}", *cells)))
-    notes = [text for mark, text in _NOTES.items() if any(mark in _marks(line) for line in lines)]
+    notes = [UNPAIRED] if any("†" in _marks(line) for line in lines) else []
     for line in compared:
         if "§" in _marks(line):
             common, of_images = line["b"]["num_images"], line["of_images"]
@@ -230,10 +228,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     return table
 
 
-_NOTES = {
-    "†": "† not paired: different test images or draws of labels",
-    "‡": "‡ all three numbers are over the draws of labels that A and B have in common",
-}
+UNPAIRED = "† not paired: different test images or draws of labels"
 
 
 def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -242,17 +237,16 @@ def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _marks(line: dict[str, Any]) -> list[str]:
-    """Return the marks of _NOTES that apply to a difference."""
+    """Return the marks of the notes that apply to a difference."""
     if "difference" not in line:
         return []
-    is_part = any(line[side]["draws"] < line[side]["of_draws"] for side in ("a", "b"))
-    is_common = line["difference"]["paired"] and line["b"]["num_images"] < line["of_images"]
-    return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part + ["§"] * is_common
+    is_part = line["b"]["num_images"] < line["of_images"]
+    return ["†"] * (not line["difference"]["paired"]) + ["§"] * is_part
 
 
-def _of_sides(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
-    """Return the name that both sides share, or each side's: 'A: ViT, B: k-NN'."""
-    names = {side: name(values) for side, values in sides.items()}
+def of_sides(line: Mapping[str, Any], name: Callable[[dict[str, Any]], str], between: str = ", ") -> str:
+    """Return the name that both sides of a line of `as_json` share, or each side's: 'A: ViT, B: k-NN'."""
+    names = {side.upper(): name(line[side]) for side in ("a", "b") if side in line}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
     return between.join(f"{side}: {text}" for side, text in names.items())
@@ -342,16 +336,14 @@ def _entries(measured: Measurements, metric: str) -> dict[tuple[Any, ...], AnyEn
 
 
 def _pair(pair: Pair, metric: str) -> dict[str, Any]:
-    a, b, of_images = pair
+    a: Any = pair.a  # both are of one kind
+    b: Any = pair.b
     is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
-    parts: tuple[Any, Any] = verdicts.paired(a, b) if is_paired else (a, b)
-    sides = [
-        measured_line(part, metric) | {"of_draws": len(whole.draws)} for part, whole in zip(parts, (a, b), strict=True)
-    ]
+    sides = [measured_line(side, metric) for side in (a, b)]
     if a.artifact == b.artifact and a.method == b.method:
         value = low = high = 0.0  # the same result
     elif is_paired:
-        value, low, high = parts[1].minus(parts[0], metric)
+        value, low, high = b.minus(a, metric)
     else:
         # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
         first, second = sides
@@ -365,7 +357,7 @@ def _pair(pair: Pair, metric: str) -> dict[str, Any]:
         "a": sides[0],
         "b": sides[1],
         "difference": {"value": value, "low": low, "high": high, "paired": is_paired},
-        "of_images": of_images or max(side["num_images"] for side in sides),
+        "of_images": pair.of_images or max(side["num_images"] for side in sides),
     }
 
 
@@ -378,7 +370,6 @@ def measured_line(entry: AnyEntry, metric: str) -> dict[str, Any]:
         "low": low,
         "high": high,
         "draws": len(entry.draws),
-        "of_draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
         "stage": entry.stage,
         "artifact": entry.artifact,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipelines.results.accuracies import labels_of
-from pipelines.results.compare import Compared, Pair, as_json
+from pipelines.results.compare import Compared, Pair, as_json, measured_line, of_sides
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError
 from pipelines.store import Store, read_manifest
@@ -22,6 +23,7 @@ from ray_jobs.data.shards import open_artifact
 from ray_jobs.evaluation.intervals import rules_out
 from ray_jobs.evaluation.rows import ACCURACY, is_reference
 from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.verdicts import AnyEntry
 
 _VERDICTS = {True: "passed", False: "worse", None: "not shown"}
 MOST_IMAGES, MOST_CLASSES = 20, 10  # in the table for a pull request
@@ -47,7 +49,7 @@ def gate(compared: Compared, max_loss: float) -> Gate:
         if not difference["paired"]:
             raise RecipeError(
                 f"--gate: {line['task']}: A and B were not scored on the same test images with the same annotations, or"
-                " have no draws of labels in common, so that their difference is not paired"
+                " have other draws of labels, so that their difference is not paired"
             )
         ruled_out = rules_out(difference["low"], difference["high"], max_loss)
         judged.append(ruled_out is True)
@@ -66,17 +68,20 @@ def _different(compared: Compared) -> list[dict[str, Any]]:
     """Return the lines of a comparison that are about two models: not references, nor what both results share."""
     return [
         line
-        for line in as_json(compared)["both"]
-        if line["a"]["artifact"] != line["b"]["artifact"]
-        and not all(is_reference(line[side]["method"]) for side in ("a", "b"))
+        for pair, line in zip(compared.pairs, as_json(compared)["both"], strict=True)
+        if _is_of_two_models(*pair[:2])
     ]
+
+
+def _is_of_two_models(a: AnyEntry, b: AnyEntry) -> bool:
+    return a.artifact != b.artifact and not (is_reference(a.method) and is_reference(b.method))
 
 
 def markdown(store: Store, compared: Compared) -> Iterator[str]:
     """Yield the lines of a table in Markdown, and for accuracies the images that flipped and the classes that lost."""
     yield f"| {compared.metric}, % (95% interval) | A | B | B − A | images |"
     yield "|---|---:|---:|---:|---:|"
-    pairs = [pair for pair in compared.pairs if pair.a.artifact != pair.b.artifact]
+    pairs = [pair for pair in compared.pairs if _is_of_two_models(*pair[:2])]
     for line in _different(compared):
         sides = [
             f"{100 * line[side][compared.metric]:.1f} ({100 * line[side]['low']:.1f}–{100 * line[side]['high']:.1f})"
@@ -85,8 +90,10 @@ def markdown(store: Store, compared: Compared) -> Iterator[str]:
         of = line["difference"]
         difference = f"{_points(of['value'])} ({_points(of['low'])} to {_points(of['high'])})"
         unpaired = "" if of["paired"] else ", not paired"
-        name = f"{line['task']}, {line['b']['method']}, {labels_of(line['b'])}{unpaired}"
-        yield f"| {_cell(name)} | {sides[0]} | {sides[1]} | {difference} | {line['b']['num_images']:,} |"
+        name = f"{line['task']}, {of_sides(line, itemgetter('method'))}, {of_sides(line, labels_of)}{unpaired}"
+        images = f"{line['b']['num_images']:,}"
+        part = f" in common of {line['of_images']:,}" if line["b"]["num_images"] < line["of_images"] else ""
+        yield f"| {_cell(name)} | {sides[0]} | {sides[1]} | {difference} | {images}{part} |"
     yield ""
     yield f"A: `{compared.a}`, B: `{compared.b}`"
     for pair in pairs if compared.metric == ACCURACY else ():
@@ -95,19 +102,18 @@ def markdown(store: Store, compared: Compared) -> Iterator[str]:
 
 
 def _flips(store: Store, pair: Pair) -> Iterator[str]:
-    """Yield what changed between two entries of the same images, in their first common draw."""
+    """Yield what changed between two entries of the same images, in the first draw of each."""
     a, b = pair.a, pair.b
     assert isinstance(a, Entry) and isinstance(b, Entry)
-    common = sorted({*a.draws} & {*b.draws})
-    if not common:
-        return
-    right_a, right_b = (entry.correct[entry.draws.index(common[0])] for entry in (a, b))
-    predicted = b.predictions[b.draws.index(common[0])]
+    right_a, right_b, predicted = a.correct[0], b.correct[0], b.predictions[0]
+    sides = {side: measured_line(entry, ACCURACY) for side, entry in (("a", a), ("b", b))}
+    about = f"{b.task}, {of_sides(sides, itemgetter('method'))}, {of_sides(sides, labels_of)}"
+    about = _cell(about + ", first draw" * (max(len(a.draws), len(b.draws)) > 1))
     dataset = _dataset(store, b)
     for title, flipped in (("only A has right", right_a & ~right_b), ("only B has right", ~right_a & right_b)):
         places = np.flatnonzero(flipped)
         yield ""
-        yield f"**{b.task}: {len(places):,} images that {title}**" + ("" if len(places) else ".")
+        yield f"**{about}: {len(places):,} images that {title}**" + ("" if len(places) else ".")
         if len(places):
             yield ""
             yield "| image | label | B's prediction |"
@@ -126,7 +132,7 @@ def _flips(store: Store, pair: Pair) -> Iterator[str]:
     }
     worse = sorted((loss, label) for label, loss in losses.items() if loss < 0)
     yield ""
-    yield f"**{b.task}: {len(worse):,} of {len(losses):,} classes got worse**" + (":" if worse else ".")
+    yield f"**{about}: {len(worse):,} of {len(losses):,} classes got worse**" + (":" if worse else ".")
     yield ", ".join(f"{_cell(dataset.label(label))} {_points(loss)}" for loss, label in worse[:MOST_CLASSES])
 
 

@@ -25,6 +25,10 @@ from pipelines.store import (
     warn,
 )
 
+# In the names of an evaluation's metrics: rows that lists of the best leave out (`rows.is_apart`); other metrics.
+_APART = (", on test images", ", settings chosen on test")
+_OTHERS = (", mAP", ", mIoU", ", macro-F1", ", micro-F1")
+
 KINDS = {f"{kind}s": kind for kind in get_args(Kind)}
 COLUMNS = {
     "runs": ("run", "status", "stages", "created"),
@@ -194,7 +198,13 @@ def _described(store: Store, manifest: Manifest, names: dict[str, str]) -> dict[
     if manifest.job == "promote":
         return {"task": task, "best": f"{manifest.config['against']}: {metrics.get('verdict')}"}
     if manifest.kind == "evaluation":  # the best is chosen on test, so it is not an unbiased result
-        scores = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        scores = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, float) and not any(part in name for part in _APART)
+        }
+        of_accuracy = {name: value for name, value in scores.items() if not name.partition(" @ ")[0].endswith(_OTHERS)}
+        scores = of_accuracy or scores
         best = max(scores, key=lambda name: scores[name], default=None)
         return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
     if manifest.kind == "audit":

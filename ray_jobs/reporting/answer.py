@@ -17,9 +17,10 @@ from ray_jobs.evaluation.rows import (
     MEAN_AP,
     MEDIAN_BOX,
     MOST_FREQUENT,
+    REAL,
     is_reference,
 )
-from ray_jobs.reporting.studies import ON_TEST, headline, is_whole, question
+from ray_jobs.reporting.studies import ON_TEST, headline, is_repeated, is_whole, question
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
@@ -72,8 +73,12 @@ def answer(numbers: Line) -> dict[str, str]:
 
 
 def study_of(numbers: Line) -> Line | None:
-    """Return the study of many values that a report is about, rather on test than on dev; None without."""
-    along = (each for each in numbers.get("studies", ()) if is_whole(each) and len(each["ticks"]) >= MANY_VALUES)
+    """Return the study of many values or several seeds that a report is about, rather on test than on dev."""
+    along = (
+        each
+        for each in numbers.get("studies", ())
+        if is_whole(each) and (len(each["ticks"]) >= MANY_VALUES or is_repeated(each))
+    )
     return min(along, key=_is_on_dev, default=None)
 
 
@@ -141,7 +146,7 @@ def _compared(verdicts: Sequence[Line]) -> str:
     )
     if last is first:
         return f"{said}."
-    is_again = last["reference_kind"] == first["reference_kind"]
+    is_again = last["reference"] == first["reference"]
     return f"{said}; with {_setting(last, _best_of(last, strongest))}, {_difference(last, is_again)}."
 
 
@@ -191,8 +196,10 @@ def _difference(verdict: Line, is_again: bool = False) -> str:
         reference = "answering each class's frequency"
     elif verdict["reference"] == MEDIAN_BOX:
         reference = "answering the median box"
+    elif verdict["reference"].startswith("pixels"):
+        reference = verdict["reference"].replace("pixels", "the same probe on pixels")
     elif verdict["reference_kind"] == "pixels":
-        reference += f", {verdict['reference'].replace('pixels', 'the same probe')}"
+        reference += f", {verdict['reference']}"
     reference += f" at {percent(verdict['reference_' + verdict['metric']], _digits(verdict))}"
     if verdict["conclusion"] == "not told from zero":
         if is_again:
@@ -247,6 +254,7 @@ def _best_backbone(numbers: Line) -> str:
 
 
 def _highest(lines: Sequence[Line]) -> str:
+    lines = [line for line in lines if not line["task"].endswith(REAL)] or lines
     tasks = {line["task"] for line in lines}
     if len(tasks) > 1:
         return f"{len(lines)} accuracies on {len(tasks)} tasks, without a comparison; the table lists them."
@@ -256,10 +264,12 @@ def _highest(lines: Sequence[Line]) -> str:
     if len(lines) == 1:
         reached = f"{subject(best['method'])} reaches {percent(best['accuracy'])} ({interval}) {said}"
         return f"{reached}; it is not compared with another method."
+    missing = "a reference with the same labels, such as `baselines`"
+    if any("trained on these" in line["method"] for line in lines):
+        missing = "a model that was not trained on these labels before, and a reference with the same draws"
     return (
         f"the highest of {len(lines)} accuracies is {percent(best['accuracy'])} ({interval}), of"
-        f" {subject(best['method'])} {said}; nothing is compared, which"
-        " takes a model that was not trained on these labels before, and a reference with the same draws."
+        f" {subject(best['method'])} {said}; nothing is compared, which takes {missing}."
     )
 
 
@@ -275,16 +285,17 @@ def _highest_metric(lines: Sequence[Line]) -> str:
 
 
 def _on_vtab(scores: Sequence[Line]) -> str:
-    """Return the mean of the best score with the most labels."""
+    """Return the mean of the best score with the most labels, on the most tasks."""
 
     def mean(score: Line) -> Line:
         measured: Line = next(column for column in reversed(score["columns"]) if column["tasks"])
         return measured
 
-    best = max(scores, key=lambda score: (mean(score)["tasks"], mean(score)["mean"]))
+    many = [score for score in scores if not mean(score)["labels"].endswith(("shot", "shots"))]
+    best = max(many or scores, key=lambda score: (mean(score)["tasks"], mean(score)["mean"]))
     column, total = mean(best), len(best["tasks"])
     over = f"all {total} tasks" if column["tasks"] == total else f"{column['tasks']} of the {total} tasks"
-    peers = sum(mean(score)["tasks"] == column["tasks"] for score in scores)
+    peers = sum((mean(score)["labels"], mean(score)["tasks"]) == (column["labels"], total) for score in scores)
     among = f", the best of {peers} scores" if peers > 1 else ""
     labels = (
         column["labels"] if column["labels"].endswith(("labels", "shots", "shot")) else f"{column['labels']} labels"

@@ -18,7 +18,7 @@ from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import Part
 from ray_jobs.reporting.studies import split, without_seeds
-from ray_jobs.reporting.verdicts import comparable, is_compared, kind, labels_text, paired
+from ray_jobs.reporting.verdicts import comparable, is_compared, kind, labels_text
 
 
 def costs(entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -106,14 +106,8 @@ def _read(folder: Path) -> Cost | None:
     return Cost.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
 
 
-def _minus_best(entry: Entry, best: Entry) -> dict[str, float | None] | None:
-    """Return the paired difference from the best entry; None for itself, or if they were scored on other images.
-
-    `draws` is the number of common draws, if one of them has more: the accuracies shown then include other draws.
-    """
+def _minus_best(entry: Entry, best: Entry) -> dict[str, float] | None:
+    """Return the paired difference from the best entry; None for itself, or if they were scored on other images."""
     if entry is best or not comparable(entry, best):
         return None
-    part, of_best = paired(entry, best)
-    common = len(part.draws)
-    is_whole = common == len(entry.draws) == len(best.draws)
-    return {**part.minus(of_best, ACCURACY)._asdict(), "draws": None if is_whole else common}
+    return entry.minus(best, ACCURACY)._asdict()

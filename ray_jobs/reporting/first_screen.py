@@ -58,14 +58,17 @@ def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
 
 def power(strongest: Sequence[Line]) -> str:
     """Say which differences these test images are enough to detect; empty without comparisons."""
-    parts: dict[str, None] = {}
+    parts: dict[str, list[float]] = {}
     for verdict in strongest:
         draws = f"{quantity(verdict['draws'], 'draw')} of " if verdict["draws"] > 1 else ""
         images = f"{draws}{verdict['labels'].partition(' (')[0]} and {verdict['num_images']:,} test images"
-        parts.setdefault(f"{points(verdict['detectable'], sign='')} points with {images}")
+        parts.setdefault(images, []).append(verdict["detectable"])
     if not 0 < len(parts) <= SHOWN:
         return ""
-    sizes = ", or of ".join(parts)
+    sizes = ", or of ".join(
+        f"{' to '.join(dict.fromkeys(points(end(some), sign='') for end in (min, max)))} points with {images}"
+        for images, some in parts.items()
+    )
     return f"A true difference of {sizes} is detected with a probability of 80%, a smaller one less often."
 
 
@@ -100,7 +103,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
         still = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
         text = f"{above} of {total} intervals of differences lie above zero, {below} below"
         text += f"; adjusted for all {total} comparisons (Bonferroni), {still} lie above."
-        notes.append((text, above == still > 0))
+        notes.append((text, above == still > 0 == below))
     return [{"text": text, "is_good": is_good} for text, is_good in notes]
 
 

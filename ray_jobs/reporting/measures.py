@@ -102,36 +102,31 @@ class Entry:
             return {}
         return {metric.name: self.interval(metric.name) for metric in COMPUTED}
 
-    def of_draws(self, draws: Sequence[int]) -> Entry:
-        """Return the same for some of the draws."""
-        if tuple(draws) == self.draws:
-            return self
-        places = [self.draws.index(draw) for draw in draws]
-        return replace(self, draws=tuple(draws), **self._arrays((places, slice(None))))
-
     def of_images(self, sample_ids: Sequence[str]) -> Entry:
         """Return the same for some of the images, given in their order."""
         places = np.searchsorted(np.array(self.sample_ids), np.array(sample_ids))
-        fewer = self._arrays((slice(None), places))
-        return replace(self, sample_ids=tuple(sample_ids), labels=self.labels[places], **fewer)
-
-    def _arrays(self, part: Any) -> dict[str, Any]:
-        """Return a part of each array [draws, n]."""
         arrays = {name: getattr(self, name) for name in (*_ALWAYS, *_PERHAPS)}
-        return {name: None if array is None else array[part] for name, array in arrays.items()}
+        fewer: dict[str, Any] = {name: None if array is None else array[:, places] for name, array in arrays.items()}
+        return replace(self, sample_ids=tuple(sample_ids), labels=self.labels[places], **fewer)
 
     def interval(self, metric: str) -> Interval:
         """Return the mean of a metric over draws and images with its 95% interval."""
         return self.accuracy if metric == ACCURACY else mean_interval(self._table(metric))
 
     def minus(self, other: Entry, metric: str, comparisons: int = 1) -> Interval:
-        """Return the paired difference to another entry of the same draws and images, with its interval."""
-        if metric == ACCURACY:
+        """Return the difference to another entry of the same images, with its interval, paired by image.
+
+        It is also paired by draw if these are the same; otherwise it is the difference of the means over all draws.
+        """
+        if metric == ACCURACY and self.draws == other.draws:
             return paired_difference(self.correct, other.correct, comparisons=comparisons)
-        return mean_difference(self._table(metric), other._table(metric), comparisons=comparisons)
+        between = mean_difference if self.draws == other.draws else unequal_difference
+        return between(self._table(metric), other._table(metric), comparisons=comparisons)
 
     def _table(self, metric: str) -> np.ndarray:
         """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
+        if metric == ACCURACY:
+            return self.correct.astype(np.float64)
         return contributions(computed(metric), self.labels, self.predictions)
 
 

@@ -80,8 +80,13 @@ def _groups(numbers: Mapping[str, Any]) -> list[list[Measured]]:
 
 def is_whole(study: Mapping[str, Any]) -> bool:
     """Return whether a study is of numbers, or of seeds whose spread it shows."""
+    return bool(study["has_order"]) or is_repeated(study)
+
+
+def is_repeated(study: Mapping[str, Any]) -> bool:
+    """Return whether some of a study's values are of several seeds."""
     lines = (line for panel in study["panels"] for line in panel["lines"])
-    return bool(study["has_order"]) or any(point["repeats"] > 1 for line in lines for point in line["points"])
+    return any(point["repeats"] > 1 for line in lines for point in line["points"])
 
 
 def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
@@ -243,7 +248,7 @@ def _difference(first: Values, second: Values) -> list[dict[str, Any]]:
 def _lead(values: Values, metric: str) -> dict[str, Any] | None:
     """Return the second best x of the best one's seeds and by how much it is behind; None without several seeds."""
     sign = -1 if metric == DEV_LOSS else 1
-    first, *others = sorted(values, key=lambda x: -sign * statistics.mean(values[x].values()))
+    first, *others = sorted(values, key=lambda x: (-sign * statistics.mean(values[x].values()), x))
     alike = [x for x in others if {*values[x]} == {*values[first]} and len(values[x]) > 1]
     if not alike:
         return None
@@ -287,7 +292,7 @@ def headline(study: Mapping[str, Any]) -> str:
     if not above:
         return _where_best(study)
     name = max(above, key=lambda name: above[name])
-    return f"{_where_best(study)} All are below {name} ({100 * above[name]:.1f}%)."
+    return f"{_where_best(study)} All {'means ' * is_repeated(study)}are below {name} ({100 * above[name]:.1f}%)."
 
 
 def _where_best(study: Mapping[str, Any]) -> str:
@@ -300,12 +305,14 @@ def _where_best(study: Mapping[str, Any]) -> str:
     said = f"the {which} {_measured(study)} is at {study['x']}="
     if len(places) == 1:
         return f"{said}{names[places[0]]}{_behind(study, names)}."
+    fewer = sum(_has_fewer_seeds(study, line) for panel in study["panels"] for line in panel["lines"])
+    end = f"; {fewer} of these best values {'are' if fewer > 1 else 'is'} of fewer seeds than others." if fewer else "."
     if study["has_order"] and 1 < len(study["panels"]) <= FEW:
-        return f"{said}{_listed(_range(study, panel, names) for panel in study['panels'])}."
+        return f"{said}{_listed(_range(study, panel, names) for panel in study['panels'])}{end}"
     if len(counts) == 1:
-        return f"{said}{names[places[0]]} in all {quantity(len(places), 'setting')}."
+        return f"{said}{names[places[0]]} in all {quantity(len(places), 'setting')}{end}"
     several = [f"{names[place]} in {count}" for place, count in counts.items()]
-    return f"{said}{_listed(several)} of {quantity(len(places), 'setting')}."
+    return f"{said}{_listed(several)} of {quantity(len(places), 'setting')}{end}"
 
 
 def _range(study: Mapping[str, Any], panel: Mapping[str, Any], names: Mapping[float, str]) -> str:
@@ -317,9 +324,7 @@ def _range(study: Mapping[str, Any], panel: Mapping[str, Any], names: Mapping[fl
 
 def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
     """Say by how much the second best of a single line is behind, or that the best was measured once; or nothing."""
-    points = study["panels"][0]["lines"][0]["points"]
-    repeats = {point["x"]: point.get("repeats", 1) for point in points}
-    if repeats[best(study, study["panels"][0]["lines"][0])] < max(repeats.values()):
+    if _has_fewer_seeds(study, study["panels"][0]["lines"][0]):
         return ", of fewer seeds than others"
     if not (lead := study.get("lead")):
         return ""
@@ -327,6 +332,12 @@ def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
     how = " more" if study["metric"] == DEV_LOSS else " points less"
     which = "the next" if lead["is_next"] else "the next of the same seeds"
     return f"; {which}, {names[lead['x']]}, has {amount}{how} (95% interval over seeds {low} to {high})"
+
+
+def _has_fewer_seeds(study: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
+    """Return whether a line's best value is of fewer seeds than another of its values."""
+    repeats = {point["x"]: point.get("repeats", 1) for point in line["points"]}
+    return repeats[best(study, line)] < max(repeats.values())
 
 
 def _crossing(study: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """Verdicts: paired differences between trained methods and their references.
 
-In: `Entry`s. Out: `Verdict`s, one per comparison, and their sentences. A comparison pairs the same label draws and the
-same test images, by accuracy, by mAP if images have several labels, by AP of boxes, or by mIoU of pixels. The best of
-several references is chosen on test, which can only favour the reference. Comparisons with the same kind of model
-without pretraining (from scratch or untrained) show whether pretraining helped; comparisons with pixels answer another
-question.
+In: `Entry`s. Out: `Verdict`s, one per comparison, and their sentences. A comparison pairs the same test images, and the
+same draws if both have the same ones, by accuracy, by mAP if images have several labels, by AP of boxes, or by mIoU of
+pixels. The best of several references is chosen on test, which can only favour the reference. Comparisons with the same
+kind of model without pretraining (from scratch or untrained) show whether pretraining helped; comparisons with pixels
+answer another question.
 
 The comparisons of one report are a family. Each has a 95% interval, so about one of 20 intervals of true zeros excludes
 zero. Each therefore has a second, wider interval; with 95% probability these hold for all comparisons together
@@ -108,11 +108,9 @@ def sort_of_learning(protocol: str) -> str:
 
 
 def comparable(a: AnyEntry, b: AnyEntry) -> bool:
-    """Return whether both were scored on the same images and annotations, with some label draws in common."""
-    if a.truth != b.truth:
-        return False
+    """Return whether both were scored on the same images and annotations, with labels that were drawn alike."""
     same_labels = a.labels_per_class is None or (a.draw_seed is not None and a.draw_seed == b.draw_seed)
-    return same_labels and a.sample_ids == b.sample_ids and bool(set(a.draws) & set(b.draws))
+    return same_labels and (a.truth, a.sample_ids) == (b.truth, b.sample_ids)
 
 
 def sentence(verdict: Verdict, classes: int | None, unknown: Container[str] = ()) -> str:
@@ -178,33 +176,21 @@ def _shots(entries: Sequence[AnyEntry], task: str) -> int:
     return min(shots, key=lambda shot: (abs(shot - SHOTS), shot))
 
 
-def _against_best(method: AnyEntry, rivals: list[AnyEntry], comparisons: int) -> Verdict:
-    """Compare with the best rival over the common draws; `adjusted` holds for `comparisons` comparisons."""
+def _against_best(method: Any, rivals: list[Any], comparisons: int) -> Verdict:
+    """Compare with the best rival, of the same kind of entry; `adjusted` holds for `comparisons` comparisons."""
     metric = method.metric
-    pairs = [paired(method, rival) for rival in rivals]
-    ours, theirs = max(pairs, key=lambda pair: pair[1].interval(metric).value)
+    reference = max(rivals, key=lambda rival: rival.interval(metric).value)
     further = method.metrics[1:] if isinstance(method, ScoredEntry) else ()
     return Verdict(
         method,
-        theirs,
-        ours.interval(metric).value,
-        theirs.interval(metric).value,
-        ours.minus(theirs, metric),
-        ours.minus(theirs, metric, comparisons),
-        draws=len(ours.draws),
-        others={name: ours.minus(theirs, name) for name in further},
+        reference,
+        method.interval(metric).value,
+        reference.interval(metric).value,
+        method.minus(reference, metric),
+        method.minus(reference, metric, comparisons),
+        draws=len(method.draws),
+        others={name: method.minus(reference, name) for name in further},
     )
-
-
-def paired(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return two entries of one kind in the draws of labels that they have in common.
-
-    Other entries than of accuracies have all labels, and their draws are trainings, which need not be as many.
-    """
-    if not isinstance(a, Entry):
-        return a, b
-    common = sorted(set(a.draws) & set(b.draws))
-    return a.of_draws(common), b.of_draws(common)
 
 
 def with_intervals(

@@ -30,12 +30,13 @@ BETTER, WORSE = A | (RNG.random(COUNT) < 0.5), A & (RNG.random(COUNT) < 0.7)
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = open_store(str(tmp_path_factory.mktemp("gate")))
-    whole = {"aa": (A, COUNT), "better": (BETTER, COUNT), "worse": (WORSE, COUNT)}
+    whole = {"aa": (A, COUNT), "better": (BETTER, COUNT), "worse": (WORSE, COUNT), "k-nn": (WORSE, COUNT)}
     for key, (right, last) in (whole | {"part": (WORSE, 300)}).items():
         shown = slice(COUNT - last, COUNT)
         truth = Truth("digits", IDS[shown], LABELS[shown])
         wrong = (LABELS[shown] + 1) % 4
-        scores = Scores("ViT", "fine-tuning", None, np.where(right[shown], LABELS[shown], wrong)[None], truth)
+        method = "k-NN" if key == "k-nn" else "ViT"
+        scores = Scores(method, "fine-tuning", None, np.where(right[shown], LABELS[shown], wrong)[None], truth)
         with committed(store, "evaluate", key, config={"seed": 0}, nonce=key) as folder:
             put_scores(folder, scores.scored())
     return store
@@ -65,13 +66,20 @@ def test_what_is_not_shown_does_not_pass(store: Store) -> None:
         gate(match(store, "aa", "aa"), 0.1)
 
 
+def test_the_table_names_both_methods_and_how_many_images_they_share(store: Store) -> None:
+    (row,) = (line for line in markdown(store, match(store, "aa", "part")) if line.startswith("| digits"))
+    assert row.startswith("| digits, ViT, all labels | ") and row.endswith(" | 300 in common of 400 |")
+    (row,) = (line for line in markdown(store, match(store, "aa", "k-nn")) if line.startswith("| digits"))
+    assert row.startswith("| digits, A: ViT, B: k-NN, all labels | ")
+
+
 def test_the_table_has_the_images_that_flipped_and_the_classes_that_lost(store: Store) -> None:
     text = "\n".join(markdown(store, match(store, "aa", "worse")))
     lost = int((A & ~WORSE).sum())
-    assert f"**digits: {lost:,} images that only A has right**" in text
-    assert "**digits: 0 images that only B has right**" in text
+    assert f"**digits, ViT, all labels: {lost:,} images that only A has right**" in text
+    assert "**digits, ViT, all labels: 0 images that only B has right**" in text
     assert text.count("| image\\_") == 20 and f"| {lost - 20:,} more | | |" in text
-    assert "**digits: 4 of 4 classes got worse**:" in text
+    assert "**digits, ViT, all labels: 4 of 4 classes got worse**:" in text
     losses = [100 * (WORSE[label == LABELS].mean() - A[label == LABELS].mean()) for label in range(4)]
     assert f"{losses.index(min(losses))} {min(losses):+.2f}" in text.splitlines()[-1]
 

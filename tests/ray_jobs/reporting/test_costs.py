@@ -74,10 +74,12 @@ def test_backbones_that_were_scored_alike_are_compared_with_the_best(tmp_path: P
     expected = np.mean(given[0].correct) - np.mean(given[1].correct)
     difference = other["minus_best"]
     assert difference["value"] == pytest.approx(expected)
-    assert difference["low"] < expected < difference["high"] < 0 and difference["draws"] is None
-    twice = {name: np.repeat(getattr(given[1], name), 2, axis=0) for name in ("correct", "predictions")}
-    more = entry("large_tuned", draws=(0, 1), **twice)
-    assert costs.costs([given[0], more], parts, {})[0]["lines"][1]["minus_best"]["draws"] == 1
+    assert difference["low"] < expected < difference["high"] < 0
+    worse = np.stack([given[1].correct[0], np.zeros(IMAGES, bool)])  # a second training that learned nothing
+    twice = entry("large_tuned", draws=(0, 1), correct=worse, predictions=np.where(worse, 0, 1))
+    best, other = costs.costs([given[0], twice], parts, {})[0]["lines"]
+    assert (best["accuracy"], other["accuracy"]) == (given[0].correct.mean(), worse.mean())
+    assert other["minus_best"]["value"] == pytest.approx(worse.mean() - given[0].correct.mean())
 
 
 def test_what_cannot_be_compared_is_left_out(tmp_path: Path) -> None:

@@ -379,13 +379,15 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert found["fine-tuning", 10, "RBF SVM"]["conclusion"] == "not told from zero"
     few, ten = found["few-shot linear", 5, pixels], found["fine-tuning", 10, "RBF SVM"]
     low, high = (f"{100 * few[bound]:.1f}" for bound in ("low", "high"))
+    ends = " to ".join(f"{100 * ten[bound]:.1f}".replace("-", "−") for bound in ("low", "high"))
     assert numbers["question"] == "Which method is best?"
     assert ten["reference_accuracy"] > found["fine-tuning", 10, "ViT, from scratch"]["reference_accuracy"]
     assert numbers["headline"] == (
         f"The pretrained ViT reaches {few['accuracy']:.1%} with 5 labels per class (linear probe) on 40 test images,"
-        f" {100 * few['difference']:.1f} points (95% interval {low} to {high}) above the best classifier on pixels,"
-        f" {few['reference'].replace('pixels', 'the same probe')} at {few['reference_accuracy']:.1%};"
-        " with 10 labels per class (fine-tuned), the two cannot be told apart."
+        f" {100 * few['difference']:.1f} points (95% interval {low} to {high}) above"
+        f" {few['reference'].replace('pixels', 'the same probe on pixels')} at {few['reference_accuracy']:.1%};"
+        " with 10 labels per class (fine-tuned), not clearly different from the best classifier on pixels, RBF SVM at"
+        f" {ten['reference_accuracy']:.1%} (95% interval of the difference: {ends} points)."
     )
     assert [v["reference_kind"] for v in numbers["verdicts"]] == ["untrained", "pixels", "scratch", "pixels"]
 
@@ -404,7 +406,7 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
             "Which method",
             "below the best classifier on pixels, RBF SVM at ",
         ),
-        (("evaluate", "scratch", "baselines"), "Which method", "above the best classifier on pixels, "),
+        (("evaluate", "scratch", "baselines"), "Which method", "above the same probe on pixels"),
         (
             ("finetune",),
             "How good",

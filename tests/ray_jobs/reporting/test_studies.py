@@ -225,6 +225,24 @@ def test_detectors_are_studied_by_ap() -> None:
     assert headline(study) == f"{where}. All are below the median box (90.0%)."
 
 
+def test_of_equal_values_the_first_is_the_best_and_the_other_the_next() -> None:
+    losses = {f"t@learning_rate={rate},seed={seed}": 1.0 for rate in (0.02, 0.01) for seed in (0, 1)}
+    losses |= {f"t@learning_rate=0.03,seed={seed}": 2.0 for seed in (0, 1)}
+    assert "is at learning_rate=0.01; the next, 0.02, has 0.000 more" in headline(studies(pretrained(losses))[0])
+
+
+def test_best_values_of_fewer_seeds_are_counted() -> None:
+    losses = {
+        f"t@model={model},w={width},seed={seed}": 1 / width
+        for model in "abc"
+        for width in (1, 2, 4)
+        for seed in (0, 1)
+        if (model, width, seed) != ("a", 4, 1)
+    }
+    said = headline(studies(pretrained(losses))[0])
+    assert said.endswith(" is at w=4 in all 3 settings; 1 of these best values is of fewer seeds than others.")
+
+
 def test_a_missing_member_leaves_a_gap() -> None:
     (study,) = studies(pretrained({"t@rate=1,model=a": 1.0, "t@rate=2,model=a": 2.0, "t@rate=1,model=b": 3.0}))
     a, b = study["panels"][0]["lines"]
