@@ -18,7 +18,7 @@ from scipy.stats import t
 
 from pipelines.spec import quantity
 from ray_jobs.evaluation.rows import ACCURACY, AP, MEAN_AP, MEAN_IOU, is_reference
-from ray_jobs.reporting.verdicts import labels_text, points, sort_of_learning
+from ray_jobs.reporting.verdicts import labels_text, points
 
 DEV_LOSS, DEV_ACCURACY, ON_TEST = "loss on dev", "accuracy on dev", " on test"
 TEST_ACCURACY = f"{ACCURACY}{ON_TEST}"
@@ -134,7 +134,7 @@ def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[s
 def _setting(line: Mapping[str, Any]) -> str:
     """Say what was measured, without the number of labels if that is an axis."""
     labels = [] if LABELS in split(line["stage"])[1] else [line["labels"].partition(" (")[0]]
-    return ", ".join([line["task"], sort_of_learning(line["protocol"]), *labels])
+    return ", ".join([line["task"], line["protocol"], *labels])
 
 
 def split(member: str) -> tuple[str, dict[str, str]]:
