@@ -1,9 +1,9 @@
 """Keeps a study in docs/claims: `python benchmarks/studies.py RECIPE --store FOLDER`.
 
 Runs a shipped recipe with a matrix, or what is left of it, and keeps in docs/claims the number of each member
-(RECIPE.parquet: stage, metric, setting, a column per axis, value) and the picture of the report's section about them
-(RECIPE.png; needs Debian's package chromium). Prints the report's headline, the minutes
-of all trainings in the store, and the machine.
+(RECIPE.parquet: stage, metric, setting, a column per axis, value) and the picture of the report's section about them,
+or with --section cost that of accuracy by cost (RECIPE.png; needs Debian's package chromium). Prints the report's
+headline, the minutes of all trainings in the store, and the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ray_jobs.reporting.studies import is_seed, members
 from tests.support.browser import chromium
 
 KEPT = ROOT / "docs" / "claims"
-ONLY = """document.querySelectorAll('main > :not(#studies), header').forEach(each => each.remove())"""
+ONLY = "document.querySelectorAll('main > :not(#{0}), #cost > :not(h2, .plots), header').forEach(each => each.remove())"
 
 
 def main() -> None:
@@ -34,6 +34,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("recipe", help="a shipped recipe")
     arguments.add_argument("--store", type=Path, required=True, help="a folder, in which an interrupted study goes on")
+    arguments.add_argument("--section", choices=["studies", "cost"], default="studies", help="what the picture shows")
     options = arguments.parse_args()
     load = os.getloadavg()[0]
     vitflow("run", options.recipe, store=options.store)
@@ -48,7 +49,7 @@ def main() -> None:
     numbers = json.loads(found.read_text())
     KEPT.mkdir(exist_ok=True)
     pq.write_table(table(numbers), KEPT / f"{options.recipe}.parquet")
-    (KEPT / f"{options.recipe}.png").write_bytes(asyncio.run(picture(page)))
+    (KEPT / f"{options.recipe}.png").write_bytes(asyncio.run(picture(page, options.section)))
     (trained,) = query(options.store, "SELECT sum((metrics->>'train_seconds')::DOUBLE) AS seconds FROM artifacts")
     print(f"{numbers['headline']}\n{trained['seconds'] / 60:.0f} minutes of training; {setting(load)}")
 
@@ -63,13 +64,13 @@ def table(numbers: dict[str, Any]) -> pa.Table:
     return pa.table(columns | {"value": [row.value for row in rows]})
 
 
-async def picture(page: Path) -> bytes:
-    """Return a PNG of a report's section of studies."""
+async def picture(page: Path, section: str) -> bytes:
+    """Return a PNG of a section of a report."""
     with tempfile.TemporaryDirectory(prefix="vfb-", ignore_cleanup_errors=True) as profile:
         async with chromium(Path(profile)) as tab:
             await tab.open(page)
             await tab.show(900, "light")
-            await tab.evaluate(ONLY)
+            await tab.evaluate(ONLY.format(section))
             return await tab.picture(whole=True)
 
 
