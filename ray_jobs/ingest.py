@@ -40,7 +40,7 @@ from ray_jobs.data.columns import CONFLICT, each_label, large, with_combinations
 from ray_jobs.data.images import STORED_QUALITY
 from ray_jobs.data.shards import SPLITS, DatasetInfo, open_dataset
 from ray_jobs.data.writing import Description, write_dataset, write_rows
-from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
+from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, masks_note, write_card
 from ray_jobs.ingesting.copies import DUPLICATES, OtherSet, find_copies
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.parts import (
@@ -116,6 +116,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     index, copies, excluded = _decided(context, name, usable, listing.class_names, official, listed)
     trainable = _trainable(index, listing, config.source.has_several_labels)
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
+    decided += masks_note(catalog.mask_classes(config.source), sum((part.pixels for part in written), Counter[int]()))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
     notes = (*listing.notes, *decided, *class_notes(trainable))

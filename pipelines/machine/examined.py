@@ -46,11 +46,11 @@ class Examined(NamedTuple):
     @property
     def classes(self) -> str:
         number = len(self.listing.class_names)
-        kind = f"of {number} classes" if number else "without labels"
+        kind = f"of {quantity(number, 'class', 'classes')}" if number else "without labels"
         if self.source.has_masks:
             of_pixels = getattr(self.source, "mask_classes", None)  # known without reading if the source names them
-            kind = f"with masks of {len(of_pixels)} classes" if of_pixels else "with masks"
-        return f"{len(self.listing.entries)} images {kind}"
+            kind = f"with masks of {quantity(len(of_pixels), 'class', 'classes')}" if of_pixels else "with masks"
+        return f"{quantity(len(self.listing.entries), 'image')} {kind}"
 
     @property
     def is_multi_label(self) -> bool:

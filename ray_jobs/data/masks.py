@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,17 +32,19 @@ Mask = NDArray[np.uint8]
 
 
 class StoredMask(NamedTuple):
-    """A mask as a PNG (lossless), and a hash of its size and pixels."""
+    """A mask as a PNG (lossless), a hash of its size and pixels, and the number of pixels of each value."""
 
     png: bytes
     digest: str
+    pixels: Counter[int]
 
     @classmethod
     def of(cls, mask: Mask) -> StoredMask:
         file = io.BytesIO()
         Image.fromarray(mask).save(file, "PNG")
         digest = hashlib.sha256(f"{mask.shape}".encode() + mask.tobytes()).hexdigest()[:32]
-        return cls(file.getvalue(), digest)
+        values, counts = np.unique(mask, return_counts=True)
+        return cls(file.getvalue(), digest, Counter(dict(zip(values.tolist(), counts.tolist(), strict=True))))
 
 
 def decode_mask(data: bytes) -> Mask:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from PIL import Image
 
 from pipelines.spec import quantity
 from ray_jobs.data.columns import CONFLICT, each_label
+from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import SPLITS, Dataset, Images, Split
 from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.drawing.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Unusable
 from ray_jobs.sources.names import listed
 from vit_model.contract import Preprocessing
+from vit_model.errors import UserError
 
 SAMPLE, SIDE = 128, 64  # number of images, and their pixels per side, that means are computed from
 SHOWN = 40  # classes and reasons in card.md; card.json has all of them
@@ -49,6 +51,26 @@ def copies_note(number: int, kind: str, done: str) -> str:
     if kind == CONFLICT:
         return f"{quantity(number, 'copy', 'copies')} with {kind}, {done}"
     return f"{quantity(number, f'{kind} copy', f'{kind} copies')}, {done}"
+
+
+def masks_note(names: Sequence[str], pixels: Mapping[int, int]) -> tuple[str, ...]:
+    """Return a note about the classes' shares of the masks' pixels; nothing without masks.
+
+    Raises:
+        UserError: a single class has pixels, and others are 255, which is ignored: an object in many binary masks.
+    """
+    total = sum(pixels.values())
+    if not names or not total:
+        return ()
+    shares = {name: pixels.get(number, 0) / total for number, name in enumerate(names)}
+    absent, ignored = [name for name, share in shares.items() if not share], pixels.get(IGNORED, 0) / total
+    if len(absent) == len(names) - 1 and ignored:
+        raise UserError(
+            f"no mask has a pixel of {listed(absent)}, and {ignored:.1%} of the pixels have the value {IGNORED}, which"
+            f" is ignored; if these are {absent[0]}, write {names.index(absent[0])} in their place"
+        )
+    said = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    return (f"pixels of masks: {said}, ignored {ignored:.1%}",)
 
 
 def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:

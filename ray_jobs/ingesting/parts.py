@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise, repeat
@@ -59,6 +60,8 @@ class Written(NamedTuple):
     facts: pa.Table
     masks: dict[str, str]
     """sample_id -> the digest of the image's mask; empty without masks."""
+    pixels: Counter[int]
+    """The number of pixels of each value in these masks."""
     boxes: pa.Table
     """BOXES of the images; empty without boxes."""
     reused: int
@@ -152,7 +155,8 @@ def write_part(context: Context[Ingest], files: Files, states: States, finished:
     facts_files = write_facts(context, part.bits, part.number, table, written)
     shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
     digests = {name: mask.digest for name, mask in masks.items()}
-    return Written(shard, (*staging.files, *facts_files), table, digests, table_of(boxes), reused)
+    pixels = sum((mask.pixels for mask in masks.values()), Counter[int]())
+    return Written(shard, (*staging.files, *facts_files), table, digests, pixels, table_of(boxes), reused)
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:

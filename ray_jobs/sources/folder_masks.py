@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import PurePosixPath
 from typing import Any
@@ -79,23 +79,28 @@ def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
             yield error
 
 
-def outlined(found: Annotation, categories: Sequence[str], names: Sequence[str]) -> str:
-    """Return the arguments of `drawn` for an image as JSON.
+def outlined(images: Mapping[str, Annotation], categories: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments of `drawn` for each image as JSON.
+
+    Pixels without an object are of the first class, unless that has objects, too; then they are ignored. Categories
+    without an object do not count: tools write one for all, or for the background.
 
     Args:
         categories: of the annotations. names: of the classes of pixels.
 
     Raises:
-        UserError: a category is not among the names, or the size of the image is not known.
+        UserError: a category with objects is not among the names, or the size of an image is not known.
     """
-    if unknown := [category for category in categories if category not in names]:
+    used = {categories[box.label]: None for found in images.values() for box in found.boxes}
+    if unknown := [category for category in used if category not in names]:
         raise UserError(f"category {unknown[0]!r} is not in mask_classes{nearest(unknown[0], names)}")
-    background = IGNORED if names[0] in categories else 0
-    objects = [
-        [IGNORED if box.ignored else names.index(categories[box.label]), outline]
-        for box, outline in zip(found.boxes, found.outlines, strict=True)
-    ]
-    return json.dumps({"size": found.of, "background": background, "objects": objects})
+    background = IGNORED if names[0] in used else 0
+    for found in images.values():
+        objects = [
+            [IGNORED if box.ignored else names.index(categories[box.label]), outline]
+            for box, outline in zip(found.boxes, found.outlines, strict=True)
+        ]
+        yield json.dumps({"size": found.of, "background": background, "objects": objects})
 
 
 def drawn(size: tuple[int, int] | None, background: int, objects: Sequence[tuple[int, Any]]) -> Mask:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePosixPath
 
 from pipelines.spec import quantity
 from vit_model.errors import UserError
@@ -16,6 +18,7 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
 _MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
 MASKS = dict.fromkeys(("image", "images", "img", "imgs"), _MASKS) | {"jpegimages": ("segmentationclass",)}
 """A folder of images -> folders of their masks, in small letters."""
+UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")  # formats of images
 WITHOUT_SPLIT = "without a split (train, val, test), because others have one"
 NAMED = 10  # files or classes in a note or a message
 
@@ -76,3 +79,13 @@ def listed(texts: Sequence[str], most: int | None = NAMED) -> str:
 def counted(counts: Mapping[str, int], most: int | None = NAMED) -> str:
     """Join names with their counts, such as "cat 120, dog 80"."""
     return listed([f"{name} {count:,}" for name, count in counts.items()], most)
+
+
+def extensions(keys: Sequence[str]) -> str:
+    """Return the number of files per extension, and advice for images in unsupported formats."""
+    number = Counter(PurePosixPath(key).suffix.lower() or "none" for key in keys)
+    counts = ", ".join(f"{extension} {count:,}" for extension, count in number.most_common(8))
+    unsupported = [extension for extension in UNSUPPORTED if extension in number]
+    return counts + (
+        f"; to use the {' and '.join(unsupported)} files, convert them to JPEG or PNG" if unsupported else ""
+    )

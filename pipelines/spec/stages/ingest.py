@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,7 +16,11 @@ from vit_model.fields import execution, later, takes
 class Ingest(BaseStage):
     """Convert a source to validated Parquet shards with fixed splits."""
 
-    VERSION = 6
+    # 7: the splits that lists of YOLO and VOC name; the background of COCO's outlines; notes about masks
+    VERSION = 7
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
+        7: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("yolo", "voc"),
+    }
     KIND = "dataset"
     job: Literal["ingest"]
     source: Source

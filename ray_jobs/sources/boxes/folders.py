@@ -3,12 +3,13 @@
     coco    one JSON per split, in its images' folder (train/_annotations.coco.json) or elsewhere
             (annotations/instances_train2017.json, train2017/1.jpg)
     yolo    images/train/1.jpg and labels/train/1.txt, or train/images and train/labels, or both in one folder;
-            data.yaml or classes.txt has the names of the classes. An image without a file has no objects
+            data.yaml or classes.txt has the names of the classes. An image without a file has no objects. The folders
+            or lists in data.yaml's train, val and test, or else lists such as train.txt, name the splits
     voc     Annotations/1.xml and JPEGImages/1.jpg, or both in one folder; ImageSets/Main/val.txt lists a split
     kitti   label_2/1.txt and image_2/1.png, or both in one folder
 
-An image's folders, its JSON or a list of VOC name its split; if some images have one, those that have none are left
-out (`splits_of_files`), as are images that nothing annotates.
+An image's folders, its JSON or a list of VOC or YOLO name its split; if some images have one, those that have none are
+left out (`splits_of_files`), as are images that nothing annotates.
 
 In: the names of a folder's files, and a function that reads some. Out: the boxes and the split of each image, before
 one is opened.
@@ -18,17 +19,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import yaml
 
-from pipelines.spec import BoxFormat
+from pipelines.spec import BoxFormat, quantity
 from ray_jobs.data.boxes import ANY_CLASS, SHARES, Box
 from ray_jobs.sources.boxes import coco, per_image
 from ray_jobs.sources.boxes.per_image import KITTI_IGNORED, Named
-from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, splits_of_files
+from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, listed, split_in, splits_of_files
 from vit_model.errors import UserError
 
 Read = Callable[[Sequence[str]], Iterable[bytes]]
@@ -39,6 +40,8 @@ _LABELS = {
     "image_2": ("label_2",),
 }
 """A folder of images -> folders of their annotations, beside it."""
+YOLO_SPLITS = ("train", "val", "test")
+BEYOND = 0.02  # of a side, by which a box may reach beyond its image without a note
 _NAMES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt")
 
 
@@ -96,6 +99,9 @@ class _Found(NamedTuple):
     images: dict[str, Annotation]
     origin: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """the JSON of each image, whose name may have its split"""
+    splits: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    """the split of each image that a list or data.yaml names, whatever its folders"""
+    notes: Sequence[str] = ()
 
 
 def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: Read) -> Annotated:
@@ -111,10 +117,9 @@ def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read
         found = _yolo(files, images, read) if form == "yolo" else _named(form, files, images, read)
     if not found.class_names:
         raise UserError("its annotations have no class")
-    lists = _lists(files, images, read) if form == "voc" else {}
     # the path in which an image's split is a word, without its own name: that may be test_tube.jpg
     places = {
-        image: lists.get(image) or "/".join([*PurePosixPath(image).parts[:-1], found.origin.get(image, "")])
+        image: found.splits.get(image) or "/".join([*PurePosixPath(image).parts[:-1], found.origin.get(image, "")])
         for image in found.images
     }
     splits, _ = splits_of_files([*dict.fromkeys(places.values())])
@@ -126,24 +131,64 @@ def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read
     if not used:
         raise UserError("its annotations have no image")
     images_used = {image: found.images[image] for image in used}
-    return Annotated(
-        found.class_names, images_used, {image: splits[places[image]] for image in used}, left_out_notes(left_out)
-    )
+    notes = (*found.notes, *_doubts(form, found.class_names, images_used), *left_out_notes(left_out))
+    return Annotated(found.class_names, images_used, {image: splits[places[image]] for image in used}, notes)
 
 
-def _lists(files: Iterable[str], images: Iterable[str], read: Read) -> dict[str, str]:
-    """Return the split of each image that a list of VOC names: ImageSets/Main/train.txt, val.txt, test.txt."""
+def _doubts(form: BoxFormat, class_names: Sequence[str], images: Mapping[str, Annotation]) -> Iterator[str]:
+    """Yield notes about classes without boxes, and about boxes that may be meant otherwise.
+
+    Raises:
+        UserError: all boxes lie in the first pixel, as those in shares of the image do.
+    """
+    boxes = [(image, box, of) for image, (some, of, _) in images.items() for box in some]
+    if boxes and form != "yolo" and all(max(box[:4]) <= 1 for _, box, _ in boxes):
+        raise UserError("all boxes lie within the first pixel; expected pixels, not shares of the image's sides")
+    used = {box.label for _, box, _ in boxes}
+    if empty := [name for label, name in enumerate(class_names) if label not in used]:
+        yield f"{quantity(len(empty), 'class', 'classes')} without a box: {listed(empty)}"
+    beyond = [
+        f"{image} ({of[0]} x {of[1]}) has [{', '.join(f'{side:g}' for side in box[:4])}]"
+        for image, box, of in boxes
+        if of and _is_beyond(box, of)
+    ]
+    if beyond:
+        meant = "; COCO's bbox is x, y, width, height" if form == "coco" else ""
+        number = quantity(len(beyond), "box", "boxes")
+        yield f"{number} cut, more than {BEYOND:.0%} of a side beyond the image, such as: {beyond[0]}{meant}"
+    if form == "voc" and (first := sum(-1 in box[:2] for _, box, _ in boxes)):
+        number = quantity(first, "box begins", "boxes begin")
+        yield f"{number} at 0, but VOC's pixels count from 1: if a tool counted from 0, all boxes are a pixel off"
+
+
+def _is_beyond(box: Box, of: tuple[int, int]) -> bool:
+    """Return whether a box reaches beyond its image by more than rounding explains: BEYOND of a side and a pixel."""
+    if not all(of):
+        return False  # an error of its own
+    sides = ((-box.x1, of[0]), (box.x2 - of[0], of[0]), (-box.y1, of[1]), (box.y2 - of[1], of[1]))
+    pixel = 0 if of == SHARES else 1
+    return any(beyond > max(BEYOND * side, pixel) for beyond, side in sides)
+
+
+def _lists(files: Iterable[str], images: Iterable[str], read: Read) -> tuple[dict[str, str], list[str]]:
+    """Return the split of each image that a list of VOC names, and the lists that name none.
+
+    Lists are ImageSets/Main/train.txt, val.txt and test.txt; a line begins with an image's name, without its extension
+    or with it.
+    """
     lists = [path for file in files if (path := PurePosixPath(file)).parts[-3:-1] == ("ImageSets", "Main")]
     by_place = {(str(PurePosixPath(image).parent.parent), PurePosixPath(image).stem): image for image in images}
     split_of = {"trainval": "train", "train": "train", "val": "val", "test": "test"}  # the first may have all of val
     chosen = [path for stem in split_of for path in lists if path.stem == stem]
     found: dict[str, str] = {}
+    missing = []
     for path, data in zip(chosen, read([*map(str, chosen)]), strict=True):
-        for line in data.decode("utf-8-sig", "replace").splitlines():
-            image = by_place.get((str(path.parent.parent.parent), line.strip()))
-            if image is not None:
-                found[image] = split_of[path.stem]
-    return found
+        root, lines = str(path.parent.parent.parent), data.decode("utf-8-sig", "replace").splitlines()
+        names = [name for line in lines for name in line.split()[:1]]
+        listed_here = [by_place.get((root, name)) or by_place.get((root, PurePosixPath(name).stem)) for name in names]
+        found |= {image: split_of[path.stem] for image in listed_here if image is not None}
+        missing += [] if any(listed_here) or not names else [str(path)]
+    return found, missing
 
 
 def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
@@ -191,33 +236,120 @@ def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]])
 
 
 def _yolo(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
-    class_names, beside = _yolo_names(files, read), _beside(images, ".txt", set(files))
+    (key, content), beside = _yolo_content(files, read), _beside(images, ".txt", set(files))
+    class_names = _yolo_names(key, content)
     if not beside:
         raise UserError("no text files with YOLO's labels, such as labels/train/1.txt for images/train/1.jpg")
-    found = dict.fromkeys(images, Annotation([]))  # an image without a file has no objects
-    for (image, key), data in zip(beside.items(), read([*beside.values()]), strict=True):
-        found[image] = Annotation(_in(key, per_image.yolo, data, class_names), SHARES)
-    return _Found(class_names, found)
+    labelled = {image.rpartition("/")[0] for image in beside}
+    # an image without a file has no objects, but a folder without any file may not have been annotated
+    found = {image: Annotation([]) for image in images if image.rpartition("/")[0] in labelled}
+    for (image, labels), data in zip(beside.items(), read([*beside.values()]), strict=True):
+        found[image] = Annotation(_in(labels, per_image.yolo, data, class_names), SHARES)
+    others = sorted({*files} - {*beside.values()})
+    splits, missing = _yolo_splits(content, others, images, read)
+    notes = [f"{key}: no image here is in {each}" for each in missing]
+    folders = {labels.rpartition("/")[0] for labels in beside.values()}
+    lists = {*_NAMES, *(f"{split}.txt" for split in YOLO_SPLITS)}
+    texts = [each for each in others if each.endswith(".txt") and each.rpartition("/")[0] in folders]
+    if alone := [each for each in texts if PurePosixPath(each).name not in lists]:
+        notes.append(f"{quantity(len(alone), 'text file')} beside labels without an image of its name: {listed(alone)}")
+    return _Found(class_names, found, splits=splits, notes=notes)
 
 
-def _yolo_names(files: Iterable[str], read: Read) -> tuple[str, ...]:
-    """Return the names of the classes, from the first file that has them. Raises UserError."""
+def _yolo_splits(
+    content: Mapping[str, Any], files: Sequence[str], images: Sequence[str], read: Read
+) -> tuple[dict[str, str], list[str]]:
+    """Return the split of each image in the folders and lists that are named, and those without an image.
+
+    Raises:
+        UserError: an image is in two.
+    """
+    named = {split: content.get(split) for split in YOLO_SPLITS}
+    if named["val"] == named["train"]:
+        named["val"] = None  # as in examples of a few images, which are validated on what they train on
+    places = {split: [each] if isinstance(each, str) else each for split, each in named.items()}
+    if not any(places.values()):
+        places = {split: [key for key in files if PurePosixPath(key).name == f"{split}.txt"] for split in YOLO_SPLITS}
+    splits: dict[str, str] = {}
+    missing: list[str] = []
+    for split, some in places.items():
+        for place in some if isinstance(some, list) else ():
+            inside = _in_place(str(place), files, images, read)
+            if twice := [image for image in inside if splits.get(image, split) != split]:
+                raise UserError(f"{twice[0]} is in {splits[twice[0]]} and in {split}; expected one of them")
+            splits |= dict.fromkeys(inside, split)
+            missing += [] if inside else [f"{split}: {place}"]
+    return splits, missing
+
+
+def _tails(place: str) -> list[str]:
+    """Return the ends of a path, the longest first, that say which folder or list it is: without `..`, and not `images`
+    of `train/images`."""
+    parts = [part for part in PurePosixPath(place.replace("\\", "/")).parts if part not in {"/", ".", ".."}]
+    tails = []
+    for first, part in enumerate(parts):
+        if first and {each.lower() for each in parts[first:]} <= {"images", "labels", "data"}:
+            break
+        tails.append("/".join(parts[first:]))
+        if split_in(part) is not None:
+            break
+    return tails
+
+
+def _in_place(place: str, files: Sequence[str], images: Sequence[str], read: Read) -> list[str]:
+    """Return the images in a folder, or in a list of paths, that YOLO's data.yaml names, wherever it is here."""
+    tails = _tails(place)
+    if not place.endswith(".txt"):
+        inside = ([image for image in images if f"/{tail}/" in f"/{image}"] for tail in tails)
+        tail, found = next(((tail, some) for tail, some in zip(tails, inside, strict=True) if some), ("", []))
+        # folders inside may name other splits: images/train and images/val in images
+        return [image for image in found if split_in(f"/{image}".partition(f"/{tail}/")[2].rpartition("/")[0]) is None]
+    lists = (key for tail in tails for key in files if f"/{key}".endswith(f"/{tail}"))
+    if (key := next(lists, None)) is None:
+        return []
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for image in images:
+        by_name[PurePosixPath(image).name].append(image)
+    (data,) = read([key])
+    found = []
+    for line in data.decode("utf-8-sig", "replace").splitlines():
+        path = "/".join(part for part in PurePosixPath(line.strip()).parts if part not in {"/", ".", ".."})
+        same = by_name.get(path.rpartition("/")[2], []) if path else []
+        fitting = [image for image in same if f"/{path}".endswith(f"/{image}") or f"/{image}".endswith(f"/{path}")]
+        found += fitting if len(fitting) == 1 else []
+    return found
+
+
+def _yolo_content(files: Iterable[str], read: Read) -> tuple[str, dict[str, Any]]:
+    """Return the first file that has the names of the classes, and what it says. Raises UserError."""
     where = [key for name in _NAMES for key in files if PurePosixPath(key).name == name]
     if not where:
         raise UserError(f"no names of classes: add {_NAMES[0]} with `names`, or {_NAMES[-1]} with a name per line")
-    key = where[0]
-    (data,) = read([key])
+    found = [(key, _named_in(key, data)) for key, data in zip(where, read(where), strict=True)]
+    key, content = found[0]
+    for other, others in found[1:]:
+        if _yolo_names(other, others) != _yolo_names(key, content):
+            raise UserError(f"{key} and {other} have other names of classes; expected the same ones, in one order")
+    return key, content
+
+
+def _named_in(key: str, data: bytes) -> dict[str, Any]:
+    """Return what a file with the names of the classes says. Raises UserError if it is not YAML."""
     if key.endswith(".txt"):
-        names: Any = data.decode("utf-8-sig", "replace").split("\n")
-        names = [name.strip() for name in names if name.strip()]
-    else:
-        try:
-            content = yaml.safe_load(data)
-        except yaml.YAMLError as error:
-            raise UserError(f"{key}: not YAML: {error}") from None
-        names = content.get("names") if isinstance(content, dict) else None
-        if isinstance(names, dict) and [*names] == [*range(len(names))]:
-            names = [*names.values()]
+        lines = data.decode("utf-8-sig", "replace").split("\n")
+        return {"names": [name.strip() for name in lines if name.strip()]}
+    try:
+        content = yaml.safe_load(data)
+    except yaml.YAMLError as error:
+        raise UserError(f"{key}: not YAML: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _yolo_names(key: str, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classes. Raises UserError, which names the file, `key`."""
+    names = content.get("names")
+    if isinstance(names, dict) and [*names] == [*range(len(names))]:
+        names = [*names.values()]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(f"{key}: names is not a list of the classes' names, in the order of their numbers")
     if len(set(names)) < len(names):
@@ -241,7 +373,8 @@ def _named(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: R
         image: Annotation([Box(*box[:4], number.get(box.name, ANY_CLASS), box.ignored) for box in some], size)
         for image, (size, some) in found.items()
     }
-    return _Found(tuple(number), annotations)
+    splits, missing = _lists(files, images, read) if form == "voc" else ({}, [])
+    return _Found(tuple(number), annotations, splits=splits, notes=[f"{path} names no image here" for path in missing])
 
 
 def _beside(images: Iterable[str], ending: str, present: Collection[str]) -> dict[str, str]:

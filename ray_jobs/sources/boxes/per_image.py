@@ -39,7 +39,10 @@ def yolo(data: bytes, class_names: Sequence[str]) -> list[Box]:
     for line in _lines(data):
         columns = line.split()
         if len(columns) > 5:
-            raise UserError(f"{_cut(line)} has {len(columns)} numbers: an outline of a segmentation; a box has 5")
+            raise UserError(
+                f"{_cut(line)} has {len(columns)} numbers; a box has 5. Outlines, rotated boxes, keypoints and"
+                " predictions with a confidence have more"
+            )
         number, *sides = _numbers(line, columns, 5)
         if not number.is_integer() or not 0 <= number < len(class_names):
             raise UserError(f"{_cut(line)} is of class {columns[0]}; there are 0 to {len(class_names) - 1}")

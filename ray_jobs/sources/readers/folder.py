@@ -19,7 +19,7 @@ Out: the entries, without opening an image.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
@@ -36,7 +36,7 @@ from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated
-from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, split_in, splits_of_files
+from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, extensions, left_out_notes, split_in, splits_of_files
 from ray_jobs.sources.readers.features import alike_note, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -51,6 +51,7 @@ from ray_jobs.sources.readers.misread import (
     check_not_inside,
     check_not_joined,
     check_not_masks,
+    inner_note,
 )
 from vit_model.errors import UserError
 
@@ -59,7 +60,6 @@ EXTENSIONS = tuple(
 )
 _AT_ONCE = 16
 _MOST_BYTES = 2**30  # of a table or of annotations; COCO's train2017 has 470 MB
-UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
 _UNLABELLED = "If the images have no labels, set source.labels: false"
 _Labelled = tuple[str, tuple[str, ...], str | None, str | None]  # key, classes, split, group
 
@@ -131,7 +131,8 @@ def arrange(
         for key, labels, split, group in numbered
     )
     _check_given_splits(root, class_names, numbered)
-    return Listing(str(root), class_names, entries, ignored)
+    labels = {} if tables else {key: names[0] for key, names, _, _ in labelled}
+    return Listing(str(root), class_names, entries, ignored, notes=inner_note(labels))
 
 
 def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns) -> list[_Labelled]:
@@ -155,7 +156,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     Raises:
         UserError: see `roots.files_of`, `arrange` and `boxes.folders.annotated`.
     """
-    members, unusable, special = _members(source, files)
+    members, unusable, special, outside = _members(source, files)
 
     def read(keys: Sequence[str]) -> Iterator[bytes]:
         with ThreadPoolExecutor(_AT_ONCE) as threads:  # on S3, each file is a request
@@ -183,18 +184,24 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         | {"mask": None if entry.mask is None else entries.place(members[entry.mask])}
         for entry in arranged.entries
     )
-    notes = _notes(arranged._replace(special=special), source.has_masks)
+    notes = _notes(arranged._replace(special=special, ignored=(*arranged.ignored, *outside)), source.has_masks)
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
 
 
-def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], tuple[Unusable, ...], tuple[str, ...]]:
-    """Return the files of a root by their paths below the folders around all of it, and what is left out."""
+def _members(
+    source: FolderSource, files: Files
+) -> tuple[dict[str, Member], tuple[Unusable, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the files of a root by their paths below the folders around all images, and what is left out.
+
+    What is left out: unusable files, special ones, and those outside these folders.
+    """
     members, unusable, special, is_archive = roots.files_of(source.root, files)
     around = _around([*members], source.has_boxes or source.has_masks) if is_archive else ""
     return (
         {path.removeprefix(around): member for path, member in members.items() if path.startswith(around)},
         unusable,
         special,
+        tuple(path for path in members if not path.startswith(around)),
     )
 
 
@@ -225,9 +232,10 @@ def _with_outlines(source: FolderSource, files: Sequence[str], read: Read) -> Li
     root, names = source.root, source.mask_classes or ()
     try:
         found = annotated("coco", files, _images(root, files), read)
+        outlines = folder_masks.outlined(found.images, found.class_names, names)
         arranged = tuple(
-            Entry(key, 0, found.splits[key], objects=folder_masks.outlined(each, found.class_names, names))
-            for key, each in found.images.items()
+            Entry(key, 0, found.splits[key], objects=objects)
+            for key, objects in zip(found.images, outlines, strict=True)
         )
     except UserError as error:
         raise UserError(f"{root}: source.masks coco: {error}") from None
@@ -251,7 +259,7 @@ def _images(root: Path | str, files: Sequence[str]) -> list[str]:
     """Return the files that are images by their extensions. Raises UserError if there are none."""
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
-        counts = f": {_extensions(files)}" if files else ""
+        counts = f": {extensions(files)}" if files else ""
         raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}")
     return images
 
@@ -274,7 +282,7 @@ def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
     if scanned.ignored:
         notes.append(
             f"{quantity(len(scanned.ignored), 'file')} left out, not images by their extensions: "
-            f"{_extensions(scanned.ignored)}"
+            f"{extensions(scanned.ignored)}"
         )
     if scanned.special:
         notes.append(
@@ -282,16 +290,6 @@ def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
             f"as {scanned.special[0]}"
         )
     return tuple(notes)
-
-
-def _extensions(keys: Sequence[str]) -> str:
-    """Return the number of files per extension, and advice for images in unsupported formats."""
-    number = Counter(PurePosixPath(key).suffix.lower() or "none" for key in keys)
-    counts = ", ".join(f"{extension} {count:,}" for extension, count in number.most_common(8))
-    unsupported = [extension for extension in UNSUPPORTED if extension in number]
-    return counts + (
-        f"; to use the {' and '.join(unsupported)} files, convert them to JPEG or PNG" if unsupported else ""
-    )
 
 
 def _around(paths: Sequence[str], is_annotated: bool) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from pipelines.spec import quantity
 from ray_jobs.sources.boxes.folders import form_of
-from ray_jobs.sources.names import MASKS, SPLIT_WORDS
+from ray_jobs.sources.names import MASKS, SPLIT_WORDS, listed, split_in
 from ray_jobs.sources.readers.label_tables import METADATA
 from vit_model.errors import UserError
 
@@ -26,7 +27,10 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
             folders["/".join(parts[:depth])].add(parts[depth])
     for folder, names in sorted(folders.items()):
         splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
-        if "train" in splits and len(splits) > 1:
+        contained = {split_in(name): name for name in names}
+        if None not in contained:  # such as seg_train and seg_test, or val and test
+            splits |= contained  # type: ignore[arg-type]
+        if len(splits) > 1 and ("train" in splits or None not in contained):
             raise UserError(
                 f"{root}: {folder} contains split folders ({', '.join(sorted(splits.values()))}). Set the root to "
                 f"{folder}, or put the split folders at the top (train/<class>/), or add a {METADATA} with a column "
@@ -72,3 +76,16 @@ def check_not_joined(root: Path | str, class_names: Collection[str]) -> None:
                     f" images, too. If so, set source.multi_label: true and source.label_separator: {separator!r}; if"
                     f" it is one class, write it without {separator!r}"
                 )
+
+
+def inner_note(labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note about folders inside class folders, whose names could be the classes, from {key: class}."""
+    inner: dict[str, None] = {}
+    for key, name in labels.items():
+        *folders, _ = key.split("/")
+        if folders[-1] != name:
+            inner["/".join(folders[folders.index(name) :])] = None
+    if not inner:
+        return ()
+    count = quantity(len(inner), "folder")
+    return (f"{count} inside class folders, whose images have the outer folder's class: {listed([*inner])}",)

@@ -73,7 +73,7 @@ def test_images_with_masks_get_a_model_of_pixels(tmp_path: Path, capsys: pytest.
         init.write_recipe(tmp_path / "no.yaml", tmp_path, "folder", [], "s", init.Console(quiet=True))
     source = "{mask_classes: [road, car]}"
     init.write_recipe(tmp_path / "r.yaml", tmp_path, source, [], "s", init.Console(width=200))
-    assert "found 1 images with masks of 2 classes, without splits" in capsys.readouterr().out
+    assert "found 1 image with masks of 2 classes, without splits" in capsys.readouterr().out
     stages = load_pipeline(str(tmp_path / "r.yaml")).stages
     assert [stage.job for stage in stages.values()] == ["ingest", "finetune", "report"]
     assert stages["vit"].masks and stages["vit"].class_weights == "balanced"
@@ -116,7 +116,10 @@ def test_folders_that_are_no_classes_are_told(tmp_path: Path) -> None:
         (photos / key).mkdir(parents=True)
     for file in (photos / "empty").rglob("*.png"):
         file.unlink()
-    assert [*examined.examine(photos, "folder").summary()][1:] == ["2 folders without images: empty, train/robots"]
+    assert [*examined.examine(photos, "folder").summary()][1:] == [
+        "1 folder inside class folders, whose images have the outer folder's class: b/old",
+        "2 folders without images: empty, train/robots",
+    ]
 
 
 def test_a_folder_of_one_class_leads_to_its_parent(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """More than 2 GiB of names in one column, as 27 million images with names of 80 bytes have."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ def test_an_index_with_more_than_2_gib_of_names(tmp_path: Path, monkeypatch: pyt
     names = pa.array([f"{row:02d}".ljust(BYTES, "x") for row in range(ROWS)])
     shards = [Shard(file=f"shards/{part}.parquet", rows=ROWS, bytes=1) for part in range(PARTS)]
     boxes = BOXES.empty_table()
-    index = numbered([Written(shard, (), facts(part, names), {}, boxes, 0) for part, shard in enumerate(shards)])
+    index = numbered(
+        [Written(shard, (), facts(part, names), {}, Counter(), boxes, 0) for part, shard in enumerate(shards)]
+    )
     assert pc.sum(pc.binary_length(index["key"])).as_py() > 2**31
     copies = find_copies("x", index, ["a"], ["train"] * len(index), {}, "drop", None)
     assert starts(copies["key"]) == ["00"] * (PARTS - 1)

@@ -236,12 +236,27 @@ def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(mask, expected[key])
 
 
+def test_objects_of_255_in_binary_masks_are_not_ignored_in_silence(tmp_path: Path) -> None:
+    for number in range(4):
+        mask = np.zeros((9, 12), np.uint8)
+        mask[: 3 + number] = 255
+        for folder, pixels in (("images", mask // 2), ("masks", mask)):
+            (tmp_path / "photos" / folder).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / f"photos/{folder}/{number}.png")
+    source = {"kind": "folder", "root": str(tmp_path / "photos"), "mask_classes": ["background", "cell"]}
+    with pytest.raises(
+        UserError, match=r"no mask has a pixel of cell, and 50\.0% .* value 255.*write 1 in their place"
+    ):
+        ingested(source, tmp_path / "store", max_distance=None)
+
+
 @pytest.mark.parametrize("names", [("other", "cat", "dog"), ("dog", "cat")])
 def test_masks_are_drawn_as_coco_outlines_objects(names: tuple[str, ...], tmp_path: Path) -> None:
     """Small objects before large ones, and crowds behind all; an image without objects is background."""
     categories, rng = ("cat", "dog"), np.random.default_rng(0)
     content: dict[str, Any] = {"images": [], "annotations": []}
     content["categories"] = [{"id": 5 * number, "name": name} for number, name in enumerate(categories, 1)]
+    content["categories"].append({"id": 99, "name": "other"})  # some tools write one for the background
     expected = {}
     (tmp_path / "photos/train").mkdir(parents=True)
     background = 0 if "other" in names else IGNORED

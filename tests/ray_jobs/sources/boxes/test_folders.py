@@ -9,7 +9,8 @@ from tests.ray_jobs.sources.boxes.test_formats import KITTI, VOC, dataset
 from vit_model.errors import UserError
 
 DOG = Box(10, 5, 30, 40, label=1)
-NAMES = b"names: {0: cat, 1: dog}\ntrain: images/train\n"
+NAMED = b"names: {0: cat, 1: dog}\n"
+NAMES = NAMED + b"train: images/train\n"
 YOLO = b"1 0.2 0.45 0.2 0.7\n"
 
 
@@ -58,16 +59,56 @@ SPLITS: list[tuple[Format, dict[str, bytes], dict[str, str | None]]] = [
     ("coco", {"all.json": dataset()}, {"a.jpg": None, "b.jpg": None}),
     (
         "yolo",
-        {"labels/train/a.txt": YOLO, "data.yaml": NAMES},
+        {"labels/train/a.txt": YOLO, "labels/test/test_tube.txt": b"", "data.yaml": NAMES},
         {"images/train/a.jpg": "train", "images/test/test_tube.jpg": "test"},
     ),
     ("yolo", {"a.txt": YOLO, "classes.txt": b"cat\ndog"}, {"a.jpg": None, "test_tube.jpg": None}),
+    (
+        "yolo",  # data.yaml's folders, wherever they were when it was written
+        {
+            "labels/x/a.txt": YOLO,
+            "labels/y/b.txt": YOLO,
+            "data.yaml": NAMED + b"train: /home/me/images/x\nval: ../images/y\n",
+        },
+        {"images/x/a.jpg": "train", "images/y/b.jpg": "dev"},
+    ),
+    (
+        "yolo",  # its lists
+        {"labels/a.txt": YOLO, "data.yaml": NAMED + b"train: [train.txt]\nval: lists/v.txt\n"}
+        | {"train.txt": b"./images/a.jpg\n", "lists/v.txt": b"/data/images/b.jpg\nimages/none.jpg\n"},
+        {"images/a.jpg": "train", "images/b.jpg": "dev"},
+    ),
+    (
+        "yolo",  # lists alone
+        {"labels/a.txt": YOLO, "classes.txt": b"cat\ndog", "train.txt": b"images/a.jpg", "test.txt": b"images/b.jpg"},
+        {"images/a.jpg": "train", "images/b.jpg": "test"},
+    ),
+    (
+        "yolo",  # as Roboflow writes it if there are no test images; and another folder was meant
+        {"train/labels/a.txt": YOLO, "data.yaml": NAMED + b"train: ../train/images\ntest: ../test/images\n"},
+        {"train/images/a.jpg": "train"},
+    ),
+    (
+        "yolo",
+        {"train/labels/a.txt": YOLO, "test/labels/b.txt": YOLO, "data.yaml": NAMED + b"train: ../training/images\n"},
+        {"train/images/a.jpg": "train", "test/images/b.jpg": "test"},
+    ),
+    (
+        "yolo",  # the folders below say more
+        {"labels/train/a.txt": YOLO, "labels/val/b.txt": YOLO, "data.yaml": NAMED + b"train: images\nval: images\n"},
+        {"images/train/a.jpg": "train", "images/val/b.jpg": "dev"},
+    ),
+    (
+        "yolo",  # validated on what it trains on, as in examples of a few images
+        {"labels/a.txt": YOLO, "data.yaml": NAMED + b"train: images\nval: images\n"},
+        {"images/a.jpg": "train", "images/b.jpg": "train"},
+    ),
     (
         "voc",
         {f"VOC/Annotations/{stem}.xml": VOC.encode() for stem in "abc"}
         | {
             f"VOC/ImageSets/Main/{name}.txt": text
-            for name, text in [("trainval", b"a\nb"), ("val", b"b"), ("dog_test", b"c 1")]
+            for name, text in [("trainval", b"a\nb"), ("val", b"b.jpg 1"), ("dog_test", b"c 1")]
         },
         {"VOC/JPEGImages/a.jpg": "train", "VOC/JPEGImages/b.jpg": "dev"},
     ),
@@ -85,12 +126,35 @@ def test_images_of_which_nothing_is_known_are_left_out_and_named() -> None:
     """An unannotated image, and one without a split where others have one; captions do not count as boxes."""
     files = {"annotations/instances_train.json": dataset(), "annotations/captions_train.json": b"[]", "c.jpg": b""}
     files |= {"train/a.jpg": b"", "train/b.jpg": b""}
-    assert read("coco", files).notes == ("1 image without annotations, left out: c.jpg",)
-    found = read("yolo", {"train/a.txt": YOLO, "data.yaml": NAMES, "train/a.jpg": b"", "more/c.jpg": b""})
-    assert [*found.images] == ["train/a.jpg"]
-    assert found.notes == ("1 image without a split (train, val, test), because others have one, left out: more/c.jpg",)
+    assert read("coco", files).notes[-1] == "1 image without annotations, left out: c.jpg"
+    labels = {"train/a.txt": YOLO, "more/c.txt": YOLO, "data.yaml": NAMES}
+    images = ["train/a.jpg", "train/background.jpg", "more/c.jpg", "unlabelled/d.jpg"]
+    found = read("yolo", labels | dict.fromkeys(images, b""))
+    assert [*found.images] == ["train/a.jpg", "train/background.jpg"]
+    assert found.notes[-2] == "1 image without annotations, left out: unlabelled/d.jpg"
+    left_out = "1 image without a split (train, val, test), because others have one, left out: more/c.jpg"
+    assert found.notes[-1] == left_out
     with pytest.raises(UserError, match="contains the splits dev and train"):
         read("coco", {"annotations/instances_val.json": dataset(), "train/a.jpg": b"", "train/b.jpg": b""})
+
+
+def test_what_boxes_may_mean_otherwise_is_noted() -> None:
+    wide = {"id": 1, "image_id": 7, "category_id": 18, "bbox": [20, 5, 90, 40]}
+    notes = read("coco", {"a.json": dataset(annotations=[wide]), "a.jpg": b"", "b.jpg": b""}).notes
+    assert notes == (
+        "1 class without a box: cat",
+        "1 box cut, more than 2% of a side beyond the image, such as: a.jpg (100 x 50) has [20, 5, 110, 45]; COCO's"
+        " bbox is x, y, width, height",
+    )
+    from_0 = VOC.replace("<xmin>11</xmin>", "<xmin>0</xmin>").encode()
+    (note,) = read("voc", {"a.xml": from_0, "a.jpg": b""}).notes
+    assert note.startswith("1 box begins at 0, but VOC's pixels count from 1")
+    yolo = {"labels/a.txt": YOLO, "images/a.jpg": b"", "data.yaml": NAMED + b"train: images\ntest: none\n"}
+    assert read("yolo", yolo | {"labels/A.txt": YOLO, "labels/classes.txt": b"cat\ndog"}).notes == (
+        "data.yaml: no image here is in test: none",
+        "1 text file beside labels without an image of its name: labels/A.txt",
+        "1 class without a box: cat",
+    )
 
 
 FORMS: list[tuple[Format | None, list[str]]] = [
@@ -126,6 +190,17 @@ FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
     ("coco", {"a.json": dataset(), "a.jpg": b""}, "a.json: image b.jpg: there is none"),
     (
         "coco",
+        {"a.json": dataset(annotations=[{"image_id": 7, "category_id": 17, "bbox": [0.1, 0.1, 0.5, 0.5]}])}
+        | {"a.jpg": b"", "b.jpg": b""},
+        "all boxes lie within the first pixel; expected pixels",
+    ),
+    (
+        "yolo",
+        {"labels/a.txt": YOLO, "images/a.jpg": b"", "data.yaml": NAMED + b"train: images\ntest: [images/]\n"},
+        "images/a.jpg is in train and in test; expected one of them",
+    ),
+    (
+        "coco",
         {"a.json": dataset(), "x/a.jpg": b"", "y/a.jpg": b"", "b.jpg": b""},
         "image a.jpg: there are 2, such as x/",
     ),
@@ -135,6 +210,11 @@ FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
         "annotated in a.json and in b.json",
     ),
     ("yolo", {"a.jpg": b"", "a.txt": YOLO}, "no names of classes: add data.yaml"),
+    (
+        "yolo",
+        {"a.jpg": b"", "a.txt": YOLO, "data.yaml": NAMES, "labels/classes.txt": b"dog\ncat"},
+        "data.yaml and labels/classes.txt have other names of classes",
+    ),
     ("yolo", {"a.jpg": b"", "data.yaml": NAMES}, "no text files with YOLO's labels"),
     ("yolo", {"a.jpg": b"", "a.txt": b"9 1 1 1 1", "data.yaml": NAMES}, "a.txt: '9 1 1 1 1' is of class 9"),
     ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"names: {1: cat}"}, "names is not a list"),

@@ -75,7 +75,7 @@ FAULTS = [
     (yolo, b"0 0.5 0.5 1.5 0.1", "not in shares of the image"),
     (yolo, b"0 nan 0.5 0.5 0.1", "not in shares of the image"),
     (yolo, b"0 0.5 0.5 0.1", "has 4 numbers, not 5"),
-    (yolo, b"0 0.1 0.1 0.2 0.1 0.2 0.2", "an outline of a segmentation"),
+    (yolo, b"0 0.1 0.1 0.2 0.1 0.2 0.2", "has 7 numbers; a box has 5. Outlines, rotated boxes"),
     (yolo, b"cat 0.5 0.5 0.1 0.1", "not a number"),
     (yolo, b"\xff\xfe", "not text in UTF-8"),
     (yolo, b" " * (5 << 20), "bytes of annotations"),

@@ -56,6 +56,7 @@ def test_class_folders(tmp_path: Path) -> None:
     listing = scan(touch(tmp_path, "dog/2.PNG", "cat/deep/1.jpg", "cat/.hidden.jpg", "cat/notes.txt", ".git/x.png"))
     assert listing.class_names == ("cat", "dog")
     assert listing.entries == (Entry("cat/deep/1.jpg", 0, None), Entry("dog/2.PNG", 1, None))
+    assert listing.notes == ("1 folder inside class folders, whose images have the outer folder's class: cat/deep",)
     assert listing.ignored == ("cat/notes.txt",) and [entry.label for entry in listing.entries] == [0, 1]
 
 
