@@ -1,8 +1,6 @@
 """IDX files: what is read is what was written, damage is told and never read past, classes are a filter."""
 
 import gzip
-import io
-import json
 import struct
 from collections import Counter
 from pathlib import Path
@@ -14,14 +12,10 @@ from hypothesis import strategies as st
 
 from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline
-from pipelines.spec import FASHION_MNIST_ROOT, IdxSource, Ingest, RecipeError
-from pipelines.store import open_store
-from ray_jobs import ingest
+from pipelines.spec import FASHION_MNIST_ROOT, IdxSource, RecipeError
 from ray_jobs.data import shards
 from ray_jobs.sources.readers import idx
 from tests.support.idx import NAMES, encoded
-from tests.support.records import make_context
-from vit_model.contract import Preprocessing
 
 RNG = np.random.default_rng(0)
 TRAIN, TEST = RNG.integers(0, 256, (240, 6, 5), np.uint8), RNG.integers(0, 256, (60, 6, 5), np.uint8)
@@ -49,8 +43,12 @@ def read_file(path: Path) -> np.ndarray:
     return idx.read_file({"file": str(path)}, "file")
 
 
+def located(of: IdxSource) -> dict[str, str]:
+    return {name: str(path) for name, path in source_files(of).items()}
+
+
 def read(of: IdxSource) -> idx.Images:
-    return idx.read({name: str(path) for name, path in source_files(of).items()}, len(of.class_names), of.selected())
+    return idx.read(located(of), len(of.class_names), of.selected())
 
 
 # ---- what is read
@@ -68,12 +66,19 @@ def test_what_is_read_is_what_was_written(root: Path) -> None:
 
 
 def test_a_choice_of_classes_is_a_filter_and_moves_no_image(root: Path) -> None:
-    every, some = read(source(root)), read(source(root, classes=(3, 1)))
+    wanted = source(root, classes=(3, 1))
+    every, some = read(source(root)), read(wanted)
     kept = np.isin(every.labels, [1, 3])
     np.testing.assert_array_equal(some.images, every.images[kept])
     np.testing.assert_array_equal(some.labels, every.labels[kept] // 2)
     assert some.keys == [key for key, keep in zip(every.keys, kept, strict=True) if keep]
     assert some.splits == [split for split, keep in zip(every.splits, kept, strict=True) if keep]
+    listing = idx.listing(wanted, located(wanted))
+    assert listing.class_names == ("b", "d") and listing.image == shards.ImageSize(height=6, width=5, channels=1)
+    for column in ("key", "label", "split"):
+        assert listing.entries[column].to_pylist() == list(getattr(some, f"{column}s"))
+    lasts = listing.entries["offset"].to_pylist()[-2:]
+    np.testing.assert_array_equal([*idx.rows(wanted, located(wanted), lasts)], some.images[-2:])
 
 
 @pytest.mark.slow
@@ -207,31 +212,6 @@ def test_where_files_lie_and_the_order_of_classes_do_not_enter_the_key() -> None
     one, other = source(Path("/a"), classes=(3, 1)), source(Path("/b"), classes=(1, 3))
     assert identity_fields(one) == identity_fields(other)
     assert identity_fields(one) != identity_fields(source(Path("/a")))
-
-
-# ---- the stage
-
-
-@pytest.mark.ray
-def test_ingest_writes_the_chosen_classes_raw(root: Path, tmp_path: Path, local_ray: None) -> None:
-    config = Ingest(job="ingest", source=source(root, name="some", classes=(1, 3)))
-    store = open_store(str(tmp_path / "store"))
-    result = ingest.main(make_context(store, config))
-    folder = tmp_path / "store" / "artifacts/ingest/k/attempts/1/files"
-    dataset = shards.open_dataset(folder)
-    assert dataset.info.name == "some" and dataset.info.class_names == ("b", "d")
-    assert dataset.info.image == shards.ImageSize(height=6, width=5, channels=1)
-    assert result.metrics["images"] == 150 and json.loads((folder / "dataset.json").read_text())
-    half = Preprocessing(mean=(0.5,), std=(0.5,), resolution=6, channels=1)
-    every = {pixels.tobytes(): label for pixels, label in zip(TEST, TEST_LABELS, strict=True)}
-    with io.BytesIO():
-        import pyarrow.parquet as pq
-
-        tested = set(dataset.sample_ids("test"))
-        rows = [row for path in folder.glob("shards/*") for row in pq.read_table(path).to_pylist()]
-        rows = [row for row in rows if row["sample_id"] in tested]
-    assert len(rows) == 30 and all(every[row["image"]] == 1 + 2 * row["label"] for row in rows)
-    assert dataset.images("test", half).shape == (30, 6, 6, 1)
 
 
 @needs_files
