@@ -1,4 +1,4 @@
-"""The network against Hugging Face's, its initialisation, and that it learns. Run: pytest tests/vit_model."""
+"""The network's parts against torch's, its initialisation and its options. Run: pytest tests/vit_model."""
 
 import math
 from typing import Any
@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from tests.support.vits import SMALL, hugging_face_names, hugging_face_twin, randomised
+from tests.support.vits import SMALL, randomised
 from vit_model.blocks import attention
 from vit_model.config import ViTConfig
 from vit_model.model import ViT, along_axis
-from vit_model.objectives.losses import softmax_cross_entropy
 
 
 def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
@@ -23,34 +22,6 @@ def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return float(((ours - theirs).norm() / theirs.norm()).detach())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("gelu", "activation"), [("tanh", "gelu_pytorch_tanh"), ("exact", "gelu")])
-def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> None:
-    config = ViTConfig.model_validate({**SMALL, "gelu": gelu})
-    ours = randomised(config)
-    theirs = hugging_face_twin(ours, activation)
-    images, labels = random_images(config, 5), torch.tensor([0, 3, 6, 2, 2])
-
-    logits, expected = ours(images), theirs(images).logits
-    assert relative_difference(logits, expected) < 1e-5
-    F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
-    F.cross_entropy(expected, labels).backward()  # type: ignore[no-untyped-call]
-
-    # q, k, v together: a key's bias only moves all scores alike, so its own gradient is rounding and no more.
-    grouped: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None}
-    reference = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    renamed = hugging_face_names(gradients, config)
-    assert renamed.keys() == reference.keys()
-    for name, gradient in renamed.items():
-        group = name.translate(str.maketrans("qkv", "***")) if "_proj.bias" in name else name
-        ours_theirs = grouped.setdefault(group, ([], []))
-        ours_theirs[0].append(gradient.flatten())
-        ours_theirs[1].append(reference[name].flatten())
-    for group, (mine, other) in grouped.items():
-        assert relative_difference(torch.cat(mine), torch.cat(other)) < 1e-5, group
 
 
 def test_patch_embedding_is_the_convolution() -> None:
@@ -204,40 +175,6 @@ def test_tokens_that_nobody_reads_are_left_out_of_the_last_block_only(options: d
         torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-12)
     n = config.num_tokens
     assert seen == [n] * (config.depth - 1) + [1 + config.distillation] + [n] * config.depth
-
-
-def train(steps: int, dtype: torch.dtype, dropout: float = 0.0) -> tuple[list[float], ViT]:
-    config = ViTConfig.model_validate({**SMALL, "dropout": dropout})
-    model = ViT(config).to(dtype)
-    images, labels = random_images(config, 16).to(dtype), torch.arange(16) % 7
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    torch.manual_seed(0)
-    losses = []
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss = softmax_cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        losses.append(loss.item())
-    return losses, model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_batch_is_learnt_by_heart(dtype: torch.dtype) -> None:
-    losses, _ = train(100, dtype)
-    assert losses[0] == pytest.approx(math.log(7), abs=1e-3)  # the head starts at zero
-    assert losses[-1] < 0.05
-
-
-def test_training_twice_gives_the_same_bits() -> None:
-    (losses, first), (again, second) = (
-        train(3, torch.float32, dropout=0.1),
-        train(3, torch.float32, dropout=0.1),
-    )
-    assert losses == again
-    for name, parameter in first.named_parameters():
-        assert torch.equal(parameter, second.get_parameter(name)), name
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from ray_jobs.data.columns import Sample
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop
 from ray_jobs.training.evaluators import predict
-from ray_jobs.training.fit import fit, start_model
+from ray_jobs.training.fit import fit
 from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from tests.support.interrupted import files_below
@@ -197,25 +197,6 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     assert predict(tuned, task.contract, images).shape[0] == 48
     features = embed(trained, contract, 1, data.images("dev", contract.preprocessing))
     assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
-
-
-@pytest.mark.slow
-def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path):
-    """Tanh layer, bias, summed classes: the first loss is log(1 + e) for the label, log(1 + 1 / e) for each other."""
-    size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, representation_head=True, head_bias=-1.0)
-    config = configuration(model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2)
-    metrics = train(config, dataset, tmp_path)
-    curve = json.loads((tmp_path / "curve.json").read_text())
-    assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
-    assert metrics["dev_accuracy"] > 0.9
-    task = make_task(
-        Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
-        shards.open_dataset(dataset),
-        tmp_path,
-    )
-    start = start_model(task, seed=0)
-    assert not start.config.representation_head
-    assert not start.head.weight.any() and not start.head.bias.any()
 
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
