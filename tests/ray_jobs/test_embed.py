@@ -2,7 +2,6 @@
 
 import csv
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.conftest import Vitflow
 from tests.support import datasets
 from tests.support.archives import image
 from tests.support.checkpoints import put_untrained
-from tests.support.killed import killed_after
 from tests.support.records import make_context, make_manifest
 from vit_model.errors import UserError
 from vit_model.preprocessing import normalise
@@ -129,31 +127,6 @@ def test_finished_parts_are_taken_over_and_the_bytes_are_the_same(
     out = capsys.readouterr().out
     assert all(f"part {number}: from attempt 1" in out for number in range(3)) and "part 3: from" not in out
     assert again == embed.infer(Made(tmp_path / "other").context())
-
-
-KILLED = """
-import pickle, sys, ray
-from ray_jobs import embed
-ray.init(address=sys.argv[2], log_to_driver=False, logging_level="error")
-embed.main(pickle.loads(open(sys.argv[1], "rb").read()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_killed_at_any_moment_the_next_attempt_computes_only_the_rest(
-    local_ray: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    made = Made(tmp_path / "store", {"train": 64 * 128})
-    (tmp_path / "context").write_bytes(pickle.dumps(made.context()))
-    ledger = tmp_path / "store" / Layout.ledger("embed", "k", 1)
-    killed_after(5, ledger, KILLED, tmp_path / "context")
-    finished = len(list(ledger.glob("part-*.json")))
-    assert 0 < finished < 64, "it was not killed in the middle"
-    again = embed.infer(made.context(number=2))
-    assert capsys.readouterr().out.count("from attempt 1") == finished
-    assert again == embed.infer(Made(tmp_path / "other", {"train": 64 * 128}).context())
 
 
 def test_a_model_without_a_classifier_does_not_predict(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def contract_for(
     )
 
 
-def hugging_face_twin(ours: Any, activation: str, **fields: Any) -> Any:
+def hugging_face_twin(ours: Any, activation: str) -> Any:
     """transformers' model with our weights; strict: every tensor of theirs gets one of ours, and none is left over."""
     transformers = pytest.importorskip("transformers")
     config = ours.config
@@ -72,7 +72,6 @@ def hugging_face_twin(ours: Any, activation: str, **fields: Any) -> Any:
         layer_norm_eps=config.layer_norm_eps,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        **fields,
     )
     theirs = transformers.ViTForImageClassification(sizes)
     theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), config), strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.support.vits import SMALL, randomised
 from vit_model.blocks import attention
 from vit_model.config import ViTConfig
-from vit_model.model import ViT, along_axis
+from vit_model.model import ViT
 
 
 def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
@@ -266,19 +266,6 @@ def test_every_option_builds_what_is_counted_and_all_of_it_is_trained(options: d
         assert parameter.isfinite().all(), name
     fresh = ViT(config)
     assert not fresh.head.weight.any() and not fresh(images).any()
-
-
-def test_axial_blocks_see_one_row_and_then_one_column() -> None:
-    """After both a token knows the whole grid; after the first it knows its own row only."""
-    config = ViTConfig.model_validate({**SMALL, "axial": True, "pooling": "gap", "depth": 1, "image_size": (12, 16)})
-    model = randomised(config)
-    x = torch.randn(1, 12, config.width, requires_grad=True)
-    row = along_axis(model.blocks[0], x, config.grid, 0)
-    (seen,) = torch.autograd.grad(row[0, 5].sum(), x)  # the token in row 1, column 1 of 3 x 4
-    assert seen[0].any(dim=1).nonzero().flatten().tolist() == [4, 5, 6, 7]
-    column = along_axis(model.blocks[1], x, config.grid, 1)
-    (seen,) = torch.autograd.grad(column[0, 5].sum(), x)
-    assert seen[0].any(dim=1).nonzero().flatten().tolist() == [1, 5, 9]
 
 
 def test_axial_blocks_are_torchs_own_under_masks_of_rows_and_columns() -> None:

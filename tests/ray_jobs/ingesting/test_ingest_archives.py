@@ -1,4 +1,4 @@
-"""A folder as an archive or on S3, groups by a column; and whole ingests of archives, twice the same."""
+"""A folder as an archive or on S3, and groups by a column."""
 
 import json
 import os
@@ -12,13 +12,10 @@ import pytest
 from pipelines import identity
 from pipelines.files.sources import source_files
 from pipelines.spec import FolderSource, Ingest, RecipeError
-from pipelines.store import open_store
-from ray_jobs import ingest
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Listing
 from tests.support.archives import image, rar, tar, zipped
-from tests.support.records import make_context
 from tests.support.s3 import Server, used
 
 IMAGES = {f"{name}/{i}.png": image(100 * len(name) + i, "PNG") for name in ("cat", "horse") for i in range(30)}
@@ -173,28 +170,3 @@ def test_a_folder_on_s3_is_as_the_folder_here(tmp_path: Path, moto: Server, monk
         moto.client.put_object(Bucket=bucket, Key="bad/../x.png", Body=b"")
         with pytest.raises(RecipeError, match="which is not a valid path"):
             listed(f"s3://{bucket}/bad")
-
-
-# ---- whole ingests
-
-
-def ingested(given: object, store_folder: Path) -> tuple[str, dict[str, object], Path]:
-    config = Ingest.model_validate({"job": "ingest", "source": given})
-    store = open_store(str(store_folder))
-    result = ingest.main(make_context(store, config))
-    return result.content_digest, dict(result.metrics), store_folder / "artifacts/ingest/k/attempts/1/files"
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(
-    tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "pets.zip").write_bytes(zipped({f"pets/{name}": data for name, data in IMAGES.items()}))
-    roots = [tmp_path / "pets.zip", tmp_path / "pets.zip", unpack(tmp_path / "plain", IMAGES)]
-    runs = [ingested({"kind": "folder", "root": str(root)}, tmp_path / f"s{i}") for i, root in enumerate(roots)]
-    assert len({digest for digest, _, _ in runs}) == 1
-    assert all(metrics["images"] == 60 for _, metrics, _ in runs)
-    (tmp_path / "plain" / "cat" / "1.heic").write_bytes(b"not read")
-    ingested({"kind": "folder", "root": str(roots[-1])}, tmp_path / "other")
-    assert "1 file left out, not images by their extensions: .heic 1; to use" in capsys.readouterr().out

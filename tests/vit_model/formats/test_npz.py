@@ -27,7 +27,6 @@ from vit_model.formats import Imported, npz
 from vit_model.formats.npz_layout import layout
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
-from vit_model.weights import transfer_backbone
 
 Arrays = dict[str, NDArray[Any]]
 SMALL = vits.SMALL | {"width": 16, "depth": 2, "mlp_dim": 24}
@@ -275,24 +274,6 @@ def test_group_norms_of_older_files_are_squeezed(tmp_path: Path) -> None:
     save(tmp_path / "wide.npz", wide)
     weights = npz.read(tmp_path / "wide.npz").weights
     torch.testing.assert_close(weights, {**model.state_dict()}, rtol=0, atol=0)
-
-
-def test_fine_tuning_resizes_positions_as_scipy_does_and_drops_both_heads(tmp_path: Path) -> None:
-    """Traps 4 and 9."""
-    from scipy.ndimage import zoom
-
-    written(tmp_path / "model.npz", representation_head=True)
-    table = load(tmp_path / "model.npz")["Transformer/posembed_input/pos_embedding"]
-    source = rebuilt(npz.read(tmp_path / "model.npz"))
-    model = ViT(configuration(image_size=20, num_classes=3))
-    lines = transfer_backbone(model, source)
-    expected = zoom(table[0, 1:].reshape(3, 3, 16), (5 / 3, 5 / 3, 1), order=1).reshape(25, 16)
-    assert np.abs(model.pos_embed[0, 1:].detach().numpy() - expected).max() < 1e-6
-    assert np.array_equal(model.pos_embed[0, 0].detach().numpy(), table[0, 0])
-    assert not hasattr(model, "pre_logits")
-    assert not model.head.weight.any()
-    assert not model.head.bias.any()
-    assert "pre_logits: the source's tanh layer was dropped" in lines
 
 
 def test_pixels_are_brought_to_minus_one_and_one(tmp_path: Path) -> None:
