@@ -119,6 +119,12 @@ def test_heads_that_do_not_divide_the_width() -> None:
         ViTConfig(image_size=8, patch_size=2, width=64, depth=1, num_heads=3, mlp_dim=64)
 
 
+def test_fine_tuning_leaves_the_head_of_the_pretraining_behind() -> None:
+    """The tanh layer and the bias of the classifier."""
+    pretrained = ViTConfig.variant("Ti/16", image_size=224, num_classes=7, representation_head=True, head_bias=-10.0)
+    assert pretrained.for_finetuning(384, 3) == ViTConfig.variant("Ti/16", image_size=384, num_classes=3)
+
+
 def test_unknown_fields_and_changes_are_refused() -> None:
     config = ViTConfig.variant("Ti/16", image_size=224)
     with pytest.raises(ValidationError, match="pool_type"):
