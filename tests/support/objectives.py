@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipelines.spec import objective_properties
 from pipelines.spec.stages.pretrain import ObjectiveProperties
-from vit_model.objectives.dino import at_side
 
 
 class Case(NamedTuple):
@@ -23,7 +22,7 @@ class Case(NamedTuple):
     zero_stage: int
     """with which it is killed and continued"""
     loss: Callable[[Any, tuple[Tensor, ...]], Tensor] | None = None
-    """(module, views as the model takes them) -> the loss by hand; None: the tests of vit_model/objectives have it"""
+    """(module, views as the model takes them) -> the loss by hand; None: other tests have it"""
 
     @property
     def properties(self) -> ObjectiveProperties:
@@ -35,20 +34,6 @@ def softmax(module: Any, views: tuple[Tensor, ...]) -> Tensor:
     (images,) = views
     labels = torch.from_numpy(np.arange(len(images)) % 3)
     return -F.one_hot(labels).mul(module(images).log_softmax(1)).sum(1).mean()
-
-
-def dino(module: Any, views: tuple[Tensor, ...]) -> Tensor:
-    """The authors' loop over pairs of views in numpy, in the first step: the teacher is the student, the centre 0."""
-    outputs = [module.projector(at_side(module.model, view.shape[-1])(view)).detach().double() for view in views]
-    taught = [(output / 0.04).softmax(1).numpy() for output in outputs[:2]]
-    learned = [(output / 0.1).log_softmax(1).numpy() for output in outputs]
-    pairs = [
-        -(given * answer).sum(1).mean()
-        for number, given in enumerate(taught)
-        for other, answer in enumerate(learned)
-        if other != number
-    ]
-    return torch.tensor(np.mean(pairs), dtype=torch.float32)
 
 
 MOCO = {
@@ -77,6 +62,6 @@ CASES: dict[str, Case] = {
     "labels and patches": Case({"auxiliary": {"masked_patches": 0.5}}, zero_stage=3),
     "contrastive": Case(MOCO, zero_stage=1),
     "mae": Case(MAE, zero_stage=3),
-    "dino": Case(DINO, zero_stage=2, loss=dino),
+    "dino": Case(DINO, zero_stage=2),
     "distillation": Case({"objective": "distillation", "teacher": "first", "distillation": SOFT}, zero_stage=3),
 }

@@ -14,7 +14,7 @@ from pipelines.engine import plan, runs
 from pipelines.engine.durations import last_seconds
 from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import code_digest, sha256, source_fingerprint, stage_key
+from pipelines.identity import code_digest, sha256, stage_key
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.results.lookup import find_run
@@ -324,16 +324,6 @@ def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(store
     record["pipeline"]["stages"]["digits"]["a field of long ago"] = 1
     (store.root / "runs" / run.id / "plan.json").write_text(json.dumps(record))
     assert len(runs.run_status(store, run.id)["stages"]) == len(pipeline.stages)
-
-
-def test_a_folder_is_known_by_its_images_not_by_what_is_hidden_in_it(tmp_path: Path) -> None:
-    source = Ingest.model_validate({"job": "ingest", "source": {"kind": "folder", "root": str(tmp_path / "images")}})
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    (tmp_path / "images" / "a" / "1.png").write_bytes(b"1")
-    before = source_fingerprint(source)
-    (tmp_path / "images" / ".git").mkdir()
-    (tmp_path / "images" / ".git" / "HEAD").write_text("x")
-    assert source_fingerprint(source) == before
 
 
 def test_the_last_similar_result_says_how_long_a_stage_takes(store: Store, pipeline: Pipeline) -> None:

@@ -190,7 +190,9 @@ def fingerprint(root: Path) -> str:
 def test_fingerprint_follows_names_and_contents_and_nothing_else(images: Path, tmp_path: Path) -> None:
     first = fingerprint(images)
     os.utime(images / "a/1.png", (1, 1))
-    assert fingerprint(images) == first, "a touch changes nothing"
+    (images / ".git").mkdir()
+    (images / ".git" / "HEAD").write_text("x")
+    assert fingerprint(images) == first, "a touch and what is hidden change nothing"
     moved = images.rename(tmp_path / "moved")
     assert fingerprint(moved) == first, "where it lies does not matter"
     (moved / "a/1.png").write_bytes(b"other")

@@ -1,16 +1,13 @@
-"""MoCo v3: its loss against a loop, two workers against one process, what is trained and what is not."""
+"""MoCo v3: its loss against a loop, what is trained and what is not."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.vits import TINY
-from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo, MomentumEncoder, info_nce
@@ -157,34 +154,3 @@ def test_the_momentum_encoder_of_bfloat16_weights_takes_small_steps() -> None:
 def test_a_model_with_a_classifier_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="replaces the classifier"):
         small_task(**changed)
-
-
-def step(task: MoCo, momentum_encoder: MomentumEncoder, one: Tensor, other: Tensor) -> Tensor:
-    loss: Tensor = task(one, other, *momentum_encoder.keys(one, other))
-    loss.backward()
-    return loss.detach()
-
-
-def _worker(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
-    task, views = small_task().double(), [view.double() for view in two_views(6)]
-    share = slice(rank * 6 // world, (rank + 1) * 6 // world)
-    found = {"loss": step(task, MomentumEncoder(task), *(view[share] for view in views))}
-    found |= {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_workers_are_one_batch(tmp_path: Path) -> None:
-    """The mean of their losses is the whole batch's loss, and the mean of their gradients its gradient."""
-    run_workers(2, _worker, 2, tmp_path)
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    task = small_task().double()
-    expected = {"loss": step(task, MomentumEncoder(task), *(view.double() for view in two_views(6)))}
-    expected |= {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
-    assert parts[0].keys() == parts[1].keys() == expected.keys()
-    for name, whole in expected.items():
-        torch.testing.assert_close((parts[0][name] + parts[1][name]) / 2, whole, rtol=1e-9, atol=1e-12)
-    assert not torch.equal(parts[0]["loss"], parts[1]["loss"])
