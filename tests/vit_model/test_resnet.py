@@ -18,7 +18,7 @@ from vit_model.build import Network, build
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
-from vit_model.resnet import ResNet, StdConv2d, StdConv2dSame, Stem
+from vit_model.resnet import ResNet, Stem
 from vit_model.variants import RESNETS
 from vit_model.weights import load_model, save_model, transfer_backbone
 
@@ -178,45 +178,6 @@ def test_the_stem_of_hybrids_is_timms_with_the_authors_standardisation(
     own = theirs(partial(StdConv2dSame, eps=1e-8), 1e-5)
     own.load_state_dict(ours.state_dict(), strict=True)
     assert_close({"maps": maps}, {"maps": own(images)}, 1e-3)
-
-
-def test_a_whole_hybrid_is_timms_but_for_the_constants(timm: ModuleType) -> None:
-    from timm.layers import HybridEmbed, StdConv2dSame
-    from timm.models.resnetv2 import ResNetV2
-    from timm.models.vision_transformer import VisionTransformer
-
-    sizes = {"depth": 2, "num_heads": 2, "num_classes": 5}
-    config = ViTConfig(image_size=(32, 64), patch_size=8, width=32, mlp_dim=128, stem=(1, 2), gelu="exact", **sizes)
-    backbone = ResNetV2(
-        layers=(1, 2),
-        channels=(256, 512),
-        preact=False,
-        num_classes=0,
-        global_pool="",
-        stem_type="same",
-        conv_layer=partial(StdConv2dSame, eps=1e-8),
-    )
-    embed = partial(HybridEmbed, backbone=backbone)
-    theirs = VisionTransformer(img_size=(32, 64), patch_size=1, embed_dim=32, embed_layer=embed, **sizes)
-    ours = randomised(ViT(config))
-    weights = ours.state_dict()
-    weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"][:, :, None, None]
-    theirs.load_state_dict(weights, strict=True)
-    images = noise(3, 3, 32, 64)
-    assert_close({"logits": ours(images)}, {"logits": theirs.eval()(images)}, 1e-4)
-
-
-@pytest.mark.parametrize("kind", [StdConv2d, StdConv2dSame])
-def test_gradients_of_standardised_kernels(kind: type[StdConv2d] | type[StdConv2dSame]) -> None:
-    conv = kind(2, 3, 3, stride=2).double()
-    images = noise(1, 2, 5, 6).double()
-
-    def convolved(weight: Tensor) -> Tensor:
-        return torch.func.functional_call(conv, {"weight": weight}, (images,))
-
-    assert torch.autograd.gradcheck(convolved, noise(3, 2, 3, 3, seed=3).double().requires_grad_())
-    by_hand = standardised(noise(3, 2, 3, 3, seed=4).double())
-    assert convolved(by_hand * 7 + 2).isclose(convolved(by_hand), rtol=1e-4).all(), "scale and mean do not matter"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
