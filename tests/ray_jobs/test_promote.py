@@ -11,7 +11,6 @@ from pipelines import store as st
 from pipelines.results.accuracies import verdict_lines
 from pipelines.spec import Promote
 from pipelines.store import Manifest, Store
-from ray_jobs.data import shards
 from ray_jobs.evaluation.intervals import paired_difference
 from ray_jobs.promote import Accuracy, decide, images_needed, promote
 from tests.support import datasets
@@ -88,19 +87,12 @@ def test_the_first_model_needs_the_floor() -> None:
 # ------------------------------------------------------------------------------------------------- the stage
 
 
-PIXELS = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)
-
-
 NONE = range(0)
 
 
 def data(store: Store, name: str, test: range, train: range = NONE, names: tuple[str, ...] = ("a", "b")) -> Manifest:
-    splits = {
-        split: [datasets.raw(f"{name}-{split}-{number:04d}", PIXELS[number], number % 2) for number in own]
-        for split, own in (("train", train), ("dev", NONE), ("test", test))
-    }
     with store.staging(st.Layout.files("ingest", name, 1)) as staging:
-        info = datasets.put(staging.path, name, names, shards.ImageSize(height=8, width=8, channels=1), splits)
+        info = datasets.put_numbered(staging.path, name, names, {"train": train, "dev": NONE, "test": test})
     made = make_manifest("ingest", key=name, stage=name, content_digest=info.content_digest, files=staging.files)
     return st.commit(store, made)
 

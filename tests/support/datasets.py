@@ -1,6 +1,6 @@
 """Datasets for tests, from samples that a test makes: `datasets.put` writes them as ingest would."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import examine_pixels
 from ray_jobs.data.samples import write_samples
-from ray_jobs.data.shards import ImageSize
+from ray_jobs.data.shards import DatasetInfo, ImageSize
 from ray_jobs.data.writing import shuffle_key
 
 put = write_samples
@@ -23,6 +23,19 @@ def raw(identity: str, pixels: np.ndarray, label: int) -> Sample:
     """A sample of pixels, uint8 [h, w, c]; its key is its identity."""
     facts = examine_pixels(pixels)
     return Sample(identity, identity, pixels.tobytes(), "raw", facts.width, facts.height, facts.channels, label)
+
+
+NUMBERED = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)
+
+
+def put_numbered(folder: Path, name: str, classes: Sequence[str], splits: Mapping[str, Iterable[int]]) -> DatasetInfo:
+    """Write pictures of NUMBERED, even and odd ones in two classes; named after the dataset, as copies are known by
+    their bytes."""
+    samples = {
+        split: [raw(f"{name}-{split}-{number:04d}", NUMBERED[number], number % 2) for number in numbers]
+        for split, numbers in splits.items()
+    }
+    return put(folder, name, classes, ImageSize(height=8, width=8, channels=1), samples)
 
 
 HALVES = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))

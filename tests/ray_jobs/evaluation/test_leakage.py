@@ -35,8 +35,6 @@ from tests.support.reports import make_report
 from tests.support.s3 import Server, used
 from vit_model.weights import load_model
 
-PIXELS = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)
-SHAPE = shards.ImageSize(height=8, width=8, channels=1)
 FEW = Labels(per_class=4, draws=3, folds=2, seed=5)
 Numbers = Sequence[int]
 
@@ -61,16 +59,9 @@ class Made:
 
         `pushed`: images that were left out, each because of a test image, whatever their hashes.
         """
-        splits = {
-            split: [
-                # named after the data set: copies are known by their bytes
-                datasets.raw(f"{name}-{split}-{number:04d}", PIXELS[number], number % 2)
-                for number in own
-            ]
-            for split, own in (("train", train), ("dev", dev), ("test", test))
-        }
+        splits = {"train": train, "dev": dev, "test": test}
         with self.store.staging(st.Layout.files("ingest", name, 1)) as staging:
-            info = datasets.put(staging.path, name, ("even", "odd"), SHAPE, splits)
+            info = datasets.put_numbered(staging.path, name, ("even", "odd"), splits)
             index = staging.path / "index.parquet"
             pq.write_table(pq.read_table(index).drop(list(lacks)), index)
             if pushed is not None:
@@ -131,8 +122,9 @@ def _put_copies(folder: Path, name: str, pushed: Mapping[int, int]) -> None:
     pq.write_table(
         pa.Table.from_pylist([copy | {"done": "left out"} for copy in copies]), folder / "duplicates.parquet"
     )
-    train = [datasets.raw(str(one), PIXELS[one], 0) for one in pushed]
-    datasets.put(folder / "x", "x", ("even", "odd"), SHAPE, {"train": train})
+    train = [datasets.raw(str(one), datasets.NUMBERED[one], 0) for one in pushed]
+    shape = shards.ImageSize(height=8, width=8, channels=1)
+    datasets.put(folder / "x", "x", ("even", "odd"), shape, {"train": train})
     (folder / "facts").mkdir()
     shutil.move(folder / "x" / "index.parquet", folder / "facts" / "00-00000.parquet")
     shutil.rmtree(folder / "x")
