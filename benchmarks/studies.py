@@ -51,7 +51,7 @@ def main() -> None:
     pq.write_table(table(numbers), KEPT / f"{options.recipe}.parquet")
     (KEPT / f"{options.recipe}.png").write_bytes(asyncio.run(picture(page, options.section)))
     (trained,) = query(options.store, "SELECT sum((metrics->>'train_seconds')::DOUBLE) AS seconds FROM artifacts")
-    print(f"{numbers['headline']}\n{trained['seconds'] / 60:.0f} minutes of training; {setting(load)}")
+    print(f"{numbers['headline']}\n{(trained['seconds'] or 0) / 60:.0f} minutes of pretraining; {setting(load)}")
 
 
 def table(numbers: dict[str, Any]) -> pa.Table:
