@@ -105,18 +105,18 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
         stage, place = split(line["stage"])
         if place and not line["apart"] and not is_reference(line["method"]):
             dev = trained.get(line.get("backbone", ""))
-            metric = f"{line['metric']}{ON_TEST}"
-            measured = Measured(stage, metric, _setting(line), place, line["value"], line["method"], dev)
+            measured = Measured(stage, line["metric"], _setting(line), place, line["value"], line["method"], dev)
             yield measured._replace(artifact=line["artifact"])
 
 
 def _on_test(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the lines of accuracies, mAP, mIoU and AP, with their metric, value and labels."""
     for line in numbers["accuracies"]:
-        yield line | {"metric": ACCURACY, "value": line["accuracy"]}
+        yield line | {"metric": TEST_ACCURACY, "value": line["accuracy"]}
     for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
         if line["metric"] in (MEAN_AP, MEAN_IOU, AP) and line["value"] is not None:
-            yield line | {"labels": labels_text(line["labels_per_class"], None)}
+            labels = labels_text(line["labels_per_class"], None)
+            yield line | {"metric": f"{line['metric']}{ON_TEST}", "labels": labels}
 
 
 def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, tuple[float, float]]]:
@@ -124,7 +124,7 @@ def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[s
     found: dict[tuple[str, str, str], dict[str, tuple[float, float]]] = {}
     for line in _on_test(numbers):
         if is_reference(line["method"]):
-            setting = split(line["stage"])[0], f"{line['metric']}{ON_TEST}", _setting(line)
+            setting = split(line["stage"])[0], line["metric"], _setting(line)
             ends = found.setdefault(setting, {})
             low, high = ends.get(line["method"], (1.0, 0.0))
             ends[line["method"]] = min(low, line["value"]), max(high, line["value"])

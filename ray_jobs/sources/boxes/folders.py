@@ -100,7 +100,7 @@ class _Found(NamedTuple):
     origin: dict[str, str] = {}  # noqa: RUF012 (never changed)
     """the JSON of each image, whose name may have its split"""
     splits: dict[str, str] = {}  # noqa: RUF012 (never changed)
-    """the split of each image that a list or data.yaml names, whatever its folders"""
+    """the split of each image that a list or data.yaml names; it counts before its folders'"""
     notes: Sequence[str] = ()
 
 
@@ -282,10 +282,14 @@ def _yolo_splits(
     return splits, missing
 
 
+def _named_parts(path: str) -> list[str]:
+    """Return the parts of a path that are names: without the root, `.` and `..`."""
+    return [part for part in PurePosixPath(path.replace("\\", "/")).parts if part not in {"/", ".", ".."}]
+
+
 def _tails(place: str) -> list[str]:
-    """Return the ends of a path, the longest first, that say which folder or list it is: without `..`, and not `images`
-    of `train/images`."""
-    parts = [part for part in PurePosixPath(place.replace("\\", "/")).parts if part not in {"/", ".", ".."}]
+    """Return the ends of a path, the longest first, that still say what it is: not the `images` of `train/images`."""
+    parts = _named_parts(place)
     tails = []
     for first, part in enumerate(parts):
         if first and {each.lower() for each in parts[first:]} <= {"images", "labels", "data"}:
@@ -313,7 +317,7 @@ def _in_place(place: str, files: Sequence[str], images: Sequence[str], read: Rea
     (data,) = read([key])
     found = []
     for line in data.decode("utf-8-sig", "replace").splitlines():
-        path = "/".join(part for part in PurePosixPath(line.strip()).parts if part not in {"/", ".", ".."})
+        path = "/".join(_named_parts(line.strip()))
         same = by_name.get(path.rpartition("/")[2], []) if path else []
         fitting = [image for image in same if f"/{path}".endswith(f"/{image}") or f"/{image}".endswith(f"/{path}")]
         found += fitting if len(fitting) == 1 else []

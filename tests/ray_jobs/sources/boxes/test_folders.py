@@ -84,7 +84,7 @@ SPLITS: list[tuple[Format, dict[str, bytes], dict[str, str | None]]] = [
         {"images/a.jpg": "train", "images/b.jpg": "test"},
     ),
     (
-        "yolo",  # as Roboflow writes it if there are no test images; and another folder was meant
+        "yolo",  # as Roboflow writes it for a data set without test images
         {"train/labels/a.txt": YOLO, "data.yaml": NAMED + b"train: ../train/images\ntest: ../test/images\n"},
         {"train/images/a.jpg": "train"},
     ),
