@@ -155,7 +155,7 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A hub that answers until the block ends; then connections are refused."""
+    """A hub that answers until the block ends."""
     hub = Hub()
     with serving(hub) as hub.endpoint:
         yield hub

@@ -12,7 +12,6 @@ from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine import submission
 from pipelines.spec import RecipeError
 from tests.support.paths import TINY
-from tests.support.s3 import free_port
 
 ELSEWHERE = "http://192.0.2.1:8265"  # an address that nobody has (RFC 5737)
 
@@ -63,7 +62,7 @@ def test_what_is_refused_elsewhere_is_right_on_this_machine() -> None:
 @pytest.mark.parametrize("refused", ["cluster", "source"])
 def test_what_is_refused_makes_no_store(tmp_path: Path, command: str, refused: str) -> None:
     changes = {
-        "cluster": ["--address", f"http://127.0.0.1:{free_port()}"],
+        "cluster": ["--address", "http://127.0.0.1:1"],
         "source": ["--set", 'digits.source={"kind": "folder", "root": "/nowhere"}'],
     }
     done = CliRunner().invoke(app, [command, str(TINY), "--store", str(tmp_path / "s"), *changes[refused]])

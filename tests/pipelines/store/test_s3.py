@@ -23,7 +23,7 @@ from pipelines.store import FileEntry, StoreError, StoreUnreachable, all_manifes
 from pipelines.store import s3 as s3_store
 from pipelines.store.s3 import S3Store
 from tests.support.records import flip, make_context, make_manifest
-from tests.support.s3 import Bucket, Fault, Proxy, Server, faulty, free_port, used
+from tests.support.s3 import Bucket, Fault, Proxy, Server, faulty, used
 
 pytestmark = pytest.mark.slow  # most of them wait for what fails
 SECRET = "wJalrXUtnFEMI"
@@ -176,7 +176,7 @@ def test_a_server_that_falls_silent_is_unreachable_in_time(
 
 def test_where_nothing_listens_it_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_client, "TRIES", 2)
-    with used(Server(f"http://127.0.0.1:{free_port()}", "a", SECRET), monkeypatch):
+    with used(Server("http://127.0.0.1:1", "a", SECRET), monkeypatch):
         began = time.monotonic()
         with pytest.raises(StoreUnreachable, match=r"s3://some-bucket: cannot read store\.json"):
             open_store("s3://some-bucket")
@@ -506,7 +506,7 @@ def test_a_stage_without_keys_is_the_users_mistake(moto: Server, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_stage_says_that_it_waits_for_a_store_that_does_not_answer(moto: Server, tmp_path: Path) -> None:
-    stage = start_stage(f"http://127.0.0.1:{free_port()}", tmp_path, moto.keys)
+    stage = start_stage("http://127.0.0.1:1", tmp_path, moto.keys)
     assert stage.stderr is not None
     assert re.search("warning: waiting for the store: .*cannot read store.json", stage.stderr.readline())
     assert stage.poll() is None
