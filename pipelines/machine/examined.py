@@ -63,6 +63,9 @@ class Examined(NamedTuple):
 
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
+        for member in self.listing.unusable[:1]:
+            number = quantity(len(self.listing.unusable), "entry", "entries")
+            yield f"{number} that cannot be used, such as {member.key}: {member.reason}"
         splits = Counter(self.listing.entries["split"].to_pylist())
         official = {split: number for split, number in splits.items() if split is not None}
         drawn = f"with the splits {counted(official)}" if official else "without splits, so random ones are drawn"

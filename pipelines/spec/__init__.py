@@ -35,6 +35,7 @@ from pipelines.spec.records import HfParquetSource as HfParquetSource
 from pipelines.spec.records import ShapesSource as ShapesSource
 from pipelines.spec.records import TfdsSource as TfdsSource
 from pipelines.spec.sources import FASHION_MNIST as FASHION_MNIST
+from pipelines.spec.sources import FASHION_MNIST_NAME as FASHION_MNIST_NAME
 from pipelines.spec.sources import FASHION_MNIST_ROOT as FASHION_MNIST_ROOT
 from pipelines.spec.sources import SOURCE_TYPES as SOURCE_TYPES
 from pipelines.spec.sources import BoxFormat as BoxFormat

@@ -140,6 +140,7 @@ class FolderSource(FileSource):
 
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
+FASHION_MNIST_NAME = "Fashion-MNIST"
 FASHION_MNIST = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
@@ -155,7 +156,7 @@ class IdxSource(FileSource):
     """Fashion-MNIST, MNIST and others in their authors' four IDX files; their test is test, 1/12 of train is dev."""
 
     kind: Literal["idx"]
-    name: str = Field("Fashion-MNIST", description="the name of the data set in reports")
+    name: str = Field(FASHION_MNIST_NAME, description="the name of the data set in reports")
     root: Root = execution(
         FASHION_MNIST_ROOT, description="the folder, or s3://bucket/prefix, of the four files, gzipped or not"
     )

@@ -65,6 +65,13 @@ def decode_mask(data: bytes) -> Mask:
     raise UserError(f"pixels of Pillow's mode {mode}; expected one value of 8 bits per pixel")
 
 
+def colours(png: bytes, mask: Mask) -> dict[int, tuple[int, ...]]:
+    """Return the colour that an indexed PNG, of which `mask` was decoded, gives each value; none for a grey one."""
+    with translate_errors(), open_image(png, ("PNG",)) as image:
+        palette = image.getpalette() or []
+    return {value: tuple(palette[3 * value : 3 * value + 3]) for value in np.unique(mask).tolist() if palette}
+
+
 def check_mask(mask: Mask, width: int, height: int, num_classes: int) -> None:
     """Raise UserError, with a short reason, for a mask of another size than its image, or with an unknown class."""
     if mask.shape != (height, width):

@@ -24,7 +24,7 @@ from pycocotools.mask import area, decode, frPyObjects, merge
 
 from pipelines.spec import nearest
 from ray_jobs.data.boxes import MOST
-from ray_jobs.data.masks import IGNORED, Mask, decode_mask
+from ray_jobs.data.masks import IGNORED, Mask, colours, decode_mask
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, table
 from ray_jobs.sources.boxes.folders import Annotation
@@ -64,7 +64,12 @@ def is_mask(file: str) -> bool:
 
 
 def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
-    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
+    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used.
+
+    A mask whose palette has another colour for a value than one before it cannot be used: a program that reduced
+    colours may have numbered them anew for each mask.
+    """
+    known: dict[int, tuple[tuple[int, ...], str]] = {}  # of each value: its colour, and an image whose mask has it
     given = entries.select(["key", "mask", "objects"]).to_pylist()
     rows = ({"key": entry["key"], "label": 0} | entry["mask"] for entry in given if entry["mask"] is not None)
     stored = containers.read(files, table(rows))
@@ -73,8 +78,16 @@ def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
             if entry["objects"] is not None:
                 yield drawn(**json.loads(entry["objects"]))
                 continue
-            data = next(stored)
-            yield data if isinstance(data, UserError) else decode_mask(data)
+            if isinstance(data := next(stored), UserError):
+                raise data
+            mask = decode_mask(data)
+            for value, colour in colours(data, mask).items():
+                other, of = known.setdefault(value, (colour, entry["key"]))
+                if colour != other:
+                    raise UserError(
+                        f"its palette shows {value} as {colour}, that of {of} as {other}; expected one palette"
+                    )
+            yield mask
         except UserError as error:
             yield error
 

@@ -36,6 +36,12 @@ def _splits_in(name: str) -> set[str]:
     return {SPLIT_WORDS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLIT_WORDS}
 
 
+def names_splits(texts: Collection[str]) -> bool:
+    """Return whether all of these name a split, and not the same one."""
+    splits = {split_in(text) for text in texts}
+    return len(splits) > 1 and None not in splits
+
+
 def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
     """Return the split in the path of each file to read, and notes about files that are left out.
 

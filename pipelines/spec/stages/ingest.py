@@ -17,9 +17,11 @@ class Ingest(BaseStage):
     """Convert a source to validated Parquet shards with fixed splits."""
 
     # 7: the splits that lists of YOLO and VOC name; the background of COCO's outlines; notes about masks
-    VERSION = 7
+    # 8: lists of splits in ImageSets for masks and KITTI
+    VERSION = 8
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("yolo", "voc"),
+        8: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("voc", "kitti"),
     }
     KIND = "dataset"
     job: Literal["ingest"]

@@ -5,11 +5,11 @@
     yolo    images/train/1.jpg and labels/train/1.txt, or train/images and train/labels, or both in one folder;
             data.yaml or classes.txt has the names of the classes. An image without a file has no objects. The folders
             or lists in data.yaml's train, val and test, or else lists such as train.txt, name the splits
-    voc     Annotations/1.xml and JPEGImages/1.jpg, or both in one folder; ImageSets/Main/val.txt lists a split
+    voc     Annotations/1.xml and JPEGImages/1.jpg, or both in one folder
     kitti   label_2/1.txt and image_2/1.png, or both in one folder
 
-An image's folders, its JSON or a list of VOC or YOLO name its split; if some images have one, those that have none are
-left out (`splits_of_files`), as are images that nothing annotates.
+An image's folders, its JSON, a list of YOLO or a list such as ImageSets/Main/val.txt name its split; if some images
+have one, those that have none are left out (`splits_of_files`), as are images that nothing annotates.
 
 In: the names of a folder's files, and a function that reads some. Out: the boxes and the split of each image, before
 one is opened.
@@ -21,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -117,22 +118,37 @@ def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read
         found = _yolo(files, images, read) if form == "yolo" else _named(form, files, images, read)
     if not found.class_names:
         raise UserError("its annotations have no class")
-    # the path in which an image's split is a word, without its own name: that may be test_tube.jpg
-    places = {
-        image: found.splits.get(image) or "/".join([*PurePosixPath(image).parts[:-1], found.origin.get(image, "")])
-        for image in found.images
-    }
-    splits, _ = splits_of_files([*dict.fromkeys(places.values())])
+    splits = splits_of(found.images, found.splits, found.origin)
     left_out = {
         "without annotations": sorted(set(images) - found.images.keys()),
-        WITHOUT_SPLIT: sorted(image for image, place in places.items() if place not in splits),
+        WITHOUT_SPLIT: sorted(found.images.keys() - splits.keys()),
     }
-    used = sorted(image for image, place in places.items() if place in splits)
-    if not used:
+    if not splits:
         raise UserError("its annotations have no image")
-    images_used = {image: found.images[image] for image in used}
-    notes = (*found.notes, *_doubts(form, found.class_names, images_used), *left_out_notes(left_out))
-    return Annotated(found.class_names, images_used, {image: splits[places[image]] for image in used}, notes)
+    used = {image: found.images[image] for image in splits}
+    notes = (*found.notes, *_doubts(form, found.class_names, used), *left_out_notes(left_out))
+    return Annotated(found.class_names, used, splits, notes)
+
+
+def splits_of(
+    images: Iterable[str], listed_splits: Mapping[str, str], origin: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str | None]:
+    """Return the split of each image, sorted; if some have one, without those that have none.
+
+    Args:
+        listed_splits: of images; they count before those that a word in an image's path names.
+        origin: a file about an image, whose name counts as a part of the image's path.
+
+    Raises:
+        UserError: a path contains several splits.
+    """
+    # without the image's own name: that may be test_tube.jpg
+    places = {
+        image: listed_splits.get(image) or "/".join([*PurePosixPath(image).parts[:-1], origin.get(image, "")])
+        for image in sorted(images)
+    }
+    splits, _ = splits_of_files([*dict.fromkeys(places.values())])
+    return {image: splits[place] for image, place in places.items() if place in splits}
 
 
 def _doubts(form: BoxFormat, class_names: Sequence[str], images: Mapping[str, Annotation]) -> Iterator[str]:
@@ -170,25 +186,31 @@ def _is_beyond(box: Box, of: tuple[int, int]) -> bool:
     return any(beyond > max(BEYOND * side, pixel) for beyond, side in sides)
 
 
-def _lists(files: Iterable[str], images: Iterable[str], read: Read) -> tuple[dict[str, str], list[str]]:
-    """Return the split of each image that a list of VOC names, and the lists that name none.
+def image_sets(
+    task: str, files: Iterable[str], images: Iterable[str], read: Read
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the split of each image that a list names, and notes about lists that name no image here.
 
-    Lists are ImageSets/Main/train.txt, val.txt and test.txt; a line begins with an image's name, without its extension
-    or with it.
+    Lists are ImageSets/train.txt, val.txt and test.txt, or those in ImageSets/`task`; a line begins with an image's
+    name, without its extension or with it. The image is somewhere beside ImageSets, and the only one of this name.
     """
-    lists = [path for file in files if (path := PurePosixPath(file)).parts[-3:-1] == ("ImageSets", "Main")]
-    by_place = {(str(PurePosixPath(image).parent.parent), PurePosixPath(image).stem): image for image in images}
     split_of = {"trainval": "train", "train": "train", "val": "val", "test": "test"}  # the first may have all of val
-    chosen = [path for stem in split_of for path in lists if path.stem == stem]
+    form = re.compile(rf"(.*/|)ImageSets/(?:{task}/)?({'|'.join(split_of)})\.txt")
+    matches = [match for file in files if (match := form.fullmatch(file))]
+    lists = sorted(matches, key=lambda match: [*split_of].index(match[2]))
+    by_stem: dict[str, list[str]] = defaultdict(list)
+    for image in images:
+        by_stem[PurePosixPath(image).stem].append(image)
     found: dict[str, str] = {}
-    missing = []
-    for path, data in zip(chosen, read([*map(str, chosen)]), strict=True):
-        root, lines = str(path.parent.parent.parent), data.decode("utf-8-sig", "replace").splitlines()
-        names = [name for line in lines for name in line.split()[:1]]
-        listed_here = [by_place.get((root, name)) or by_place.get((root, PurePosixPath(name).stem)) for name in names]
-        found |= {image: split_of[path.stem] for image in listed_here if image is not None}
-        missing += [] if any(listed_here) or not names else [str(path)]
-    return found, missing
+    notes = []
+    for path, data in zip(lists, read([path[0] for path in lists]), strict=True):
+        names = [name for line in data.decode("utf-8-sig", "replace").splitlines() for name in line.split()[:1]]
+        some = ([*by_stem.get(name, ()), *by_stem.get(PurePosixPath(name).stem, ())] for name in names)
+        inside = [{image for image in fitting if image.startswith(path[1])} for fitting in some]
+        listed_here = [image for fitting in inside if len(fitting) == 1 for image in fitting]
+        found |= dict.fromkeys(listed_here, split_of[path[2]])
+        notes += [] if listed_here or not names else [f"{path[0]} names no image here"]
+    return found, tuple(notes)
 
 
 def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
@@ -228,7 +250,11 @@ def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]])
     if beside in fitting or len(fitting) == 1:
         return beside if beside in fitting else fitting[0]
     stem = PurePosixPath(annotations).stem
-    named = [key for key in fitting if any(stem.endswith(part) for part in PurePosixPath(key).parts[:-1])]
+    named = [
+        key
+        for key in fitting
+        if any(re.search(rf"(^|_){re.escape(part)}$", stem) for part in PurePosixPath(key).parts[:-1])
+    ]
     if len(named) == 1:
         return named[0]
     problem = f"there are {len(fitting)}, such as {fitting[0]}" if fitting else "there is none"
@@ -340,8 +366,10 @@ def _yolo_content(files: Iterable[str], read: Read) -> tuple[str, dict[str, Any]
 def _named_in(key: str, data: bytes) -> dict[str, Any]:
     """Return what a file with the names of the classes says. Raises UserError if it is not YAML."""
     if key.endswith(".txt"):
-        lines = data.decode("utf-8-sig", "replace").split("\n")
-        return {"names": [name.strip() for name in lines if name.strip()]}
+        names = [name.strip() for name in data.decode("utf-8-sig", "replace").rstrip().split("\n")]
+        if "" in names:
+            raise UserError(f"{key}: line {names.index('') + 1} is empty; expected the class of this number")
+        return {"names": names}
     try:
         content = yaml.safe_load(data)
     except yaml.YAMLError as error:
@@ -377,8 +405,8 @@ def _named(form: BoxFormat, files: Sequence[str], images: Sequence[str], read: R
         image: Annotation([Box(*box[:4], number.get(box.name, ANY_CLASS), box.ignored) for box in some], size)
         for image, (size, some) in found.items()
     }
-    splits, missing = _lists(files, images, read) if form == "voc" else ({}, [])
-    return _Found(tuple(number), annotations, splits=splits, notes=[f"{path} names no image here" for path in missing])
+    splits, notes = image_sets("Main", files, beside, read)
+    return _Found(tuple(number), annotations, splits=splits, notes=notes)
 
 
 def _beside(images: Iterable[str], ending: str, present: Collection[str]) -> dict[str, str]:

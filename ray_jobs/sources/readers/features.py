@@ -74,13 +74,15 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
     """Return the classes of these labels: `names`, if labels are numbers from 0; else the values that occur, sorted.
 
     Raises:
-        UserError: no labels, a mix of numbers and text, a negative label, or a label without a name.
+        UserError: no labels, a mix of numbers and text, an empty text, a negative label, or a label without a name.
     """
     values = set(labels) - {UNLABELLED}
     numbers = sorted(value for value in values if isinstance(value, int))
     texts = sorted(value for value in values if isinstance(value, str))
     if not values:
         raise UserError(f"{where}: no image has a label")
+    if "" in (text.strip() for text in texts):
+        raise UserError(f"{where}: a label is an empty text; for an image without a label, write null")
     if numbers and texts:
         raise UserError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
     if numbers and names is not None:
@@ -97,7 +99,7 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
     numbering = {value: number for number, value in enumerate(ordered)}
     numbering |= {text: numbering[spelling] for text, spelling in spelled.items()}
     if not numbers or numbers[-1] == len(numbers) - 1:
-        return Classes(tuple(map(str, ordered)), numbering)
+        return Classes(tuple(map(str, ordered)), numbering, alike_note(map(str, ordered)))
     note = (
         f"{where}: no class names are given and the labels are not 0, 1, 2, ...: "
         f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) become the classes and their names"

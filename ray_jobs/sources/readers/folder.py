@@ -35,8 +35,8 @@ from ray_jobs.data.masks import Mask
 from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
-from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated
-from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, extensions, left_out_notes, split_in, splits_of_files
+from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated, image_sets, splits_of
+from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, extensions, left_out_notes, split_in
 from ray_jobs.sources.readers.features import alike_note, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -52,6 +52,7 @@ from ray_jobs.sources.readers.misread import (
     check_not_joined,
     check_not_masks,
     inner_note,
+    unread_tables,
 )
 from vit_model.errors import UserError
 
@@ -132,7 +133,8 @@ def arrange(
     )
     _check_given_splits(root, class_names, numbered)
     labels = {} if tables else {key: names[0] for key, names, _, _ in labelled}
-    return Listing(str(root), class_names, entries, ignored, notes=inner_note(labels))
+    notes = (*inner_note(labels), *(() if tables else unread_tables(files)))
+    return Listing(str(root), class_names, entries, ignored, notes=notes)
 
 
 def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns) -> list[_Labelled]:
@@ -146,7 +148,7 @@ def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str
         return _without_labels(root, images)
     check_not_detection(root, files, images)
     labelled = _from_folders(root, files, images)
-    check_not_masks(root, {name for _, name, _ in labelled})
+    check_not_masks(root, {name for _, name, _ in labelled}, images)
     return [(key, (name,), split, None) for key, name, split in labelled]
 
 
@@ -165,7 +167,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     if source.masks is not None:
         arranged = _with_outlines(source, sorted(members), read)
     elif source.mask_classes is not None:
-        arranged = _with_masks(source.root, sorted(members))
+        arranged = _with_masks(source.root, sorted(members), read)
     elif source.boxes is None:
         columns = Columns(
             source.image_column,
@@ -210,20 +212,19 @@ def masks(source: FolderSource, files: Files, rows: pa.Table) -> Iterator[Mask |
     yield from folder_masks.masks(files, rows)
 
 
-def _with_masks(root: Path | str, files: Sequence[str]) -> Listing:
-    """Return the images that have masks, with the splits that their folders name. Raises UserError."""
+def _with_masks(root: Path | str, files: Sequence[str], read: Read) -> Listing:
+    """Return the images that have masks, with the splits that their folders or lists name. Raises UserError."""
     images = _images(root, files)
     of_images = folder_masks.beside(images, files)
     if not of_images:
         example = "masks/train/1.png for images/train/1.jpg"
         raise UserError(f"{root}: source.mask_classes: no PNGs of masks, such as {example}")
     without = [key for key in images if key not in of_images and not folder_masks.is_mask(key)]
-    folders = {image: image.rpartition("/")[0] for image in of_images}
-    splits, _ = splits_of_files([*dict.fromkeys(folders.values())])
-    used = sorted(image for image in of_images if folders[image] in splits)
-    found = tuple(Entry(key, 0, splits[folders[key]], mask=of_images[key]) for key in used)
-    other = sorted(of_images.keys() - set(used))
-    notes = left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
+    listed_splits, notes = image_sets("Segmentation", files, of_images, read)
+    splits = splits_of(of_images, listed_splits)
+    found = tuple(Entry(key, 0, split, mask=of_images[key]) for key, split in splits.items())
+    other = sorted(of_images.keys() - splits.keys())
+    notes += left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
     return Listing(str(root), (), found, (), notes=notes)
 
 
@@ -315,8 +316,7 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
     """Return (key, class, split) of each image, by the names of its folders."""
     loose = [key for key in images if "/" not in key]
     if loose:
-        tables = [PurePosixPath(key) for key in files if key.endswith((".csv", ".jsonl", ".parquet"))]
-        renamed = "".join(f" If {path} lists the labels, rename it to metadata{path.suffix}." for path in tables[:1])
+        renamed = "".join(f" {note}." for note in unread_tables(files))
         raise UserError(
             f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
             f"{renamed} {_UNLABELLED}"
@@ -345,7 +345,7 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
 
 def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
-    check_not_masks(root, {key.partition("/")[0] for key in images})
+    check_not_masks(root, {key.partition("/")[0] for key in images}, images)
     folders = _split_folders(images)
     found: list[_Labelled] = [
         (key, (), folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images

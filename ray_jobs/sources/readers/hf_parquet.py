@@ -12,7 +12,7 @@ import heapq
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     groups: dict[str, list[tuple[int, int]]] = {}
     labels: list[int | str] = []
     split_groups: list[str | None] = []
+    named: dict[str, set[tuple[str | None, str | None]]] = defaultdict(set)  # by columns: splits of files and of cells
     columns: _Columns | None = None
     for name in splits:
         with _opened(files, name) as file:
@@ -65,6 +66,9 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             values = _values(name, file, columns_of_file.label)
             labels += [UNLABELLED if label is None else label for label in values]
             split_groups += _split_groups(source, name, file)
+            for column, cells in _cells_of_splits(name, file):
+                named[column] |= {(splits[name], split_in(cell)) for cell in cells}
+    _check_split_columns(named)
     assert columns is not None, "the source has a file"
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
@@ -221,10 +225,35 @@ def _split_groups(source: HfParquetSource, name: str, file: pq.ParquetFile) -> l
     return [str(group) for group in groups]
 
 
-def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
+def _cells_of_splits(name: str, file: pq.ParquetFile) -> Iterator[tuple[str, set[str]]]:
+    """Yield each column of text in which every cell names a split, and its cells."""
+    for field in file.schema_arrow if file.metadata.num_rows else ():
+        if _plain(field.type) in _TEXT and _name_splits(_values(name, file, field.name, first=1)):
+            cells = _values(name, file, field.name)
+            if _name_splits(cells):
+                yield field.name, {*cells}
+
+
+def _name_splits(cells: Sequence[str | None]) -> bool:
+    return all(cell is not None and split_in(cell) for cell in cells)
+
+
+def _check_split_columns(named: Mapping[str, Collection[tuple[str | None, str | None]]]) -> None:
+    """Raise UserError if a column names other splits than the files' names do: test images would be trained on."""
+    for column, pairs in named.items():
+        of_files, of_cells = {split for split, _ in pairs}, {split for _, split in pairs}
+        if any(file != cell for file, cell in pairs) and (of_files != {None} or len(of_cells) > 1):
+            raise UserError(
+                f"column {column!r} names splits, but a file's split is in its name: write each split to a file of its "
+                "own, such as train.parquet and test.parquet"
+            )
+
+
+def _values(name: str, file: pq.ParquetFile, column: str, first: int | None = None) -> list[Any]:
     """Return whole numbers, text, or None; booleans as the text that they have in tables of labels."""
     try:
-        values = file.read(columns=[column]).column(0).to_pylist()
+        read = file.read(columns=[column]) if first is None else next(file.iter_batches(first, columns=[column]))
+        values = read.column(0).to_pylist()
         return [json.dumps(value) if isinstance(value, bool) else value for value in values]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.spec import IdxSource
+from pipelines.spec import FASHION_MNIST, FASHION_MNIST_NAME, IdxSource
 from ray_jobs.data.images import content_id
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import hash_fraction
@@ -30,6 +30,7 @@ FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
+FIRST_LABELS = bytes((9, 2, 1, 1, 6, 1, 4, 6, 5, 7, 4, 5, 7, 3, 4, 1))  # of Fashion-MNIST's test images
 DEV_FRACTION = 1 / 12
 MAX_SIDE = 1024  # pixels; the images are stored raw, which suits small ones
 MAX_BYTES = 2**30  # of one unpacked file; the largest dataset of this family, EMNIST, has half of it
@@ -45,7 +46,19 @@ class Images(NamedTuple):
 
 
 def listing(source: IdxSource, files: Files) -> Listing:
-    """List the images of the wanted classes, with their splits."""
+    """List the images of the wanted classes, with their splits.
+
+    Raises:
+        UserError: see `read`; or another set, such as MNIST, whose files are called the same, would get the names of
+            Fashion-MNIST or of its classes, which are the defaults.
+    """
+    if source.class_names == FASHION_MNIST or source.name == FASHION_MNIST_NAME:
+        name = FILES["test"][1]
+        if read_file(files, name)[: len(FIRST_LABELS)].tobytes() != FIRST_LABELS:
+            raise UserError(
+                f"{files[name]}: not Fashion-MNIST's labels. Set source.name and source.class_names, for MNIST to "
+                '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
+            )
     images = _read(source, tuple(sorted(files.items())))
     height, width, channels = images.images.shape[1:]
     entries = (

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_jobs.sources.names import names_splits
 from vit_model.errors import UserError
 
 METADATA = "metadata.csv"
@@ -92,6 +93,7 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
     spelled = dict(zip(raw, header, strict=True))
     rows = [(where, {spelled[name]: value for name, value in row.items()}) for where, row in rows]
     _check_columns(path, header, rows, columns)
+    _check_split_column(path, header, rows, columns)
     folder = PurePosixPath(path).parent
     for where, row in rows:
         name = _text(where, columns.image, row.get(columns.image))
@@ -117,6 +119,8 @@ def _csv(path: str, data: bytes) -> tuple[list[str], list[_Located]]:
         header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not CSV in UTF-8: {error}") from error
+    if len(header) == 1 and (found := re.search(r"[;\t]", header[0])):
+        raise UserError(f"{path} separates columns with {found[0]!r}; expected commas")
     located = []
     for number, cells in enumerate(rows, start=2):
         if len(cells) != len(header):
@@ -204,6 +208,16 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
     raise UserError(f"{path} {' It '.join(problems)}{advice}")
 
 
+def _check_split_column(path: str, header: Sequence[str], rows: Sequence[_Located], columns: Columns) -> None:
+    """Raise UserError for splits in a column of another name: its test images could be drawn into train."""
+    for column in () if "split" in header else sorted({*header} - _expected(columns).keys()):
+        cells = {cell if isinstance(cell, str) else "" for cell in (row.get(column) for _, row in rows)}
+        if names_splits(cells):
+            raise UserError(
+                f"{path}: the column {column!r} names splits ({', '.join(sorted(cells))}). Call it split, or remove it"
+            )
+
+
 def _labels(where: str, columns: Columns, row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return an image's labels: one, unless the table is read as `multi_label`; none without labels."""
     if (column := columns.label) is None:
@@ -215,17 +229,26 @@ def _labels(where: str, columns: Columns, row: Mapping[str, Any]) -> tuple[str, 
             raise UserError(
                 f"{where} has a list as its {column}; if images have several labels, set source.multi_label: true"
             )
-        return (_value(where, column, row),)
+        return (_one(where, column, _value(where, column, row)),)
     if cell is None:
         raise UserError(f"{where} has no {column}; for an image without labels, write an empty list")
     if items is None and columns.separator is not None:
         items = [part for part in _text(where, column, cell).split(columns.separator) if part.strip()]
     elif items is None:
-        items = [cell] if _text(where, column, cell) else []
+        items = [_one(where, column, text)] if (text := _text(where, column, cell)) else []
     labels = [_text(where, column, item) for item in items]
     if not all(labels):
         raise UserError(f"{where} has an empty label in its {column}: {json.dumps(items, default=str)[:60]}")
     return tuple(dict.fromkeys(labels))
+
+
+def _one(where: str, column: str, text: str) -> str:
+    """Return the text of one label. Raises UserError for a list as NumPy or a person writes it, such as [cat, dog]."""
+    if re.fullmatch(r"\[.*[\s,;].*\]", text):
+        raise UserError(
+            f"{where}: {column} {text[:60]!r} looks like a list; expected one label, or a list as JSON has it"
+        )
+    return text
 
 
 def _value(where: str, column: str, row: Mapping[str, Any]) -> str:

@@ -13,7 +13,8 @@ from ray_jobs.sources.names import MASKS, SPLIT_WORDS, listed, split_in
 from ray_jobs.sources.readers.label_tables import METADATA
 from vit_model.errors import UserError
 
-SEPARATORS = (";", "|", ",")
+SEPARATORS = (";", "|", ",", " ")
+_MASK_OF = re.compile(r"(.+?)[ _-](?:mask|masks|seg|segmentation|label|labels|gt|annotation)(?:_?\d+)?", re.IGNORECASE)
 _FORMS = {"coco": "COCO", "yolo": "YOLO", "voc": "Pascal VOC", "kitti": "KITTI"}
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
@@ -38,14 +39,21 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
             )
 
 
-def check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
-    """Raise UserError for folders of images and their masks, which would be taken for two classes."""
+def check_not_masks(root: Path | str, class_names: Collection[str], images: Sequence[str]) -> None:
+    """Raise UserError for masks among images, in folders that would be taken for classes or beside their images."""
     names = {name.lower() for name in class_names}
     if any(mask in names for image, masks in MASKS.items() if image in names for mask in masks):
         raise UserError(
             f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
             "not classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "
             f"to classify the images, set the root to a folder of class folders, or add a {METADATA}"
+        )
+    paths = {key.rpartition(".")[0]: key for key in images}
+    of = {key: paths.get(match[1]) for path, key in paths.items() if (match := _MASK_OF.fullmatch(path))}
+    if masks := sorted(key for key, image in of.items() if image is not None):
+        raise UserError(
+            f"{root}: {quantity(len(masks), 'image')} with the name of another and a word for masks, such as {masks[0]}"
+            f" of {of[masks[0]]}. Remove the masks: they would be trained on as images"
         )
 
 
@@ -65,10 +73,17 @@ def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence
 
 
 def check_not_joined(root: Path | str, class_names: Collection[str]) -> None:
-    """Raise UserError for a label such as "cat;dog" whose parts are labels, too, or parts of others."""
+    """Raise UserError for a label such as "cat;dog" whose parts are labels, too, or parts of others.
+
+    Names of classes contain spaces ("sea lion", "sea horse"), so with these all parts must occur in other labels, in
+    labels of one word as in those of several, and there are fewer words than labels.
+    """
     for separator in SEPARATORS:
         parts = {name: [part.strip() for part in name.split(separator)] for name in class_names}
         counts = Counter(part for found in parts.values() for part in set(found))
+        lengths = {len(found) for found in parts.values()}
+        if separator == " " and (min(counts.values()) < 2 or len(lengths) < 2 or len(counts) >= len(parts)):
+            continue
         for name, found in parts.items():
             if len(found) > 1 and all(counts[part] > 1 for part in found):
                 raise UserError(
@@ -89,3 +104,12 @@ def inner_note(labels: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     count = quantity(len(inner), "folder")
     return (f"{count} inside class folders, whose images have the outer folder's class: {listed([*inner])}",)
+
+
+def unread_tables(files: Iterable[str]) -> tuple[str, ...]:
+    """Return a note about the first table that could list the labels under another name."""
+    tables = [key for key in files if key.endswith((".csv", ".jsonl", ".parquet"))]
+    return tuple(
+        f"{key} is not read: if it lists the labels, rename it to metadata{PurePosixPath(key).suffix}"
+        for key in tables[:1]
+    )

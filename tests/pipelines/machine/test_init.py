@@ -122,6 +122,13 @@ def test_folders_that_are_no_classes_are_told(tmp_path: Path) -> None:
     ]
 
 
+def test_members_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    archive = tmp_path / "photos.tar"
+    archive.write_bytes(tar({f"{name}.png": image(1) for name in ("a/1", "b/2", "../b/3", "b/../../4")}))
+    first, *_ = examined.examine(archive, "folder").summary()
+    assert first == "2 entries that cannot be used, such as photos.tar/../b/3.png: its path leads outside"
+
+
 def test_a_folder_of_one_class_leads_to_its_parent(tmp_path: Path) -> None:
     for key in ("photos/cats", "photos/dogs", "alone/cats", "split/train", "split/test"):
         (tmp_path / key).mkdir(parents=True)

@@ -193,9 +193,9 @@ def test_fields_that_do_not_fit_are_named(source: Any, fields: Any, message: str
 
 @pytest.mark.parametrize("form", ["folders", "voc", "tar"])
 def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
-    """In either order of folders, as Pascal VOC has them, and in an archive."""
+    """In either order of folders, as Pascal VOC has them with its lists of splits, and in an archive."""
     rng, root = np.random.default_rng(0), tmp_path / "photos"
-    expected, members = {}, {}
+    expected, members, splits = {}, {}, {}
     for number in range(30):
         split = ("train", "val", "test")[number % 3]
         image = f"JPEGImages/{number}.jpg" if form == "voc" else f"images/{split}/{number}.jpg"
@@ -210,7 +210,11 @@ def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
         photo = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (*values.shape, 3), np.uint8)).save(photo, "JPEG")
         members |= {image: photo.getvalue(), mask: file.getvalue()}
-        expected[image] = values
+        expected[image], splits[image] = values, split
+    if form == "voc":
+        for split in ("train", "val", "test"):
+            lines = [Path(image).stem for image, named in splits.items() if named == split]
+            members[f"ImageSets/Segmentation/{split}.txt"] = "\n".join(lines).encode()
     members["JPEGImages/alone.jpg" if form == "voc" else "images/train/alone.jpg"] = photo.getvalue()
     del members[first := next(iter(expected))], expected[first]  # a mask without an image
     if form == "tar":
@@ -229,11 +233,25 @@ def test_masks_beside_images_of_ones_own(form: str, tmp_path: Path) -> None:
         keys = dataset.index(split)["key"].to_pylist()
         found |= dict(zip(keys, dataset.masks(split, range(len(keys))), strict=True))
         named = {"train": "train", "dev": "val", "test": "test"}[split]
-        assert form == "voc" or all(named in Path(key).parts for key in keys)
-        assert keys, "also where no folder names a split"
+        assert keys and all(splits[key] == named for key in keys)
     assert found.keys() == expected.keys()
     for key, mask in found.items():
         np.testing.assert_array_equal(mask, expected[key])
+
+
+def test_values_that_mean_other_colours_are_refused(tmp_path: Path) -> None:
+    """As a program numbers them that reduces the colours of each mask by itself."""
+    for number, colours in enumerate(([0, 0, 0, 255, 0, 0], [255, 0, 0, 0, 0, 0])):
+        for folder in ("images", "masks"):
+            (tmp_path / "photos" / folder).mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray(np.arange(108, dtype=np.uint8).reshape(9, 12) % 2, "L").convert("P")
+            image.putpalette(colours)
+            image.save(tmp_path / f"photos/{folder}/{number}.png")
+    source = {"kind": "folder", "root": str(tmp_path / "photos"), "mask_classes": ["background", "cell"]}
+    with pytest.raises(
+        UserError, match=r"1.png: .*its palette shows 0 as \(255, 0, 0\), that of .*0.png as \(0, 0, 0\)"
+    ):
+        ingested(source, tmp_path / "store", max_distance=None)
 
 
 def test_objects_of_255_in_binary_masks_are_not_ignored_in_silence(tmp_path: Path) -> None:

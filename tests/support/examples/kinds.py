@@ -105,7 +105,7 @@ EXAMPLES = [
         images=6 * cifar.PER_BATCH,
         fuzzed={"cifar-100-binary.tar.gz": 0.2},
     ),
-    Example("idx", {"kind": "idx", "class_names": ["a", "b"]}, pairs, images=24),
+    Example("idx", {"kind": "idx", "name": "ab", "class_names": ["a", "b"]}, pairs, images=24),
     Example(
         "shapes",
         {"kind": "shapes", "label": "colour", "images": 200, "dev_images": 20, "test_images": 40},

@@ -112,6 +112,12 @@ SPLITS: list[tuple[Format, dict[str, bytes], dict[str, str | None]]] = [
         },
         {"VOC/JPEGImages/a.jpg": "train", "VOC/JPEGImages/b.jpg": "dev"},
     ),
+    (
+        "kitti",
+        {f"training/label_2/{stem}.txt": KITTI.encode() for stem in "ab"}
+        | {"ImageSets/train.txt": b"a", "ImageSets/val.txt": b"b", "testing/image_2/a.png": b""},
+        {"training/image_2/a.png": "train", "training/image_2/b.png": "dev"},
+    ),
 ]
 
 
@@ -220,6 +226,7 @@ FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
     ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"names: {1: cat}"}, "names is not a list"),
     ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"names: [a, a]"}, "two classes have one name"),
     ("yolo", {"a.jpg": b"", "a.txt": YOLO, "data.yaml": b"]"}, "not YAML"),
+    ("yolo", {"a.jpg": b"", "a.txt": YOLO, "classes.txt": b"cat\n\ndog\n"}, "classes.txt: line 2 is empty"),
     ("voc", {"a.jpg": b""}, "no .xml files with annotations, such as Annotations/1.xml"),
     ("kitti", {"a.png": b"", "a.txt": b"Car"}, "a.txt: 'Car' has 1 columns"),
 ]

@@ -274,6 +274,10 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
         (
+            ("a/1.png", "a/1_mask.png", "b/2.png", "b/2_mask_1.png"),
+            "2 images .* such as a/1_mask.png of a/1.png. Remove",
+        ),
+        (
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
             r"cat contains split folders \(test, train\)\. Set the root to",
         ),
@@ -282,7 +286,10 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             r"my_train contains split folders \(test, train\)",
         ),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
-        (("labels.csv", "1.png"), "If labels.csv lists the labels, rename it to metadata.csv. If the images"),
+        (
+            ("labels.csv", "1.png"),
+            "labels.csv is not read: if it lists the labels, rename it to metadata.csv. If the images",
+        ),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
             r"mixes split folders \(train\) and other folders \(cats\)",
@@ -408,6 +415,15 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
             "row 2: '1.png' has a list as its label; if images have several labels, set source.multi_label: true",
         ),
         ("file_name,label\n1.png,['a']\n", "set source.multi_label: true"),
+        (
+            "file_name,label\n1.png,['a' 'b']\n",
+            r"row 2: '1.png': label \"\['a' 'b'\]\" looks like a list; expected one",
+        ),
+        (
+            "file_name,label,set\n1.png,a,Training\n2.png,b,test\n",
+            r"column 'set' names splits \(Training, test\). Call",
+        ),
+        ("file_name;label\n1.png;a\n", "separates columns with ';'; expected commas"),
         ("file_name,label\n1.png,a;b\n2.png,b;a\n", "'a;b' looks like several labels.*label_separator: ';'"),
         ("file_name,a,b\n1.png,0,1\n2.png,1,0\n", "a, b contain only 0 and 1: if these are the classes"),
         (

@@ -243,6 +243,25 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("column", "refused"),
+    [(["train", "Test", "train"], True), (["train"] * 3, False), (["train", "a", "test"], False)],
+)
+def test_a_column_of_splits_is_refused(column: list[str], refused: bool, tmp_path: Path) -> None:
+    images = [image(number) for number in range(3)]
+    columns = {"image": images, "label": ["cat", "dog", "Cat "], "partition": column}
+    pq.write_table(pa.table(columns), tmp_path / "images.parquet")
+    if refused:
+        with pytest.raises(UserError, match="column 'partition' names splits, but a file's split is in its name"):
+            listed(tmp_path)
+    else:
+        assert listed(tmp_path).notes[0].startswith("classes whose names differ only in case, spaces")
+        (tmp_path / "images.parquet").rename(tmp_path / "test.parquet")
+        if column[1] == "train":
+            with pytest.raises(UserError, match="names splits"):
+                listed(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("train", "test"),
     [
         ("imagefolder-train", "imagefolder-test"),

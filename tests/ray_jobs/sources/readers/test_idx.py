@@ -36,7 +36,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def source(root: Path, **fields: object) -> IdxSource:
-    return IdxSource.model_validate({"kind": "idx", "root": str(root), "class_names": tuple("abcd")} | fields)
+    own = {"kind": "idx", "name": "abcd", "root": str(root), "class_names": tuple("abcd")}
+    return IdxSource.model_validate(own | fields)
 
 
 def read_file(path: Path) -> np.ndarray:
@@ -180,6 +181,13 @@ def test_files_that_do_not_fit_together_are_refused(root: Path, name: str, array
     replaced(root, name, array)
     with pytest.raises(ValueError, match=message):
         read(source(root))
+
+
+@pytest.mark.parametrize("default", ["name", "class_names"])
+def test_another_set_does_not_get_the_names_of_fashion_mnist(root: Path, default: str) -> None:
+    of = source(root, **{default: IdxSource.model_fields[default].default})
+    with pytest.raises(ValueError, match=r"not Fashion-MNIST's labels. Set source.name and source.class_names"):
+        idx.listing(of, located(of))
 
 
 # ---- the recipe's side
