@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import Vitflow
-from tests.end_to_end.test_import import write_images
 from tests.support.stores import files_of, manifests
 from tests.support.vits import TINY, contract_for, randomised
 from vit_model.compute import forward_flops
@@ -15,6 +16,17 @@ from vit_model.formats import npz
 from vit_model.weights import save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
+
+
+def write_images(root: Path) -> None:
+    """Noisy images of three colours and of many sizes, in class folders."""
+    rng = np.random.default_rng(0)
+    for channel, name in enumerate(("red", "green", "blue")):
+        (root / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = rng.integers(0, 160, (*rng.integers(12, 40, 2), 3), dtype=np.uint8)
+            pixels[..., channel] += 60
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
 
 
 def write_weights(folder: Path) -> None:
@@ -30,7 +42,7 @@ def write_weights(folder: Path) -> None:
 
 
 def test_two_backbones_are_compared_and_what_they_cost_is_shown(vitflow_local: Vitflow, tmp_path: Path) -> None:
-    write_images(tmp_path / "photos", each=20)
+    write_images(tmp_path / "photos")
     write_weights(tmp_path)
     recipe, store = tmp_path / "which.yaml", tmp_path / "s"
     weights = (tmp_path / "small.npz", tmp_path / "wide")

@@ -5,12 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import ViTConfig, ViTForImageClassification
 
 from tests.conftest import Vitflow
-from tests.end_to_end.test_import import write_hugging_face
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
+
+
+def write_model(folder: Path) -> Path:
+    """A small ViT of transformers' own making, with random weights."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+        num_labels=4,
+        id2label={0: "a", 1: "b", 2: "c", 3: "d"},
+        initializer_range=0.2,
+    )
+    ViTForImageClassification(config).save_pretrained(folder)
+    return folder
 
 
 def write_recipe(path: Path, model: Path, **fields: Any) -> Path:
@@ -26,7 +45,7 @@ def write_recipe(path: Path, model: Path, **fields: Any) -> Path:
 
 def test_two_planted_differences_are_found(tmp_path: Path, vitflow_local: Vitflow) -> None:
     store = ("--store", tmp_path / "s")
-    model = write_hugging_face(tmp_path / "model", processor=False)
+    model = write_model(tmp_path / "model")
     middle = {"crop": "center", "crop_fraction": 0.5}
     vitflow_local("run", write_recipe(tmp_path / "one.yaml", model), *store)
     other = write_recipe(tmp_path / "other.yaml", model, eval_crop=middle, protocol="big_vision")

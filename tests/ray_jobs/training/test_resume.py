@@ -102,22 +102,12 @@ def test_all_workers_save_when_the_clock_of_the_first_says_so(dataset, tmp_path)
     assert 20 <= saved.step <= 25, "each step, the latest of which may not be written yet"
 
 
-@pytest.mark.parametrize(
-    ("case", "world", "dtype", "limit"),
-    [
-        ("ZeRO-1 fp32", 3, "float32", 1e-4),
-        ("ZeRO-3 fp32", 1, "float32", 1e-4),
-        pytest.param("ZeRO-3 fp32", 3, "float32", 1e-4, marks=pytest.mark.full),
-        pytest.param("masked_patches, ZeRO-2 bf16", 1, "bfloat16", 5e-3, marks=pytest.mark.full),
-        # its batch normalisation scales up differences
-        pytest.param("contrastive, ZeRO-1 bf16", 3, "float32", 1e-3, marks=pytest.mark.full),
-    ],
-)
-def test_another_number_of_workers_continues_to_nearly_the_same_weights(dataset, tmp_path, case, world, dtype, limit):
+@pytest.mark.parametrize(("case", "world"), [("ZeRO-1 fp32", 3), ("ZeRO-3 fp32", 1)])
+def test_another_number_of_workers_continues_to_nearly_the_same_weights(dataset, tmp_path, case, world):
     """It sees the same images with the same augmentation and leaves out the same blocks for each of them, so only the
     order of additions differs."""
     model = {**SIZE, "stochastic_depth": 0.5}
-    config = configuration(**{**CASES[case], "dtype": dtype, "steps": 30, "model": model})
+    config = configuration(**{**CASES[case], "steps": 30, "model": model})
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
     assert run_attempt(config, dataset, undisturbed, tmp_path / "a")
     assert not run_attempt(config, dataset, killed, tmp_path / "b", kill=Kill(1, 14, 0.0))
@@ -126,10 +116,10 @@ def test_another_number_of_workers_continues_to_nearly_the_same_weights(dataset,
     ours, theirs = (
         torch.cat([weight.flatten() for weight in load_model(tmp_path / name)[0].parameters()]) for name in ("a", "b")
     )
-    assert (ours - theirs).norm() <= limit * ours.norm()
+    assert (ours - theirs).norm() <= 1e-4 * ours.norm()
     curves = [json.loads((tmp_path / name / "curve.json").read_text()) for name in ("a", "b")]
     for one, other in zip(*curves, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=limit)
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
 def test_an_outage_of_the_store_only_delays_a_checkpoint(dataset, tmp_path, monkeypatch):
