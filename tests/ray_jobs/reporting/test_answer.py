@@ -103,6 +103,24 @@ def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_ca
     assert answer(NOTHING | {"verdicts": [probe]})["headline"].endswith("above the same probe on pixels at 80.0%.")
 
 
+@pytest.mark.parametrize(
+    ("ends", "fields", "said"),
+    [
+        ((0.1, 0.2), {"reference_kind": "scratch"}, "above the model trained from scratch at 80.0%."),
+        ((-0.2, -0.1), {}, "(95% interval 10.0 to 20.0) below the best classifier on pixels, RBF SVM at 80.0%."),
+    ],
+)
+def test_a_difference_is_above_or_below_its_reference(ends: Any, fields: dict[str, Any], said: str) -> None:
+    assert answer(NOTHING | {"verdicts": [verdict("pets", *ends, **fields)]})["headline"].endswith(said)
+
+
+def test_without_a_comparison_the_accuracy_or_what_there_is_answers() -> None:
+    found = answer(NOTHING | {"accuracies": [accuracy("s", "RBF SVM")]})
+    assert found["question"] == "How good is the model?" and found["headline"].startswith("RBF SVM reaches 90.0%")
+    stages = [{"kind": kind} for kind in ("dataset", "model", "dataset")]
+    assert answer(NOTHING | {"stages": stages})["headline"] == "It shows 2 datasets, 1 model; nothing was scored."
+
+
 def test_power_is_said_once_for_each_number_of_labels() -> None:
     few = {"labels_per_class": 5, "labels": "5 labels per class (up to 50 in total)", "draws": 20}
     assert power([verdict("a", 0.1, 0.2, **few), verdict("a", 0.1, 0.2)]) == (
