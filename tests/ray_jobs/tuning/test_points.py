@@ -369,12 +369,9 @@ def test_the_newest_attempts_points_are_those_of_a_search(cluster, tmp_path):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["asha", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("random", "optuna"))]
-)
-def test_a_search_that_goes_on_repeats_no_trial(kind, dataset, tmp_path, local_ray, capsys):
+def test_a_search_that_goes_on_repeats_no_trial(dataset, tmp_path, local_ray, capsys):
     """Attempt 1 leaves two of its trials unfinished; attempt 2 does these and no other."""
-    config = searching(kind, trials=6)
+    config = searching("asha", trials=6)
     context(tmp_path / "store", dataset, config)
     finetune.main(attempt(tmp_path / "store", config, 1))
     before = ledger(tmp_path, 1)
@@ -396,12 +393,7 @@ def test_a_search_that_goes_on_repeats_no_trial(kind, dataset, tmp_path, local_r
     best = max(whole, key=lambda trial: (trial["accuracies"], -trial["losses"][0]))
     assert sweep["chosen_point"] == best["point"] == sweep["trials"][best["number"]]["point"]
     assert result.metrics["validation_accuracy"] == best["accuracies"][0]
-    if kind == "asha":
-        assert 1 <= len(whole) < 6, "some were ended early"
-    else:
-        assert len(whole) == 6
-        again = [before[name]["accuracy"] for name in lost]
-        assert [after[name]["accuracy"] for name in lost] == again, "the same points"
+    assert 1 <= len(whole) < 6, "some were ended early"
 
 
 def folder(root: Path, number: int) -> Path:
