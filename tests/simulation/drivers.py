@@ -61,7 +61,6 @@ FINISH_SECONDS = 5000.0  # within which the last command ends; the longest wait 
 SUBMIT_SECONDS = 3.0  # between a look for the cluster's session and the arrival of a submission
 # Between a look for a record and the write that depends on it; the log of a lost job is waited for in between.
 RACE_SECONDS = LOG_SECONDS + 3.0
-RUNNING_SECONDS = (0.1, 0.1, 3.0, 3.0, 20.0, 90.0, 400.0)  # of usual jobs
 PIPELINES = (
     ("images",),
     ("images", "pixels"),

@@ -305,8 +305,6 @@ def change(root: Path, case: str) -> None:
             put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0], features=None, column="picture")
         case "floats":
             put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0.5], features=None)
-        case "list":
-            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [[0, 2]], features=None)
         case "no Parquet":
             (root / "test-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
         case "name in a row group":
