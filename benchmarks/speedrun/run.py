@@ -125,7 +125,8 @@ def page(records: list[dict[str, Any]]) -> list[str]:
         "",
         "Test accuracy in percent with its 95% interval over seeds, and minutes from the start of the process to the "
         "last weight. `python benchmarks/speedrun/run.py ENTRY` runs an entry; the head of run.py has the rules. "
-        "`looks`: how often this program has been scored on test, with any options and seeds.",
+        "`looks`: how often this program has been scored on test, with any options and seeds. Compare minutes of one "
+        "day: an epoch of the ResNet took 31 s on 2026-11-28 and 18 s on 2026-11-29, on a machine of the same name.",
         "",
         "| entry | what it is | minutes | accuracy | seeds | looks |",
         "|---|---|---:|---:|---:|---:|",

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ from ray_jobs.sources.archives import entries
 from ray_jobs.sources.archives.roots import in_folder
 from ray_jobs.sources.readers.folder import EXTENSIONS, Entry, Listing, arrange, listing
 from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, Columns, check_tables
+from ray_jobs.sources.readers.misread import check_not_joined
 from vit_model.errors import UserError
 
 
@@ -462,6 +465,19 @@ def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, messag
 def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scan(metadata(touch(tmp_path, "1.png", "2.png"), text, "metadata.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_joined"),
+    [
+        (("haze primary", "clear primary", "haze", "clear", "clear primary haze"), True),
+        (("sea lion", "sea horse", "lion"), False),
+        ([f"{colour} {form}" for colour in ("red", "green", "blue") for form in ("ring", "disc", "cube")], False),
+    ],
+)
+def test_combinations_of_words_are_told_from_names_of_several_words(names: Sequence[str], is_joined: bool) -> None:
+    with pytest.raises(UserError, match="label_separator: ' '") if is_joined else nullcontext():
+        check_not_joined("root", names)
 
 
 def test_other_columns_that_are_called_alike_are_nobodys_business(tmp_path: Path) -> None:
