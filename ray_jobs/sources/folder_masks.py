@@ -81,12 +81,14 @@ def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
             if isinstance(data := next(stored), UserError):
                 raise data
             mask = decode_mask(data)
-            for value, colour in colours(data, mask).items():
-                other, of = known.setdefault(value, (colour, entry["key"]))
-                if colour != other:
+            shown = {value: (colour, entry["key"]) for value, colour in colours(data, mask).items() if value != IGNORED}
+            for value, (colour, _) in shown.items():
+                if value in known and colour != known[value][0]:
+                    other, of = known[value]
                     raise UserError(
                         f"its palette shows {value} as {colour}, that of {of} as {other}; expected one palette"
                     )
+            known = shown | known
             yield mask
         except UserError as error:
             yield error

@@ -37,9 +37,10 @@ def _splits_in(name: str) -> set[str]:
 
 
 def names_splits(texts: Collection[str]) -> bool:
-    """Return whether all of these name a split, and not the same one."""
-    splits = {split_in(text) for text in texts}
-    return len(splits) > 1 and None not in splits
+    """Return whether all of these name a split, or two of them are no other words, and they are of different splits."""
+    splits = {split_in(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)) for text in texts}  # as in PublicTest
+    alone = {SPLIT_WORDS[text.lower()] for text in texts if text.lower() in SPLIT_WORDS}
+    return len(alone) > 1 or (len(splits) > 1 and None not in splits)
 
 
 def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:

@@ -192,7 +192,8 @@ def image_sets(
     """Return the split of each image that a list names, and notes about lists that name no image here.
 
     Lists are ImageSets/train.txt, val.txt and test.txt, or those in ImageSets/`task`; a line begins with an image's
-    name, without its extension or with it. The image is somewhere beside ImageSets, and the only one of this name.
+    name, without its extension or with it. The image is somewhere beside ImageSets, and the only one of this name. A
+    list of test images is not about images in a folder of train, nor the other way round: KITTI numbers both from 0.
     """
     split_of = {"trainval": "train", "train": "train", "val": "val", "test": "test"}  # the first may have all of val
     form = re.compile(rf"(.*/|)ImageSets/(?:{task}/)?({'|'.join(split_of)})\.txt")
@@ -206,11 +207,18 @@ def image_sets(
     for path, data in zip(lists, read([path[0] for path in lists]), strict=True):
         names = [name for line in data.decode("utf-8-sig", "replace").splitlines() for name in line.split()[:1]]
         some = ([*by_stem.get(name, ()), *by_stem.get(PurePosixPath(name).stem, ())] for name in names)
-        inside = [{image for image in fitting if image.startswith(path[1])} for fitting in some]
+        inside = [
+            {image for image in fitting if image.startswith(path[1]) and _can_list(path[2], image)} for fitting in some
+        ]
         listed_here = [image for fitting in inside if len(fitting) == 1 for image in fitting]
         found |= dict.fromkeys(listed_here, split_of[path[2]])
         notes += [] if listed_here or not names else [f"{path[0]} names no image here"]
     return found, tuple(notes)
+
+
+def _can_list(split: str, image: str) -> bool:
+    of_folder = split_in(image.rpartition("/")[0])
+    return of_folder is None or (of_folder == "test") == (split == "test")
 
 
 def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
@@ -253,7 +261,7 @@ def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]])
     named = [
         key
         for key in fitting
-        if any(re.search(rf"(^|_){re.escape(part)}$", stem) for part in PurePosixPath(key).parts[:-1])
+        if any(re.search(rf"(^|[^A-Za-z0-9]){re.escape(part)}$", stem) for part in PurePosixPath(key).parts[:-1])
     ]
     if len(named) == 1:
         return named[0]

@@ -51,6 +51,7 @@ from ray_jobs.sources.readers.misread import (
     check_not_inside,
     check_not_joined,
     check_not_masks,
+    check_not_splits,
     inner_note,
     unread_tables,
 )
@@ -323,6 +324,7 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
         )
     split_folders = _split_folders(images)
     if not split_folders:
+        check_not_splits(root, {key.partition("/")[0] for key in images})
         return [(key, key.partition("/")[0], None) for key in images]
     others = sorted({key.partition("/")[0] for key in images} - set(split_folders))
     if others:

@@ -12,7 +12,7 @@ import heapq
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.names import split_in, splits_of_files
+from ray_jobs.sources.names import names_splits, split_in, splits_of_files
 from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
@@ -54,7 +54,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     groups: dict[str, list[tuple[int, int]]] = {}
     labels: list[int | str] = []
     split_groups: list[str | None] = []
-    named: dict[str, set[tuple[str | None, str | None]]] = defaultdict(set)  # by columns: splits of files and of cells
+    named: dict[tuple[str, str | None], set[str]] = defaultdict(set)  # cells by column, and by file if that has a split
     columns: _Columns | None = None
     for name in splits:
         with _opened(files, name) as file:
@@ -67,8 +67,13 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             labels += [UNLABELLED if label is None else label for label in values]
             split_groups += _split_groups(source, name, file)
             for column, cells in _cells_of_splits(name, file):
-                named[column] |= {(splits[name], split_in(cell)) for cell in cells}
-    _check_split_columns(named)
+                named[column, name if splits[name] else None] |= cells
+    for (column, _), cells in named.items():
+        if names_splits(cells):
+            raise UserError(
+                f"column {column!r} names splits, but a file's split is in its name: write each split to a file of its "
+                "own, such as train.parquet and test.parquet"
+            )
     assert columns is not None, "the source has a file"
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
@@ -236,17 +241,6 @@ def _cells_of_splits(name: str, file: pq.ParquetFile) -> Iterator[tuple[str, set
 
 def _name_splits(cells: Sequence[str | None]) -> bool:
     return all(cell is not None and split_in(cell) for cell in cells)
-
-
-def _check_split_columns(named: Mapping[str, Collection[tuple[str | None, str | None]]]) -> None:
-    """Raise UserError if a column names other splits than the files' names do: test images would be trained on."""
-    for column, pairs in named.items():
-        of_files, of_cells = {split for split, _ in pairs}, {split for _, split in pairs}
-        if any(file != cell for file, cell in pairs) and (of_files != {None} or len(of_cells) > 1):
-            raise UserError(
-                f"column {column!r} names splits, but a file's split is in its name: write each split to a file of its "
-                "own, such as train.parquet and test.parquet"
-            )
 
 
 def _values(name: str, file: pq.ParquetFile, column: str, first: int | None = None) -> list[Any]:

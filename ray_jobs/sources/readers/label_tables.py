@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_jobs.sources.names import names_splits
+from ray_jobs.sources.names import listed, names_splits
 from vit_model.errors import UserError
 
 METADATA = "metadata.csv"
@@ -214,7 +214,7 @@ def _check_split_column(path: str, header: Sequence[str], rows: Sequence[_Locate
         cells = {cell if isinstance(cell, str) else "" for cell in (row.get(column) for _, row in rows)}
         if names_splits(cells):
             raise UserError(
-                f"{path}: the column {column!r} names splits ({', '.join(sorted(cells))}). Call it split, or remove it"
+                f"{path}: the column {column!r} names splits ({listed(sorted(cells))}). Call it split, or remove it"
             )
 
 

@@ -39,6 +39,26 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
             )
 
 
+def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
+    """Raise UserError for top folders that differ only in the name of a split, such as seg_train and seg_test."""
+    words = {top: re.split(r"[\W\d_]+", top.lower()) for top in sorted(tops)}
+    forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for top, found in words.items():
+        if split_in(top) is not None:
+            forms[tuple("" if word in SPLIT_WORDS else word for word in found)].append(top)
+    for named in forms.values():
+        if len({split_in(top) for top in named}) > 1:
+            if others := sorted(words.keys() - set(named)):
+                problem = (
+                    f"{listed(others)} {'do' if others[1:] else 'does'} not. Move {'them' if others[1:] else 'it'} out"
+                )
+            else:
+                problem = "and there is none of train. Add it"
+            raise UserError(
+                f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them"
+            )
+
+
 def check_not_masks(root: Path | str, class_names: Collection[str], images: Sequence[str]) -> None:
     """Raise UserError for masks among images, in folders that would be taken for classes or beside their images."""
     names = {name.lower() for name in class_names}
@@ -53,7 +73,7 @@ def check_not_masks(root: Path | str, class_names: Collection[str], images: Sequ
     if masks := sorted(key for key, image in of.items() if image is not None):
         raise UserError(
             f"{root}: {quantity(len(masks), 'image')} with the name of another and a word for masks, such as {masks[0]}"
-            f" of {of[masks[0]]}. Remove the masks: they would be trained on as images"
+            f" of {of[masks[0]]}. Remove or rename them: masks would be trained on as images"
         )
 
 
@@ -75,14 +95,16 @@ def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence
 def check_not_joined(root: Path | str, class_names: Collection[str]) -> None:
     """Raise UserError for a label such as "cat;dog" whose parts are labels, too, or parts of others.
 
-    Names of classes contain spaces ("sea lion", "sea horse"), so with these all parts must occur in other labels, in
-    labels of one word as in those of several, and there are fewer words than labels.
+    Names of classes contain spaces ("sea lion", "sea horse"), so with these each word of a label of several must be a
+    label, too; or every word occurs in two labels, of different lengths, and there are fewer words than labels.
     """
     for separator in SEPARATORS:
         parts = {name: [part.strip() for part in name.split(separator)] for name in class_names}
         counts = Counter(part for found in parts.values() for part in set(found))
         lengths = {len(found) for found in parts.values()}
-        if separator == " " and (min(counts.values()) < 2 or len(lengths) < 2 or len(counts) >= len(parts)):
+        are_labels = all(part in parts for found in parts.values() for part in found)
+        are_combined = min(counts.values()) > 1 and len(lengths) > 1 and len(counts) < len(parts)
+        if separator == " " and not (are_labels or are_combined):
             continue
         for name, found in parts.items():
             if len(found) > 1 and all(counts[part] > 1 for part in found):

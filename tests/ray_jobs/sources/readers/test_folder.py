@@ -278,7 +278,11 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
         (
             ("a/1.png", "a/1_mask.png", "b/2.png", "b/2_mask_1.png"),
-            "2 images .* such as a/1_mask.png of a/1.png. Remove",
+            "2 images .* such as a/1_mask.png of a/1.png. Remove or rename",
+        ),
+        (
+            ("seg_train/a/1.png", "seg_train/b/1.png", "seg_test/a/2.png", "seg_pred/3.png"),
+            r"seg_test and seg_train name splits, seg_pred does not. Move it out; or",
         ),
         (
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
@@ -471,6 +475,7 @@ def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, messa
     ("names", "is_joined"),
     [
         (("haze primary", "clear primary", "haze", "clear", "clear primary haze"), True),
+        (("scab", "rust", "healthy", "scab rust"), True),
         (("sea lion", "sea horse", "lion"), False),
         ([f"{colour} {form}" for colour in ("red", "green", "blue") for form in ("ring", "disc", "cube")], False),
     ],
