@@ -149,7 +149,7 @@ def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str
         return _without_labels(root, images)
     check_not_detection(root, files, images)
     labelled = _from_folders(root, files, images)
-    check_not_masks(root, {name for _, name, _ in labelled}, images)
+    check_not_masks(root, images)
     return [(key, (name,), split, None) for key, name, split in labelled]
 
 
@@ -347,7 +347,7 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
 
 def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
-    check_not_masks(root, {key.partition("/")[0] for key in images}, images)
+    check_not_masks(root, images)
     folders = _split_folders(images)
     found: list[_Labelled] = [
         (key, (), folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images

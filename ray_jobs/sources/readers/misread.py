@@ -59,22 +59,35 @@ def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
             )
 
 
-def check_not_masks(root: Path | str, class_names: Collection[str], images: Sequence[str]) -> None:
-    """Raise UserError for masks among images, in folders that would be taken for classes or beside their images."""
-    names = {name.lower() for name in class_names}
-    if any(mask in names for image, masks in MASKS.items() if image in names for mask in masks):
-        raise UserError(
-            f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
-            "not classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "
-            f"to classify the images, set the root to a folder of class folders, or add a {METADATA}"
-        )
-    paths = {key.rpartition(".")[0]: key for key in images}
-    of = {key: paths.get(match[1]) for path, key in paths.items() if (match := _MASK_OF.fullmatch(path))}
-    if masks := sorted(key for key, image in of.items() if image is not None):
+def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
+    """Raise UserError for masks among images: in a folder beside theirs, at any depth, or beside the images."""
+    stems = {key.rpartition(".")[0]: key for key in images}
+    folders = {str(folder) for key in images for folder in PurePosixPath(key).parents} - {"."}
+    inside: dict[str, list[str]] = defaultdict(list)
+    for folder in sorted(folders):
+        inside[folder.rpartition("/")[0]].append(folder)
+    for siblings in inside.values():
+        words = {folder: {*re.split(r"[\W\d_]+", folder.rpartition("/")[2].lower())} for folder in siblings}
+        of = {word for found in words.values() for image in found & MASKS.keys() for word in MASKS[image]}
+        masks = [folder for folder in siblings if words[folder] & of or _masked(folder) in siblings]
+        if masks:
+            raise UserError(
+                f"{root} has the layout of a segmentation data set ({listed(siblings)}): these folders are not "
+                "classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, to "
+                f"classify the images, set the root to a folder of class folders, or add a {METADATA}"
+            )
+    if masks := sorted(key for path, key in stems.items() if _masked(path) in stems):
+        image = stems[_masked(masks[0].rpartition(".")[0])]
         raise UserError(
             f"{root}: {quantity(len(masks), 'image')} with the name of another and a word for masks, such as {masks[0]}"
-            f" of {of[masks[0]]}. Remove or rename them: masks would be trained on as images"
+            f" of {image}. Remove or rename them: masks would be trained on as images"
         )
+
+
+def _masked(path: str) -> str:
+    """Return what a path would be the mask of by its name, such as "a/1" of "a/1_mask"; "" for none."""
+    match = _MASK_OF.fullmatch(path)
+    return match[1] if match else ""
 
 
 def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:

@@ -269,6 +269,9 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (("train2017/1.jpg", "val2017/2.jpg"), r"the layout of COCO, a detection data set \(train2017\)"),
         (("train/_annotations.coco.json", "train/1.jpg", "valid/2.jpg"), "the layout of COCO"),
+        (("a/images/1.png", "a/masks/1.png", "b/images/1.png"), r"a segmentation data set \(a/images, a/masks\)"),
+        (("a/images_png/1.png", "a/masks_png/1.png", "b/c/1.png"), "the layout of a segmentation data set"),
+        (("cat/1.png", "cat_masks/1.png"), "the layout of a segmentation data set"),
         (("images/1.png", "masks/1.png"), r"the layout of a segmentation data set \(images, masks\)"),
         (("train/img/1.png", "train/labels/1.png"), "the layout of a segmentation data set"),
         (
