@@ -69,12 +69,12 @@ def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
     for siblings in inside.values():
         words = {folder: {*re.split(r"[\W\d_]+", folder.rpartition("/")[2].lower())} for folder in siblings}
         of = {word for found in words.values() for image in found & MASKS.keys() for word in MASKS[image]}
-        masks = [folder for folder in siblings if words[folder] & of or _masked(folder) in siblings]
-        if masks:
+        named = (bool(found & of and not found & MASKS.keys()) for found in words.values())
+        if any(named) or any(_masked(folder) in siblings for folder in siblings):
             raise UserError(
                 f"{root} has the layout of a segmentation data set ({listed(siblings)}): these folders are not "
-                "classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, to "
-                f"classify the images, set the root to a folder of class folders, or add a {METADATA}"
+                "classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "
+                f"to classify the images, set the root to a folder of class folders, or add a {METADATA}"
             )
     if masks := sorted(key for path, key in stems.items() if _masked(path) in stems):
         image = stems[_masked(masks[0].rpartition(".")[0])]
