@@ -33,11 +33,16 @@ def split_in(name: str) -> str | None:
 
 
 def _splits_in(name: str) -> set[str]:
-    return {SPLIT_WORDS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLIT_WORDS}
+    return {SPLIT_WORDS[word] for word in words_in(name) if word in SPLIT_WORDS}
+
+
+def words_in(name: str) -> list[str]:
+    """Return the words of a name, in small letters; they are separated by whatever is not a letter."""
+    return re.split(r"[\W\d_]+", name.lower())
 
 
 def names_splits(texts: Collection[str]) -> bool:
-    """Return whether all of these name a split, or two of them are no other words, and they are of different splits."""
+    """Return whether these texts name different splits: all of them contain a split's name, or two are such names."""
     splits = {split_in(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)) for text in texts}  # as in PublicTest
     alone = {SPLIT_WORDS[text.lower()] for text in texts if text.lower() in SPLIT_WORDS}
     return len(alone) > 1 or (len(splits) > 1 and None not in splits)

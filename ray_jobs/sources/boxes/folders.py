@@ -21,7 +21,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -131,7 +130,7 @@ def annotated(form: BoxFormat, files: Sequence[str], images: Sequence[str], read
 
 
 def splits_of(
-    images: Iterable[str], listed_splits: Mapping[str, str], origin: Mapping[str, str] = MappingProxyType({})
+    images: Iterable[str], listed_splits: Mapping[str, str], origin: Mapping[str, str]
 ) -> dict[str, str | None]:
     """Return the split of each image, sorted; if some have one, without those that have none.
 

@@ -222,7 +222,7 @@ def _with_masks(root: Path | str, files: Sequence[str], read: Read) -> Listing:
         raise UserError(f"{root}: source.mask_classes: no PNGs of masks, such as {example}")
     without = [key for key in images if key not in of_images and not folder_masks.is_mask(key)]
     listed_splits, notes = image_sets("Segmentation", files, of_images, read)
-    splits = splits_of(of_images, listed_splits)
+    splits = splits_of(of_images, listed_splits, {})
     found = tuple(Entry(key, 0, split, mask=of_images[key]) for key, split in splits.items())
     other = sorted(of_images.keys() - splits.keys())
     notes += left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})

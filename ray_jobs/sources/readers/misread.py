@@ -9,12 +9,12 @@ from pathlib import Path, PurePosixPath
 
 from pipelines.spec import quantity
 from ray_jobs.sources.boxes.folders import form_of
-from ray_jobs.sources.names import MASKS, SPLIT_WORDS, listed, split_in
+from ray_jobs.sources.names import MASKS, SPLIT_WORDS, listed, split_in, words_in
 from ray_jobs.sources.readers.label_tables import METADATA
 from vit_model.errors import UserError
 
 SEPARATORS = (";", "|", ",", " ")
-_MASK_OF = re.compile(r"(.+?)[ _-](?:mask|masks|seg|segmentation|label|labels|gt|annotation)(?:_?\d+)?", re.IGNORECASE)
+_MASK = re.compile(r"[ _-](mask|masks|seg|segmentation|label|labels|gt|annotation)(_?\d+)?\Z", re.IGNORECASE)
 _FORMS = {"coco": "COCO", "yolo": "YOLO", "voc": "Pascal VOC", "kitti": "KITTI"}
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
@@ -41,7 +41,7 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
 
 def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
     """Raise UserError for top folders that differ only in the name of a split, such as seg_train and seg_test."""
-    words = {top: re.split(r"[\W\d_]+", top.lower()) for top in sorted(tops)}
+    words = {top: words_in(top) for top in sorted(tops)}
     forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for top, found in words.items():
         if split_in(top) is not None:
@@ -53,7 +53,7 @@ def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
                     f"{listed(others)} {'do' if others[1:] else 'does'} not. Move {'them' if others[1:] else 'it'} out"
                 )
             else:
-                problem = "and there is none of train. Add it"
+                problem = "but none of them is train. Add that folder"
             raise UserError(
                 f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them"
             )
@@ -62,15 +62,16 @@ def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
 def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
     """Raise UserError for masks among images: in a folder beside theirs, at any depth, or beside the images."""
     stems = {key.rpartition(".")[0]: key for key in images}
-    folders = {str(folder) for key in images for folder in PurePosixPath(key).parents} - {"."}
+    own = {PurePosixPath(key.rpartition("/")[0]) for key in images}
+    folders = {str(folder) for each in own for folder in (each, *each.parents)} - {"."}
     inside: dict[str, list[str]] = defaultdict(list)
     for folder in sorted(folders):
         inside[folder.rpartition("/")[0]].append(folder)
     for siblings in inside.values():
-        words = {folder: {*re.split(r"[\W\d_]+", folder.rpartition("/")[2].lower())} for folder in siblings}
+        words = {folder: {*words_in(folder.rpartition("/")[2])} for folder in siblings}
         of = {word for found in words.values() for image in found & MASKS.keys() for word in MASKS[image]}
         named = (bool(found & of and not found & MASKS.keys()) for found in words.values())
-        if any(named) or any(_masked(folder) in siblings for folder in siblings):
+        if any(named) or any(_masked(folder) in folders for folder in siblings):
             raise UserError(
                 f"{root} has the layout of a segmentation data set ({listed(siblings)}): these folders are not "
                 "classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "
@@ -86,8 +87,8 @@ def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
 
 def _masked(path: str) -> str:
     """Return what a path would be the mask of by its name, such as "a/1" of "a/1_mask"; "" for none."""
-    match = _MASK_OF.fullmatch(path)
-    return match[1] if match else ""
+    match = _MASK.search(path)
+    return path[: match.start()] if match else ""
 
 
 def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
@@ -106,18 +107,11 @@ def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence
 
 
 def check_not_joined(root: Path | str, class_names: Collection[str]) -> None:
-    """Raise UserError for a label such as "cat;dog" whose parts are labels, too, or parts of others.
-
-    Names of classes contain spaces ("sea lion", "sea horse"), so with these each word of a label of several must be a
-    label, too; or every word occurs in two labels, of different lengths, and there are fewer words than labels.
-    """
+    """Raise UserError for a label such as "cat;dog" whose parts are labels, too, or parts of others."""
     for separator in SEPARATORS:
         parts = {name: [part.strip() for part in name.split(separator)] for name in class_names}
         counts = Counter(part for found in parts.values() for part in set(found))
-        lengths = {len(found) for found in parts.values()}
-        are_labels = all(part in parts for found in parts.values() for part in found)
-        are_combined = min(counts.values()) > 1 and len(lengths) > 1 and len(counts) < len(parts)
-        if separator == " " and not (are_labels or are_combined):
+        if separator == " " and not _are_combined(parts, counts):
             continue
         for name, found in parts.items():
             if len(found) > 1 and all(counts[part] > 1 for part in found):
@@ -126,6 +120,19 @@ def check_not_joined(root: Path | str, class_names: Collection[str]) -> None:
                     f" images, too. If so, set source.multi_label: true and source.label_separator: {separator!r}; if"
                     f" it is one class, write it without {separator!r}"
                 )
+
+
+def _are_combined(parts: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> bool:
+    """Return whether labels with spaces combine other labels, and are not names such as "sea lion" and "sea horse".
+
+    Each word is a label, too; or each occurs in two labels, these differ in length, and words are fewer than labels.
+
+    Args:
+        parts: the words of each label. counts: the number of labels with each word.
+    """
+    are_labels = all(part in parts for found in parts.values() for part in found)
+    differ = len({len(found) for found in parts.values()}) > 1
+    return are_labels or (differ and min(counts.values()) > 1 and len(counts) < len(parts))
 
 
 def inner_note(labels: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""MoCo v3: its loss against a loop, what is trained and what is not."""
+"""MoCo v3: its loss against a loop, and which weights are trained."""
 
 import math
 from typing import Any
