@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pipelines.spec import quantity
@@ -16,7 +16,9 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
 }
 _MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
-MASKS = dict.fromkeys(("image", "images", "img", "imgs"), _MASKS) | {"jpegimages": ("segmentationclass",)}
+MASKS = dict.fromkeys(("image", "images", "img", "imgs"), _MASKS) | {
+    "jpegimages": ("segmentationclass", "segmentationclasspng")
+}
 """A folder of images -> folders of their masks, in small letters."""
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")  # formats of images
 WITHOUT_SPLIT = "without a split (train, val, test), because others have one"
@@ -73,6 +75,34 @@ def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tupl
         f"not: {listed(unnamed)}"
     )
     return {file: split for file, split in splits.items() if split is not None}, (note,)
+
+
+def split_folders(images: Iterable[str]) -> dict[str, str]:
+    """Return the split of each top folder that names one; none if the folders are classes.
+
+    A name that only contains a split (`seg_train`) counts if every top folder contains one, and one of them train,
+    because classes can be called `bullet_train` or `test_tube`.
+    """
+    tops = sorted({key.partition("/")[0] for key in images if "/" in key})
+    contained = {top: split for top in tops if (split := split_in(top)) is not None}
+    if len(contained) == len(tops) and "train" in contained.values():
+        return contained
+    return {top: SPLIT_WORDS[top.lower()] for top in tops if top.lower() in SPLIT_WORDS}
+
+
+def around_splits(images: Iterable[str], split_folders: Mapping[str, str]) -> dict[str, str]:
+    """Return the folders around the classes of each split: `seg_train/`, or `seg_train/seg_train/` if all are there."""
+    inside: dict[str, set[str]] = defaultdict(set)
+    for folder in {key.rpartition("/")[0] for key in images}:
+        top, _, rest = folder.partition("/")
+        inside[top].add(rest)
+    around = {}
+    for top, split in split_folders.items():
+        names = {rest.partition("/")[0] for rest in inside[top] if "/" in rest}
+        is_nested = len(names) == 1 and all("/" in rest for rest in inside[top])
+        nested = names.pop() if is_nested else ""
+        around[top] = f"{top}/{nested}/" if split_in(nested) == split else f"{top}/"
+    return around
 
 
 def left_out_notes(left_out: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -38,11 +38,7 @@ def read(data: bytes, name: str) -> Annotations:
         raise UserError(f"{name}: not JSON: {error}") from None
     if not isinstance(found, dict) or "images" not in found:
         raise UserError(f"{name}: not COCO's annotations: an object with images, annotations and categories")
-    classes: dict[int, str] = {}
-    for category in _entries(found, "categories", {"id": int, "name": str}, name):
-        if category["id"] in classes or category["name"] in classes.values():
-            raise UserError(f"{name}: class {category['id']}, {category['name']}, is listed twice")
-        classes[category["id"]] = category["name"]
+    classes = _classes(found, name)
     labels = {number: label for label, number in enumerate(sorted(classes))}
     files: dict[int, str] = {}
     boxes: dict[str, list[Box]] = {}
@@ -68,6 +64,23 @@ def read(data: bytes, name: str) -> Annotations:
         boxes[files[entry["image_id"]]].append(_box(entry, labels[entry["category_id"]], name))
         outlines[files[entry["image_id"]]].append(entry.get("segmentation"))
     return Annotations(tuple(classes[number] for number in sorted(classes)), boxes, outlines, sizes)
+
+
+def _classes(found: Mapping[str, Any], name: str) -> dict[int, str]:
+    """Return the classes by their ids. Of several with one name, as in Roboflow's exports, only one may have boxes."""
+    used = {entry["category_id"] for entry in _entries(found, "annotations", {"category_id": int}, name)}
+    classes: dict[int, str] = {}
+    ids: dict[str, int] = {}
+    for category in _entries(found, "categories", {"id": int, "name": str}, name):
+        number, other = category["id"], ids.get(category["name"])
+        if number in classes or {number, other} <= used:
+            raise UserError(f"{name}: class {number}, {category['name']}, is listed twice")
+        if other is not None and number not in used:
+            continue
+        if other is not None:
+            del classes[other]
+        classes[number], ids[category["name"]] = category["name"], number
+    return classes
 
 
 def _entries(found: Mapping[str, Any], part: str, fields: Mapping[str, type], name: str) -> Iterator[dict[str, Any]]:

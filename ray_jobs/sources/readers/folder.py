@@ -19,8 +19,7 @@ Out: the entries, without opening an image.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -36,7 +35,15 @@ from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated, image_sets, splits_of
-from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, extensions, left_out_notes, split_in
+from ray_jobs.sources.names import (
+    SPLIT_WORDS,
+    WITHOUT_SPLIT,
+    around_splits,
+    extensions,
+    left_out_notes,
+    split_folders,
+    split_in,
+)
 from ray_jobs.sources.readers.features import alike_note, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -47,13 +54,13 @@ from ray_jobs.sources.readers.label_tables import (
     read_table,
 )
 from ray_jobs.sources.readers.misread import (
+    check_class_folders,
     check_not_detection,
     check_not_inside,
     check_not_joined,
     check_not_masks,
     check_not_splits,
-    inner_note,
-    unread_tables,
+    unread_lists,
 )
 from vit_model.errors import UserError
 
@@ -122,6 +129,7 @@ def arrange(
         raise UserError(
             f"{root} has {only}: a classifier needs two classes or more. "
             + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
+            + "".join(f". {note}" for note in ([] if tables else unread_lists(files)))
         )
     number = {name: label for label, name in enumerate(class_names)}
     numbered = [
@@ -134,7 +142,7 @@ def arrange(
     )
     _check_given_splits(root, class_names, numbered)
     labels = {} if tables else {key: names[0] for key, names, _, _ in labelled}
-    notes = (*inner_note(labels), *(() if tables else unread_tables(files)))
+    notes = (*check_class_folders(root, labels), *(() if tables else unread_lists(files)))
     return Listing(str(root), class_names, entries, ignored, notes=notes)
 
 
@@ -148,8 +156,8 @@ def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str
     if columns.label is None:
         return _without_labels(root, images)
     check_not_detection(root, files, images)
-    labelled = _from_folders(root, files, images)
     check_not_masks(root, images)
+    labelled = _from_folders(root, files, images)
     return [(key, (name,), split, None) for key, name, split in labelled]
 
 
@@ -317,71 +325,45 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
     """Return (key, class, split) of each image, by the names of its folders."""
     loose = [key for key in images if "/" not in key]
     if loose:
-        renamed = "".join(f" {note}." for note in unread_tables(files))
+        renamed = "".join(f" {note}." for note in unread_lists(files))
         raise UserError(
             f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
             f"{renamed} {_UNLABELLED}"
         )
-    split_folders = _split_folders(images)
-    if not split_folders:
+    splits = split_folders(images)
+    if not splits:
         check_not_splits(root, {key.partition("/")[0] for key in images})
         return [(key, key.partition("/")[0], None) for key in images]
-    others = sorted({key.partition("/")[0] for key in images} - set(split_folders))
+    others = sorted({key.partition("/")[0] for key in images} - set(splits))
     if others:
         raise UserError(
-            f"{root} mixes split folders ({', '.join(split_folders)}) and other folders ({', '.join(others)}). Put "
+            f"{root} mixes split folders ({', '.join(splits)}) and other folders ({', '.join(others)}). Put "
             "each class folder into a split folder"
         )
-    if len(set(split_folders.values())) < len(split_folders):
-        raise UserError(f"{root} has two folders for one split: {', '.join(split_folders)}. Merge them")
-    around = _around_splits(images, split_folders)
+    if len(set(splits.values())) < len(splits):
+        raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them")
+    around = around_splits(images, splits)
+    flat = {key.partition("/")[0] for key in images if "/" not in key.removeprefix(around[key.partition("/")[0]])}
     labelled: list[tuple[str, str, str | None]] = []
     for key in images:
         top = key.partition("/")[0]
         label, slash, _ = key.removeprefix(around[top]).partition("/")
         if not slash:
-            raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {_UNLABELLED}")
-        labelled.append((key, label, split_folders[top]))
+            unlabelled = _UNLABELLED if len(flat) == len(splits) else f"If {top} has no labels, move it out of the root"
+            raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {unlabelled}")
+        labelled.append((key, label, splits[top]))
     return labelled
 
 
 def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
     check_not_masks(root, images)
-    folders = _split_folders(images)
+    folders = split_folders(images)
     found: list[_Labelled] = [
         (key, (), folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
     ]
     _check_all_or_none(root, found)
     return found
-
-
-def _split_folders(images: Iterable[str]) -> dict[str, str]:
-    """Return the split of each top folder that names one; none if the folders are classes.
-
-    A name that only contains a split (`seg_train`) counts if every top folder contains one, and one of them train,
-    because classes can be called `bullet_train` or `test_tube`.
-    """
-    tops = sorted({key.partition("/")[0] for key in images if "/" in key})
-    contained = {top: split for top in tops if (split := split_in(top)) is not None}
-    if len(contained) == len(tops) and "train" in contained.values():
-        return contained
-    return {top: SPLIT_WORDS[top.lower()] for top in tops if top.lower() in SPLIT_WORDS}
-
-
-def _around_splits(images: Iterable[str], split_folders: Mapping[str, str]) -> dict[str, str]:
-    """Return the folders around the classes of each split: `seg_train/`, or `seg_train/seg_train/` if all are there."""
-    inside: dict[str, set[str]] = defaultdict(set)
-    for folder in {key.rpartition("/")[0] for key in images}:
-        top, _, rest = folder.partition("/")
-        inside[top].add(rest)
-    around = {}
-    for top, split in split_folders.items():
-        names = {rest.partition("/")[0] for rest in inside[top] if "/" in rest}
-        is_nested = len(names) == 1 and all("/" in rest for rest in inside[top])
-        nested = names.pop() if is_nested else ""
-        around[top] = f"{top}/{nested}/" if split_in(nested) == split else f"{top}/"
-    return around
 
 
 def _from_tables(
@@ -391,7 +373,7 @@ def _from_tables(
 
     If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
     """
-    present, listed, split_folders = set(images), {}, _split_folders(images)
+    present, listed, folders = set(images), {}, split_folders(images)
     missing = []
     for path in sorted(tables):
         for row in read_table(path, tables[path], columns):
@@ -400,13 +382,15 @@ def _from_tables(
                 continue
             if row.key in listed:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
-            inside = split_folders.get(row.key.partition("/")[0]) if "/" in row.key else None
+            inside = folders.get(row.key.partition("/")[0]) if "/" in row.key else None
             split = inside if row.split is None else _split_named(row.split, row.where)
             listed[row.key] = (row.key, row.labels, split, row.group)
     if missing:
+        stems = {key.rpartition(".")[0]: key for key in images}
+        meant = stems.get(missing[0].key)
         raise UserError(
             f"{missing[0].where}: {root} has no image {missing[0].key!r}; {quantity(len(missing), 'row')} without an"
-            " image. Restore the files, or remove the rows"
+            f" image. {f'Write {meant!r}' if meant else 'Restore the files, or remove the rows'}"
         )
     if unlisted := sorted(present - listed.keys()):
         raise UserError(

@@ -16,7 +16,11 @@ from vit_model.errors import UserError
 SEPARATORS = (";", "|", ",", " ")
 _MASK = re.compile(r"[ _-](mask|masks|seg|segmentation|label|labels|gt|annotation)(_?\d+)?\Z", re.IGNORECASE)
 _FORMS = {"coco": "COCO", "yolo": "YOLO", "voc": "Pascal VOC", "kitti": "KITTI"}
+_IMAGES_OF = {
+    word: [image for image, others in MASKS.items() if word in others] for words in MASKS.values() for word in words
+}
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
+_PARTS = {"image", "images", "img", "imgs", "part", "parts", "batch", "batches", "fold", "folds", "chunk", "chunks"}
 
 
 def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
@@ -26,17 +30,21 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
         parts = folder.split("/")
         for depth in range(1, len(parts)):
             folders["/".join(parts[:depth])].add(parts[depth])
+    of_splits: dict[str, list[str]] = {}
     for folder, names in sorted(folders.items()):
         splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
         contained = {split_in(name): name for name in names}
         if None not in contained:  # such as seg_train and seg_test, or val and test
             splits |= contained  # type: ignore[arg-type]
         if len(splits) > 1 and ("train" in splits or None not in contained):
-            raise UserError(
-                f"{root}: {folder} contains split folders ({', '.join(sorted(splits.values()))}). Set the root to "
-                f"{folder}, or put the split folders at the top (train/<class>/), or add a {METADATA} with a column "
-                "`split`"
-            )
+            of_splits[folder] = sorted(splits.values())
+    if of_splits:
+        first, *others = of_splits
+        raise UserError(
+            f"{root}: {listed([*of_splits])} {'contain' if others else 'contains'} split folders "
+            f"({', '.join(of_splits[first])}). Set the root to {'one of these folders' if others else first}, or put "
+            f"the split folders at the top (train/<class>/), or add a {METADATA} with a column `split`"
+        )
 
 
 def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
@@ -71,24 +79,26 @@ def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
         words = {folder: {*words_in(folder.rpartition("/")[2])} for folder in siblings}
         of = {word for found in words.values() for image in found & MASKS.keys() for word in MASKS[image]}
         named = (bool(found & of and not found & MASKS.keys()) for found in words.values())
-        if any(named) or any(_masked(folder) in folders for folder in siblings):
+        if any(named) or any(not folders.isdisjoint(_masked(folder)) for folder in siblings):
             raise UserError(
                 f"{root} has the layout of a segmentation data set ({listed(siblings)}): these folders are not "
                 "classes. Read the masks with source.mask_classes: [NAME, NAME], the names of their values from 0; or, "
                 f"to classify the images, set the root to a folder of class folders, or add a {METADATA}"
             )
-    if masks := sorted(key for path, key in stems.items() if _masked(path) in stems):
-        image = stems[_masked(masks[0].rpartition(".")[0])]
+    if masks := sorted(key for path, key in stems.items() if not stems.keys().isdisjoint(_masked(path))):
+        image = next(stems[path] for path in _masked(masks[0].rpartition(".")[0]) if path in stems)
         raise UserError(
             f"{root}: {quantity(len(masks), 'image')} with the name of another and a word for masks, such as {masks[0]}"
             f" of {image}. Remove or rename them: masks would be trained on as images"
         )
 
 
-def _masked(path: str) -> str:
-    """Return what a path would be the mask of by its name, such as "a/1" of "a/1_mask"; "" for none."""
+def _masked(path: str) -> list[str]:
+    """Return what a path would be the mask of by its name: "a/1" of "a/1_mask", "a/img" of "a/label" (labelme)."""
+    folder, slash, name = path.rpartition("/")
+    found = [f"{folder}{slash}{image}" for image in _IMAGES_OF.get(name.lower(), ())]
     match = _MASK.search(path)
-    return path[: match.start()] if match else ""
+    return [*found, path[: match.start()]] if match else found
 
 
 def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
@@ -135,23 +145,57 @@ def _are_combined(parts: Mapping[str, Sequence[str]], counts: Mapping[str, int])
     return are_labels or (differ and min(counts.values()) > 1 and len(counts) < len(parts))
 
 
-def inner_note(labels: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note about folders inside class folders, whose names could be the classes, from {key: class}."""
-    inner: dict[str, None] = {}
+def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note about folders inside class folders, from {key: class}.
+
+    Raises:
+        UserError: a class folder contains one named as another; or class folders whose names are a text and a number
+            are parts of a set by that text, or subjects, because they contain the same folders.
+    """
+    folders: dict[str, set[str]] = {name: set() for name in sorted(set(labels.values()))}
     for key, name in labels.items():
-        *folders, _ = key.split("/")
-        if folders[-1] != name:
-            inner["/".join(folders[folders.index(name) :])] = None
+        parts = key.split("/")
+        folders[name].add("/".join(parts[parts.index(name) + 1 : -1]))
+    for name, inside in folders.items():
+        if copied := sorted(folder for folder in inside if {*folder.split("/")} & folders.keys() - {name}):
+            raise UserError(
+                f"{root}: the class folder {name} contains {listed([f'{name}/{folder}' for folder in copied])}, named "
+                "as other classes. Remove them if they are copies; move their images if they belong to these classes"
+            )
+    if len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1:
+        _check_numbered(root, folders)
+    inner = [f"{name}/{folder}" for name, inside in folders.items() for folder in sorted(inside) if folder]
     if not inner:
         return ()
     count = quantity(len(inner), "folder")
-    return (f"{count} inside class folders, whose images have the outer folder's class: {listed([*inner])}",)
+    return (f"{count} inside class folders, whose images have the outer folder's class: {listed(inner)}",)
 
 
-def unread_tables(files: Iterable[str]) -> tuple[str, ...]:
-    """Return a note about the first table that could list the labels under another name."""
-    tables = [key for key in files if key.endswith((".csv", ".jsonl", ".parquet"))]
-    return tuple(
-        f"{key} is not read: if it lists the labels, rename it to metadata{PurePosixPath(key).suffix}"
-        for key in tables[:1]
-    )
+def _check_numbered(root: Path | str, folders: Mapping[str, Collection[str]]) -> None:
+    """Raise UserError if class folders that differ in numbers alone, with the folders in them, are something else."""
+    if _PARTS & {*words_in(next(iter(folders)))}:
+        raise UserError(
+            f"{root}: {listed([*folders])} are the parts of a set by their names, not classes. Add a {METADATA} with "
+            "the label of each image; or, if these are classes, rename them"
+        )
+    counts = Counter(top for inside in folders.values() for top in {folder.partition("/")[0] for folder in inside})
+    common = sorted(top for top, number in counts.items() if top and number > 1)
+    if len(common) > 1 and not counts[""]:
+        raise UserError(
+            f"{root}: {listed([*folders])} contain the same folders, {listed(common)}: either could be the classes. "
+            f"Add a {METADATA} with the label of each image, and a `group` if the outer ones are subjects"
+        )
+
+
+def unread_lists(files: Iterable[str]) -> tuple[str, ...]:
+    """Return a note about tables and lists that could contain labels or splits, under names that are not read."""
+    found = [
+        key
+        for key in files
+        if key.endswith((".csv", ".jsonl", ".parquet"))
+        or (key.endswith(".txt") and not SPLIT_WORDS.keys().isdisjoint(words_in(PurePosixPath(key).name)))
+    ]
+    if not found:
+        return ()
+    verb, lists = ("are", "they list") if found[1:] else ("is", "it lists")
+    return (f"{listed(found)} {verb} not read: if {lists} labels or splits, write them into a {METADATA}",)

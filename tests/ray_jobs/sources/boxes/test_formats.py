@@ -57,7 +57,14 @@ COCO_FAULTS = [
         "2, a, is listed twice",
     ),
     (dataset(annotations=[ANNOTATION | {"bbox": [10**400, 0, 1, 1]}]), "more than 300 digits"),
-    (dataset(categories=[{"id": 1, "name": "cat"}, {"id": 2, "name": "cat"}]), "class 2, cat, is listed twice"),
+    (dataset(categories=[{"id": 1, "name": "cat"}, {"id": 1, "name": "dog"}]), "class 1, dog, is listed twice"),
+    (
+        dataset(
+            categories=[{"id": 1, "name": "cat"}, {"id": 18, "name": "cat"}],
+            annotations=[ANNOTATION, ANNOTATION | {"category_id": 1}],
+        ),
+        "class 18, cat, is listed twice",
+    ),
     (dataset(images=[{"id": "1", "file_name": "a"}]), r"images\[0\].id is '1'; expected a whole number"),
 ]
 
@@ -66,6 +73,13 @@ COCO_FAULTS = [
 def test_a_fault_of_coco_is_named(data: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         coco.read(data, "train.json")
+
+
+def test_a_class_may_have_the_name_of_its_supercategory() -> None:
+    """Roboflow's exports list the name of the project as a class without boxes, before the classes."""
+    found = coco.read(dataset(categories=[{"id": 0, "name": "cat"}, {"id": 18, "name": "cat"}]), "train.json")
+    assert found.class_names == ("cat",)
+    assert [box.label for box in found.boxes["a.jpg"]] == [0]
 
 
 FAULTS = [

@@ -279,6 +279,11 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             r"the layout of a segmentation data set \(images, masks, more\)",
         ),
         (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
+        (("x_json/img.png", "x_json/label.png", "y_json/img.png"), "x_json/label.png of x_json/img.png. Remove"),
+        (
+            ("VOC2007/JPEGImages/1.jpg", "VOC2007/SegmentationClass/1.png", "VOC2012/JPEGImages/2.jpg"),
+            "the layout of a segmentation data set",
+        ),
         (
             ("a/1.png", "a/1_mask.png", "b/2.png", "b/2_mask_1.png"),
             "2 images .* such as a/1_mask.png of a/1.png. Remove or rename",
@@ -289,7 +294,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
-            r"cat contains split folders \(test, train\)\. Set the root to",
+            r"cat, dog contain split folders \(test, train\)\. Set the root to one of these folders",
         ),
         (
             ("my_train/train/a/1.png", "my_train/test/b/1.png"),
@@ -298,14 +303,32 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
         (
             ("labels.csv", "1.png"),
-            "labels.csv is not read: if it lists the labels, rename it to metadata.csv. If the images",
+            "labels.csv is not read: if it lists labels or splits, write them into a metadata.csv. If the images",
+        ),
+        (
+            ("images/1.png", "train.csv", "test.csv", "meta/val_list.txt"),
+            "only the class 'images'.* meta/val_list.txt, test.csv, train.csv are not read: if they list",
+        ),
+        (
+            ("cells/sick/1.png", "sick/1.png", "well/2.png"),
+            "the class folder cells contains cells/sick, named as other classes. Remove them if they are copies",
+        ),
+        (("ham_part_1/1.png", "ham_part_2/2.png"), "ham_part_1, ham_part_2 are the parts of a set by their names"),
+        (
+            ("00/palm/1.png", "00/fist/2.png", "01/palm/3.png", "01/fist/4.png"),
+            "00, 01 contain the same folders, fist, palm: either could be the classes",
+        ),
+        (
+            ("train/1.png", "train_labels/1.png", "val/2.png", "val_labels/2.png"),
+            "the layout of a segmentation data set",
         ),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
             r"mixes split folders \(train\) and other folders \(cats\)",
         ),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
-        (("train/1.png", "train/2.png"), "move it to train/<class>/"),
+        (("train/1.png", "train/2.png"), "move it to train/<class>/. If the images have no labels, set"),
+        (("train/a/1.png", "train/b/2.png", "test/3.png"), "test/<class>/. If test has no labels, move it out"),
         (
             ("train/a/1.png", "train/b/1.png", "test/c/1.png"),
             "train split has no images of these classes: 'c'",
@@ -415,6 +438,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
             "file_name,label\n9.png,a\n8.png,a\n",
             "row 2: .* has no image '9.png'; 2 rows without an image. Restore",
         ),
+        ("file_name,label\n1,a\n2,b\n", "row 2: .* has no image '1'; 2 rows without an image. Write '1.png'"),
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
