@@ -26,6 +26,17 @@ WIDTHS, SCHEMES = (390, 900, 1200), ("light", "dark")
 ODD = "x'; reboot; '"  # the name of an alias in a store that somebody else has written
 PAGES = ("overview", "runs", "models", "schedules", "reports", "task/digits", "run/{run}", "compare/{run}/{other}")
 PAGES += ("model/{model}", "search/{model}")
+# a matrix has other members and another value of `steps`; the report is of other stages
+BEFORE = {"a@x=1": {"steps": "2"}, "a@x=2": {"steps": "2"}, "c": {"job": '"audit"'}, "report": {"of": '["a@x=1", "c"]'}}
+AFTER = {"a@x=1": {"steps": "3"}, "a@x=2": {"steps": "3"}, "b@y=1": {"steps": "4"}, "b@y=2": {"steps": "4"}}
+AFTER |= {"report": {"of": '["a@x=1", "a@x=2", "b@y=1", "b@y=2"]'}}
+CHANGED = AFTER | {"c": {"job": None}}
+DIFFERENCES = (
+    "const map = named => new Map(Object.entries(named));"
+    "const fields = stages => new Map([...map(stages)].map(([name, own]) => [name, map(own)]));"
+    f"differences({{changed: {json.dumps(CHANGED)}, stages: []}}, {{stages: []}}, fields({json.dumps(BEFORE)}),"
+    f" fields({json.dumps(AFTER)}))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +159,7 @@ def seen(filled: Store, vitflow: Vitflow, tmp_path_factory: pytest.TempPathFacto
             f"[...fieldsOf.get(byRun.get({json.dumps(run)}))].map(([stage, own]) => [stage, Object.fromEntries(own)])"
         )
         found["fields"] = dict(await tab.evaluate(fields))
+        found["differences"] = await tab.evaluate(DIFFERENCES)
         found["title"] = await tab.evaluate("document.title")
         found["images"] = await tab.evaluate("document.images.length")
         return found | {"events": tab.events, "folder": folder}
@@ -189,6 +201,12 @@ def test_a_search_for_a_key_finds_the_model_and_its_run(seen: dict[str, Any]) ->
     rows = [line.split("\t") for line in seen["search/{model}"].splitlines() if "\t" in line]
     assert {("model", f"nightly/train {seen['model']}"), ("run", seen["other"])} == {tuple(row[:2]) for row in rows[1:]}
     assert "few-shot linear, 5 labels per class" in seen["model/{model}"]
+
+
+@pytest.mark.slow
+@in_browser
+def test_members_of_a_matrix_are_one_change(seen: dict[str, Any]) -> None:
+    assert seen["differences"] == ["a (2).steps 2 → 3", "report.of + a@x=2", "new: b (2)", "gone: c"]
 
 
 @pytest.mark.slow
