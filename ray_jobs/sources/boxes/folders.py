@@ -226,10 +226,14 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     found = {key: coco.read(data, key) for key, data in zip(keys, read(keys), strict=True)}
     if not found:
         raise UserError("no JSON file with COCO's annotations, such as annotations/instances_train.json")
-    class_names = tuple(dict.fromkeys(name for each in found.values() for name in each.class_names))
     by_name: dict[str, list[str]] = defaultdict(list)
     for key in images:
         by_name[PurePosixPath(key).name].append(key)
+    # COCO's archive of annotations has those of all splits, of which somebody may have one
+    here = {key: each for key, each in found.items() if any(PurePosixPath(file).name in by_name for file in each.boxes)}
+    notes = [f"{key} annotates no image here" for key in found if here and key not in here]
+    found = here or found
+    class_names = tuple(dict.fromkeys(name for each in found.values() for name in each.class_names))
     annotations: dict[str, Annotation] = {}
     origin: dict[str, str] = {}
     for key, each in found.items():
@@ -240,7 +244,7 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
                 raise UserError(f"{image} is annotated in {origin[image]} and in {key}")
             own = [box._replace(label=numbers[box.label]) for box in some]
             annotations[image], origin[image] = Annotation(own, each.sizes.get(file), each.outlines[file]), key
-    return _Found(class_names, annotations, origin)
+    return _Found(class_names, annotations, origin, notes=notes)
 
 
 def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]]) -> str:
