@@ -122,6 +122,21 @@ def test_folders_that_are_no_classes_are_told(tmp_path: Path) -> None:
     ]
 
 
+def test_images_of_other_splits_alone_train_nothing(tmp_path: Path) -> None:
+    for key in ("val/a.png", "val/b.png"):
+        (tmp_path / "photos" / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / key).write_bytes(image(1))
+    with pytest.raises(RecipeError, match=r"photos: no image is in train\. Add training images; or rename"):
+        init.write_recipe(
+            tmp_path / "x.yaml",
+            tmp_path / "photos",
+            "{kind: folder, labels: false}",
+            [],
+            "s",
+            init.Console(quiet=True),
+        )
+
+
 def test_members_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     archive = tmp_path / "photos.tar"
     archive.write_bytes(tar({f"{name}.png": image(1) for name in ("a/1", "b/2", "../b/3", "b/../../4")}))
