@@ -34,7 +34,7 @@ def keep_ray_below(folder: Path, idle_seconds: int = 120) -> None:
     )
 
 
-def vitflow(*words: str, store: Path) -> str:
+def vitflow(*words: str, store: Path | str) -> str:
     """Run a command of vitflow; return what it writes to stdout."""
     command = [sys.executable, "-m", "pipelines", *words, "--store", str(store)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
