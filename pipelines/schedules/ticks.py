@@ -4,8 +4,6 @@ A decision is a record ticks/<n>.json, numbered without gaps and created once. W
 the newest decision that he has read. So of two who decide on the same one, the second is refused and reads again: a
 tick is decided once, and no run starts beside one that has not been seen. How the run of a tick ended is recorded once,
 too, in ends/<n>.json, by whoever first sees it.
-
-Earlier versions of vitflow named decisions by their tick (20261122T120000Z.json). The newest of them is number 0.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from datetime import datetime
 from itertools import islice
 from typing import Literal
 
-from pipelines.engine.history import days_back
 from pipelines.engine.status import Status
 from pipelines.environment import environment
 from pipelines.store import (
@@ -36,9 +33,7 @@ from vit_model.fields import Frozen
 
 Decision = Literal["run", "skip", "missed", "nothing_new"]
 
-_NUMBERED = re.compile(
-    r"(0[0-9]{7})\.json"
-)  # the names of ten million decisions; the older ones, by time, begin with 2
+_NUMBERED = re.compile(r"([0-9]{8})\.json")
 _FEW = 512  # decisions, whose names one request lists
 _READ_AT_ONCE = 50
 _SEARCHED = 1_000  # decisions, searched for a tick after a clock was set back
@@ -51,7 +46,7 @@ class Tick(Frozen):
     decision: Decision
     run: str | None
     """The run that it starts; otherwise the last run, None if there was none."""
-    previous: int = -1
+    previous: int
     """The number of the decision before this one, 0 for the first; this one's number is one more."""
     why: str = ""
     latest: Time | None = None
@@ -165,7 +160,7 @@ def refresh(store: Store, schedule: str, position: Position) -> None:
     """Bring a position up to date. Raises StoreDamaged."""
     folder = Layout.ticks(schedule)
     start = position.number if position.is_known else _near_the_newest(store, folder)
-    listed = store.names(folder, prefix="0", after=_name(start))
+    listed = store.names(folder, after=_name(start))
     number = max((int(match[1]) for match in map(_NUMBERED.fullmatch, listed) if match), default=start)
     if position.is_known and number == position.number:
         return
@@ -217,8 +212,8 @@ def is_decided(store: Store, schedule: str, position: Position, tick: datetime) 
             position.decided = tick
             return True
         if earlier.until < tick:
-            return False
-    return store.read(f"{Layout.ticks(schedule)}/{tick:%Y%m%dT%H%M%SZ}.json") is not None
+            break
+    return False
 
 
 def record_end(store: Store, schedule: str, number: int, end: End) -> None:
@@ -238,12 +233,9 @@ def read_tick(store: Store, schedule: str, number: int) -> Tick | None:
 
 def history(store: Store, schedule: str, position: Position, size: int) -> list[tuple[Tick, End | None]]:
     """Return the newest decisions, newest first, each with the end of the run that it started."""
-    folder = Layout.ticks(schedule)
-    ticks = [position.newest] if position.newest is not None and position.number else []
+    ticks = [position.newest] if position.newest is not None else []
     ticks += islice(_before(store, schedule, position.number, size), size - 1)
-    if len(ticks) < size:
-        ticks += reversed(_by_time(store, folder, size - len(ticks)))
-    names = {tick.number: f"{Layout.ends(schedule)}/{_name(tick.number)}" for tick in ticks if tick.number}
+    names = {tick.number: f"{Layout.ends(schedule)}/{_name(tick.number)}" for tick in ticks}
     read = zip(names.items(), store.read_all([*names.values()], LARGEST_RECORD), strict=True)
     ends = {number: parse_record(store, name, data, End) for (number, name), data in read if data is not None}
     return [(tick, ends.get(tick.number)) for tick in ticks]
@@ -279,21 +271,8 @@ def _near_the_newest(store: Store, folder: str) -> int:
 
 
 def _read(store: Store, folder: str, number: int) -> Tick | None:
-    if number == 0:
-        return next(iter(_by_time(store, folder, 1)), None)
     name = f"{folder}/{_name(number)}"
     tick = read_record(store, name, Tick)
     if tick is not None and tick.number != number:
         raise StoreDamaged(f"{store.uri}/{name} is damaged: it is a copy of {_name(tick.number)}")
     return tick
-
-
-def _by_time(store: Store, folder: str, size: int) -> list[Tick]:
-    """Return the newest decisions that are named by their tick, oldest first."""
-    names: list[str] = []
-    for day in days_back():
-        names = store.names(folder, prefix="2", after=day)
-        if len(names) >= size:
-            break
-    ticks = (read_record(store, f"{folder}/{name}", Tick) for name in names[-size:])
-    return [tick for tick in ticks if tick is not None]

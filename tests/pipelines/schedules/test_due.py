@@ -15,10 +15,10 @@ import yaml
 
 from pipelines.engine import history
 from pipelines.engine.history import end_run
-from pipelines.engine.runs import run_status, start_run
+from pipelines.engine.runs import run_status
 from pipelines.environment import Environment, using
 from pipelines.recipe.load import load_pipeline
-from pipelines.schedules import due, serve, ticks
+from pipelines.schedules import due, serve
 from pipelines.schedules.due import attend
 from pipelines.schedules.schedule import (
     Schedule,
@@ -28,13 +28,13 @@ from pipelines.schedules.schedule import (
     tick_run,
 )
 from pipelines.schedules.ticks import Position, decide, read_end, refresh
-from pipelines.store import StoreError, add_event, encode, open_store, read_events, read_over, read_plan, request_stop
+from pipelines.store import StoreError, add_event, open_store, read_events, read_over, read_plan, request_stop
 from pipelines.store.folder import FolderStore
 from tests.conftest import Vitflow
 from tests.simulation.loop import Killed
 from tests.support.paths import TINY
 from tests.support.requests import counted
-from tests.support.schedules import DIGITS, GRACE, MINUTE, NOON, Clock, DyingStore, Scheduled
+from tests.support.schedules import GRACE, MINUTE, NOON, Clock, DyingStore, Scheduled
 
 
 @pytest.fixture
@@ -425,39 +425,6 @@ def test_failures_and_skips_in_a_row_are_counted(often: Scheduled) -> None:
     often.make_all()
     often.look(15)
     assert counts() == (0, 0), "nothing to do is a success"
-
-
-# ------------------------------------------------------------------------------------------------- earlier versions
-
-
-def write_by_time(scheduled: Scheduled, minute: float, decision: str, run: str) -> None:
-    """A decision as earlier versions wrote it."""
-    tick = NOON + minute * MINUTE
-    record = {
-        "tick": tick.isoformat(),
-        "decision": decision,
-        "run": run,
-        "nonce": "1",
-        "who": "",
-        "time": tick.isoformat(),
-    }
-    scheduled.store.create(f"schedules/often/ticks/{tick:%Y%m%dT%H%M%SZ}.json", encode(record))
-
-
-def test_decisions_named_by_time_are_history(often: Scheduled) -> None:
-    for minute in range(3):
-        write_by_time(often, minute, "skip" if minute == 2 else "run", often.run(min(minute, 1)))
-    with using(often.clock):
-        start_run(often.store, DIGITS, ("digits",), run_id=often.run(1))
-    assert "is running" in often.look(2.5, None)[0], "its last run is followed, its ticks stay decided"
-    often.look(3)
-    often.end(1, "FAILED")
-    often.look(4)
-    assert often.decisions() == [(3, "skip"), (4, "run")]
-    assert often.ends() == ["0 FAILED"]
-    refresh(often.store, "often", position := Position())
-    shown = ticks.history(often.store, "often", position, 4)
-    assert [(tick.due - NOON) / MINUTE for tick, _ in shown] == [4, 3, 2, 1]
 
 
 # ------------------------------------------------------------------------------------------------- clocks
