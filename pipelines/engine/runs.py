@@ -275,8 +275,6 @@ def _status(store: Store, record: dict[str, Any], over: Over | None, clusters: C
 
 def _status_so_far(store: Store, run: str, events: list[dict[str, Any]], clusters: Clusters | None) -> str:
     """Return the status of a run without a record of its end."""
-    if finished := [event for event in events if event["event"] == "finished"]:  # before there was over.json
-        return str(finished[-1]["status"])
     if stop_requested(store, run):
         return Status.STOPPED
     gone = clusters is not None and driver_alive(events, clusters) is False
@@ -304,7 +302,7 @@ def stop_run(store: Store, run: str, clusters: Clusters, why: str = "") -> Itera
 
     # the driver first, so that it does not begin another stage; but not a driver of the store that this one copies
     submitted = [event for event in events if event["event"] == "driver submitted"]
-    for event in [event for event in submitted if is_at(store, event.get("store_uri", store.uri))][-1:]:
+    for event in [event for event in submitted if is_at(store, event["store_uri"])][-1:]:
         yield stop(event["cluster_address"], event["submission_id"])
     for stage in stages_of(record, read_events(store, run)):
         if stage["status"] in UNDER_WAY and "submission_id" in stage:

@@ -361,9 +361,8 @@ class Event(Frozen):
 _NEEDED = {
     "stage": {"stage", "status"},
     "attempt ended": {"stage", "status"},
-    "finished": {"status"},
     "driver": {"host", "pid", "process_created"},
-    "driver submitted": {"submission_id", "cluster_address", "cluster_session"},
+    "driver submitted": {"submission_id", "cluster_address", "cluster_session", "store_uri"},
 }
 
 

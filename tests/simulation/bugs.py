@@ -117,10 +117,9 @@ BUGS = (
     Bug(
         "continues a run that is over",
         history,
-        """    if {"over.json", "stop.json"} & {*store.names(Layout.run(run))}:
-        return True
+        """    return bool({"over.json", "stop.json"} & {*store.names(Layout.run(run))})
 """,
-        "",
+        "    return False\n",
     ),
 )
 

@@ -69,10 +69,3 @@ def test_two_stages_may_have_one_result_and_a_damaged_one_is_passed_over(tmp_pat
     (tmp_path / "s" / Layout.manifest("ingest", "bad")).write_bytes(b"{")
     found = newest_results(store, runs_of(store, "p"), {"a": "ingest", "b": "ingest", "c": "ingest"})
     assert {stage: manifest.key for stage, (manifest, _) in found.items()} == {"a": "good", "b": "good"}
-
-
-def test_a_run_that_ended_before_there_was_over_json_is_over(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "s"))
-    create_run(store, run := PLAN["run"], PLAN)
-    add_event(store, run, "finished", status="FAILED")
-    assert (is_over(store, run), run_status(store, run)["status"]) == (True, "FAILED")

@@ -352,7 +352,8 @@ def test_a_driver_that_another_machine_submitted_to_itself_is_not_taken_for_dead
     die(often, 0, 2, after=True)
     fields = {"submission_id": f"driver-{often.run(0)}-1", "cluster_address": "http://127.0.0.1:1"}
     with using(often.clock):
-        add_event(often.store, often.run(0), "driver submitted", host="elsewhere", cluster_session="s", **fields)
+        fields |= {"host": "elsewhere", "cluster_session": "s", "store_uri": often.store.uri}
+        add_event(often.store, often.run(0), "driver submitted", **fields)
     (line,) = often.look(1)
     assert line.startswith("skipped ")
     assert read_plan(often.store, often.run(1)) is None
