@@ -56,15 +56,12 @@ def _show_stage(
     shown: set[tuple[str, int]],
 ) -> None:
     """Write the log of a stage's newest attempt, unless it was already shown."""
-    jobs = (job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
-    if (job := next(jobs, None)) is None:
-        return  # it was removed from the store
-    attempt = last_attempt(store, job, entry["key"])
+    attempt = last_attempt(store, entry["job"], entry["key"])
     if attempt is None or (entry["stage"], attempt.number) in shown:
         return
     shown.add((entry["stage"], attempt.number))
     write(f"--- {entry['stage']} (attempt {attempt.number}, {entry['status']})")
-    saved = store.read(f"{Layout.attempt(job, attempt.key, attempt.number)}/log.txt")
+    saved = store.read(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/log.txt")
     if saved is not None:
         _write_lines(saved.decode(errors="replace"), write)
     else:

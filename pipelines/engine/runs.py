@@ -306,6 +306,6 @@ def stop_run(store: Store, run: str, clusters: Clusters, why: str = "") -> Itera
         yield stop(event["cluster_address"], event["submission_id"])
     for stage in stages_of(record, read_events(store, run)):
         if stage["status"] in UNDER_WAY and "submission_id" in stage:
-            attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
+            attempt = last_attempt(store, stage["job"], stage["key"])
             if attempt is not None and attempt.run == run and is_at(store, attempt.store_uri):
                 yield stop(attempt.cluster_address, attempt.submission_id)
