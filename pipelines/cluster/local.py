@@ -39,7 +39,6 @@ from pipelines.cluster.head import (
     START_SECONDS,
     Head,
     LocalRayError,
-    client_environment,
     end_head,
     inherited,
     python_path,
@@ -64,11 +63,6 @@ class LocalRay:
     session_name: str
     token_path: Path
     folder: Path = field(repr=False)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment of processes that use this Ray through Ray's API."""
-        return client_environment(self.token_path)
 
     def cluster(self) -> Cluster:
         """Return a client of its jobs."""

@@ -87,11 +87,6 @@ def as_json(compared: Compared) -> dict[str, Any]:
     }
 
 
-def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str, Any]:
-    """Compare two results, see `match` and `as_json`."""
-    return as_json(match(store, a, b, metric))
-
-
 def match(store: Store, a: str, b: str, metric: str = "accuracy") -> Compared:
     """Match the measurements of two results.
 
@@ -186,7 +181,7 @@ def _matched_on(a: Sequence[AnyEntry], b: Sequence[AnyEntry]) -> tuple[list[tupl
 
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
-    """Return the result of `compare` as a table in percent, at most 80 columns wide.
+    """Return the result of `as_json` as a table in percent, at most 80 columns wide.
 
     Measurements that A and B share, with an artifact, are counted and not shown.
     """

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from pipelines.results.compare import as_json, match
+from pipelines.store import Store
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
 
 
@@ -40,3 +42,8 @@ def put_scores(folder: Path, found: Iterable[tuple[Row, pa.Table]]) -> None:
     folder.mkdir(exist_ok=True)
     write_table(folder / "rows.parquet", list(rows), ROWS)
     write_predictions(folder / "predictions.parquet", list(predictions))
+
+
+def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str, Any]:
+    """Compare two results, as `report compare --json` prints it."""
+    return as_json(match(store, a, b, metric))

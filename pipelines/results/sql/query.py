@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Timer
@@ -57,7 +57,7 @@ class Answer:
 
 
 @contextmanager
-def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float = SECONDS) -> Iterator[Answer]:
+def query(store: Store, sql: str, seconds: float = SECONDS) -> Iterator[Answer]:
     """Run one SELECT over TABLES and yield its answer; read the rows inside the block.
 
     Raises:
@@ -85,17 +85,17 @@ def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float
             timer = Timer(seconds, connection.interrupt)
             timer.start()
             try:
-                described = _execute(connection, sql, parameters)
+                described = _execute(connection, sql)
             finally:
                 timer.cancel()
         columns, types = tuple(row[0] for row in described), tuple(row[1] for row in described)
         yield Answer(columns, types, _fetch(connection))
 
 
-def _execute(connection: DuckDBPyConnection, sql: str, parameters: Sequence[Any]) -> list[tuple[str, str]]:
+def _execute(connection: DuckDBPyConnection, sql: str) -> list[tuple[str, str]]:
     """Start the answer's rows, and return the name and the type of each column."""
     # into a table: the limits then hold for all rows, and every column gets a unique name
-    connection.execute(f"{_INTO}{sql}", list(parameters))
+    connection.execute(f"{_INTO}{sql}")
     described = [(name, kind) for name, kind, *_ in connection.execute("DESCRIBE answer").fetchall()]
     shown = ", ".join(_as_plain(name, kind) for name, kind in described)
     connection.execute(f"SELECT {shown} FROM answer")  # noqa: S608 (quoted names)

@@ -121,7 +121,8 @@ def test_two_that_start_at_once_get_one_head_without_what_is_only_theirs(folder:
 def test_it_has_all_cpus(folder: Path) -> None:
     with hold() as ray:
         code = "import ray; ray.init(); print(ray.cluster_resources()['CPU'])"
-        environment = {**os.environ, **ray.environment, "RAY_ADDRESS": present(folder).gcs_address}
+        client, address = head.client_environment(ray.token_path), present(folder).gcs_address
+        environment = {**os.environ, **client, "RAY_ADDRESS": address}
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=environment,

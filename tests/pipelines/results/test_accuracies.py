@@ -9,14 +9,14 @@ import pytest
 from scipy import stats
 
 from pipelines.results.accuracies import expected_optimism, list_results
-from pipelines.results.compare import compare, comparison_table
+from pipelines.results.compare import comparison_table
 from pipelines.spec import RecipeError
 from pipelines.store import Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.rows import MEAN_IOU, ROWS, Truth, measurement, write_predictions, write_table
 from tests.conftest import Vitflow
 from tests.support.records import committed, make_manifest
-from tests.support.scores import Scores, put_scores
+from tests.support.scores import Scores, compare, put_scores
 
 IDS = [f"image {number:02d}" for number in range(60)]
 LABELS = np.arange(60) % 3

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines.results.compare import compare, match, measurements
+from pipelines.results.compare import match, measurements
 from pipelines.results.gate import gate, markdown
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError
@@ -17,7 +17,7 @@ from ray_jobs.evaluation.intervals import paired_difference
 from ray_jobs.evaluation.rows import MEDIAN_BOX, ROWS, Truth, write_table
 from tests.support import in_process
 from tests.support.records import committed
-from tests.support.scores import Scores, put_scores
+from tests.support.scores import Scores, compare, put_scores
 
 COUNT = 400
 IDS = [f"image_{number:03d}" for number in range(COUNT)]

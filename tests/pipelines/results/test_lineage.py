@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines.cli import app
-from pipelines.results.compare import compare
 from pipelines.results.lineage import as_json, as_text, trace
 from pipelines.results.lookup import find_artifact, find_run
 from pipelines.spec import RecipeError
@@ -24,6 +23,7 @@ from pipelines.store import (
     replace_artifact,
 )
 from tests.support.records import make_manifest, make_plan
+from tests.support.scores import compare
 
 RUN = "p-20260101-000000-0000"
 HOSTILE = 'a"; evil [label="\\N\x1b[31m\n]'
