@@ -17,21 +17,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Protocol
-
-
-class Flag(Protocol):
-    """What is needed of a `threading.Event`."""
-
-    def set(self) -> None: ...
-    def is_set(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-
-class Thread(Protocol):
-    """What is needed of a `threading.Thread` that has been started."""
-
-    def join(self, timeout: float | None = None) -> None: ...
 
 
 class Environment:
@@ -58,10 +43,10 @@ class Environment:
 
         return str(ULID())
 
-    def flag(self) -> Flag:
+    def flag(self) -> threading.Event:
         return threading.Event()
 
-    def start(self, function: Callable[[], None], name: str) -> Thread:
+    def start(self, function: Callable[[], None], name: str) -> threading.Thread:
         """Start a thread that does not keep the process alive."""
         thread = threading.Thread(target=function, name=name, daemon=True)
         thread.start()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from threading import Event
 
 import aiohttp
-
-from pipelines.environment import Flag
 
 CONNECT_SECONDS = 10.0  # timeout of a connection
 ASK_SECONDS = 1.0  # between checks whether the job has ended, while its log is silent
@@ -20,7 +19,7 @@ def stream(
     headers: dict[str, str],
     trust_env: bool,
     lines: Lines,
-    stop: Flag,
+    stop: Event,
     ended: Callable[[], bool],
 ) -> None:
     """Add a log to `lines` from its beginning; return when the stream ends or breaks, or `stop` is set."""
@@ -65,7 +64,7 @@ class Lines:
 
 
 async def _receive(
-    socket: aiohttp.ClientWebSocketResponse, lines: Lines, stop: Flag, ended: Callable[[], bool]
+    socket: aiohttp.ClientWebSocketResponse, lines: Lines, stop: Event, ended: Callable[[], bool]
 ) -> None:
     """Receive until the stream ends or `stop` is set.
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from threading import Event
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from pipelines.environment import Flag, environment
+from pipelines.environment import environment
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,22 +55,6 @@ class JobState:
     def ended(self) -> bool:
         """Whether the job's status is final. A status that Ray does not document is not final."""
         return self.status in {"SUCCEEDED", "FAILED", "STOPPED"}
-
-
-class JobServer(Protocol):
-    """The part of a cluster that a driver uses; `Cluster` implements and documents it."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def session_name(self) -> str: ...
-    def submit(
-        self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]
-    ) -> None: ...
-    def job(self, submission_id: str) -> JobState | None: ...
-    def stop(self, submission_id: str) -> None: ...
-    def logs(self, submission_id: str) -> str: ...
-    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: Flag) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -152,7 +137,7 @@ class Cluster:
             return f"(the log cannot be read, it is not UTF-8: {_last_line(response.text)})\n"
         return "" if self._unknown(response) else str(self._json(response)["logs"])
 
-    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: Flag) -> None:
+    def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: Event) -> None:
         """Call `write` once for each line of a job's log, without its newline, until the job ends or `stop` is set.
 
         Run it in its own thread. It fetches the rest of the log when the job ends or `stop` is set; so when the job has

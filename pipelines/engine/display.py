@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -54,19 +54,6 @@ def in_words(line: str) -> str | None:
     text = readable(line)
     progress = read_progress(_WORKER.sub("", text or ""))
     return text if progress is None else progress.words()
-
-
-class Display(Protocol):
-    """The driver's output."""
-
-    def stage(self, name: str, status: Status, detail: str = "") -> None:
-        """Show a stage's new status."""
-
-    def line(self, name: str, text: str) -> None:
-        """Show a line of a stage's log."""
-
-    def say(self, text: str) -> None:
-        """Show a message."""
 
 
 class RunDisplay:

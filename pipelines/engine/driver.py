@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Event, Thread
 from typing import Any
 
 from pipelines import identity
@@ -31,13 +32,13 @@ from pipelines.engine.decisions import (
     decide,
     no_answer,
 )
-from pipelines.engine.display import Display
+from pipelines.engine.display import RunDisplay
 from pipelines.engine.history import end_run
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.engine.submission import Connection
-from pipelines.environment import Flag, Thread, environment
+from pipelines.environment import environment
 from pipelines.spec import WEIGHTS, AnyStage, Promote, RecipeError, module
 from pipelines.store import (
     LARGEST_RECORD,
@@ -78,7 +79,7 @@ class Driver:
     store: Store
     run: Run
     connection: Connection
-    display: Display
+    display: RunDisplay
     parallel: int
     planned: dict[str, PlannedStage] = field(default_factory=dict)  # stages that have begun
     flights: dict[str, InFlight] = field(default_factory=dict)  # stages that have not ended
@@ -87,7 +88,7 @@ class Driver:
     references: dict[str, InputRef] = field(default_factory=dict)  # committed stages
     rivals: dict[str, promotion.Rival] = field(default_factory=dict)  # what promotions are planned with
     anew: set[str] = field(default_factory=set)  # promotions that were planned anew, because their alias had moved
-    logs: dict[str, tuple[Thread, Flag]] = field(default_factory=dict)
+    logs: dict[str, tuple[Thread, Event]] = field(default_factory=dict)
     made_again: set[str] = field(default_factory=set)  # stages whose results were removed during this walk
     look_for_stop_at: float = 0.0
 

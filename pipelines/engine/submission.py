@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, JobServer, connect, python_entrypoint
+from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect, python_entrypoint
 from pipelines.engine.runs import Clusters, Run
 from pipelines.identity import sha256
 from pipelines.spec import RecipeError
@@ -33,7 +33,7 @@ SHARED = (
 class Connection(Protocol):
     """The driver's way to a cluster; it decides what to do when the cluster is gone."""
 
-    def cluster(self) -> JobServer:
+    def cluster(self) -> Cluster:
         """Return the cluster, after starting it or connecting again if needed."""
 
     def keep(self) -> None:
