@@ -230,7 +230,7 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     """
     record = read_plan(store, run)
     assert record is not None
-    return _status(store, record, read_over(store, run), clusters)
+    return status_of(store, record, read_over(store, run), clusters)
 
 
 def all_runs(store: Store, clusters: Clusters | None = None) -> Iterator[ListedRun]:
@@ -242,7 +242,7 @@ def all_runs(store: Store, clusters: Clusters | None = None) -> Iterator[ListedR
             records = threads.map(partial(plan_of, store), ids)
         for run, record, over in zip(ids, records, read_overs(store, ids), strict=True):
             if record is not None:
-                found = _listed(_status(store, record, over, clusters))
+                found = _listed(status_of(store, record, over, clusters))
                 yield Found(position_of(run), run, found, is_final=over is not None)
 
     return listed(store, "runs", {run: versions[run] for run in versions if is_run(run)}, ListedRun, read)
@@ -253,7 +253,10 @@ def _listed(status: dict[str, Any]) -> ListedRun:
     return ListedRun.model_validate(status | {"done": done, "stages": len(status["stages"])})
 
 
-def _status(store: Store, record: dict[str, Any], over: Over | None, clusters: Clusters | None) -> dict[str, Any]:
+def status_of(
+    store: Store, record: dict[str, Any], over: Over | None, clusters: Clusters | None = None
+) -> dict[str, Any]:
+    """Return the same as `run_status` of a run whose plan and end have been read."""
     run = record["run"]
     if over is not None:
         status, stages = over.status, over.model_dump(exclude_unset=True)["stages"]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from pipelines.engine.history import READERS, is_run, plan_of, position_of, recipe_of
-from pipelines.engine.runs import run_status
+from pipelines.engine.runs import status_of
 from pipelines.environment import environment
 from pipelines.identity import sha256
 from pipelines.results.accuracies import expected_optimism
@@ -170,18 +170,14 @@ def _runs(store: Store) -> Iterator[SiteRun]:
         for run, plan, over in zip(ids, plans, read_overs(store, ids), strict=True):
             if plan is None:
                 continue
-            if over is None:
-                shown = run_status(store, run)
-                status, stages = shown["status"], shown["stages"]
-            else:
-                status, stages = over.status, over.model_dump(exclude_unset=True)["stages"]
+            shown = status_of(store, plan, over)
             found = SiteRun(
                 run=run,
-                status=status,
+                status=shown["status"],
                 created=plan["created"],
                 ended=over and over.time,
                 detail="" if over is None else over.detail,
-                stages=tuple(SiteStage.model_validate(_known(each)) for each in stages),
+                stages=tuple(SiteStage.model_validate(_known(each)) for each in shown["stages"]),
                 fields={name: dict(_flat(stage)) for name, stage in plan["pipeline"]["stages"].items()},
             )
             yield Found(position_of(run), run, found, is_final=over is not None)
