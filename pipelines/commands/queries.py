@@ -70,7 +70,6 @@ def report_list(
         str | None,
         typer.Option(metavar="METRIC", help="only the best result per task, protocol and number of labels"),
     ] = None,
-    last: Annotated[int | None, typer.Option(min=1, help="only the last N lines")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the reports in the store; with --task, --stage or --best, list results.
@@ -86,7 +85,6 @@ def report_list(
     else:
         rows = list_results(opened, task, stage, best)
         columns = RESULT_COLUMNS if best is None else BEST_COLUMNS
-    rows = rows[-last:] if last else rows
     if as_json:
         print_json(rows)
     else:
