@@ -56,13 +56,6 @@ def import_(
             "optionally interpolation, crop and crop_fraction",
         ),
     ] = None,
-    averages: Annotated[
-        bool,
-        typer.Option(
-            "--averages/--raw",
-            help="if a checkpoint has both: take the weights' moving averages, or the weights",
-        ),
-    ] = True,
     name: Annotated[str | None, typer.Option(help="its name in lists; default: the name of its file")] = None,
     force: Annotated[bool, typer.Option("--force", help="import again even if cached")] = False,
     store: StoreOption = DEFAULT_STORE,
@@ -72,7 +65,7 @@ def import_(
     """Import pretrained weights into the store."""
     stage = name or stage_name(path)
     setting = None if preprocessing is None else _read_preprocessing(preprocessing)
-    config = {"job": "import", "path": path, "preprocessing": setting, "averages": averages}
+    config = {"job": "import", "path": path, "preprocessing": setting}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
     forced = (stage,) if force else ()
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, forced, verbose=True)
