@@ -164,12 +164,12 @@ def refresh(store: Store, schedule: str, position: Position) -> None:
     number = max((int(match[1]) for match in map(_NUMBERED.fullmatch, listed) if match), default=start)
     if position.is_known and number == position.number:
         return
-    newest = _read(store, folder, number)
+    newest = read_tick(store, schedule, number)
     if newest is None:
         position.is_known = True
         return
     same = position.last is not None and newest.last == position.last.number
-    last = newest if newest.last == number else position.last if same else _read(store, folder, newest.last)
+    last = newest if newest.last == number else position.last if same else read_tick(store, schedule, newest.last)
     position.accept(newest, last)
 
 
@@ -228,7 +228,11 @@ def read_end(store: Store, schedule: str, number: int) -> End | None:
 
 def read_tick(store: Store, schedule: str, number: int) -> Tick | None:
     """Return a decision; None if there is none with this number. Raises StoreDamaged."""
-    return _read(store, Layout.ticks(schedule), number)
+    name = f"{Layout.ticks(schedule)}/{_name(number)}"
+    tick = read_record(store, name, Tick)
+    if tick is not None and tick.number != number:
+        raise StoreDamaged(f"{store.uri}/{name} is damaged: it is a copy of {_name(tick.number)}")
+    return tick
 
 
 def history(store: Store, schedule: str, position: Position, size: int) -> list[tuple[Tick, End | None]]:
@@ -268,11 +272,3 @@ def _near_the_newest(store: Store, folder: str) -> int:
         step //= 2
         low += step * exists(low + step)
     return low
-
-
-def _read(store: Store, folder: str, number: int) -> Tick | None:
-    name = f"{folder}/{_name(number)}"
-    tick = read_record(store, name, Tick)
-    if tick is not None and tick.number != number:
-        raise StoreDamaged(f"{store.uri}/{name} is damaged: it is a copy of {_name(tick.number)}")
-    return tick

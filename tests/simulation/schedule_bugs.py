@@ -28,7 +28,7 @@ BUGS = (
         "looks for the run before by a stale read",
         ticks,
         "    if position.is_known and number == position.number:\n        return\n",
-        "    if position.is_known:\n        position.newest = _read(store, folder, number)\n        return\n",
+        "    if position.is_known:\n        position.newest = read_tick(store, schedule, number)\n        return\n",
     ),
     Bug(
         "begins a run beside one under way",
