@@ -57,10 +57,6 @@ class Examined(NamedTuple):
         """Whether an image can have several labels."""
         return self.source.has_several_labels
 
-    def source_text(self) -> str:
-        """Return the source as YAML on one line."""
-        return _as_yaml(self.fields)
-
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
         for member in self.listing.unusable[:1]:
@@ -108,7 +104,7 @@ description: {yaml_text(description)}
 stages:
   images:
     job: ingest
-    source: {self.source_text()}
+    source: {_as_yaml(self.fields)}
 
 {stages}
   report:

@@ -190,7 +190,8 @@ def _tree(lineage: Lineage, key: str, label: str, indent: str, shown: set[str]) 
         yield f"{bar}  fingerprint {node.source}"
     for edge in edges:
         last = edge is edges[-1]
-        branch = f"{indent}{'└─' if last else '├─'} {' '.join(_label(edge))}: "
+        named = "" if edge.checkpoint is None else f" ({edge.checkpoint})"
+        branch = f"{indent}{'└─' if last else '├─'} {edge.field}{named}: "
         below = f"{indent}{'   ' if last else '│  '}"
         if edge.state in _LOST:
             yield f"{branch}{edge.input[:SHORT]}, content {edge.content_digest[:SHORT]}{_NOTES[edge.state]}"
@@ -198,11 +199,6 @@ def _tree(lineage: Lineage, key: str, label: str, indent: str, shown: set[str]) 
         head, *rest = _tree(lineage, edge.input, branch, below, shown)
         yield head + _NOTES[edge.state]
         yield from rest
-
-
-def _label(edge: Edge) -> tuple[str, ...]:
-    """Return the field of an input, and its checkpoint if that is not the last."""
-    return (edge.field,) if edge.checkpoint is None else (edge.field, f"({edge.checkpoint})")
 
 
 def _origin(node: Manifest) -> str:
