@@ -41,7 +41,6 @@ from pipelines.store import (
     read_record,
     read_with_reference,
     rebuild_command,
-    successor,
     successors,
 )
 from pipelines.store.file_checks import digest_fault, remember
@@ -95,12 +94,12 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     keys = everything if selector is None else find_keys(store, selector)
     wanted, unread = {key for _, key in keys}, list[Unchecked]()
     # All manifests, because the manifests of later stages also record an artifact.
-    found, all_damage = _manifests(store, everything, unread)
+    found, replaced, all_damage = _manifests(store, everything, unread)
     unread = [each for each in unread if each.name.split("/")[2] in wanted]
     manifests = [manifest for manifest, _ in found if manifest.key in wanted]
     damage = [each for each in all_damage if each.artifact in wanted]
     damage += _changed_manifests(store, found, wanted)
-    more, unchecked = _wrong_keys(store, [manifest for manifest, _ in found], wanted)
+    more, unchecked = _wrong_keys(store, [manifest for manifest, _ in found], replaced, wanted)
     damage += more
     if selector is None:
         damage += _records(store, unread)
@@ -130,10 +129,15 @@ def _read(
 
 def _manifests(
     store: Store, keys: Sequence[tuple[str, str]], unread: list[Unchecked]
-) -> tuple[list[tuple[Manifest, InputRef]], list[Damage]]:
-    """Return the manifests of the committed artifacts with the references to them, and damage to them and to the
-    records of `--force`."""
-    found, damage = [], []
+) -> tuple[list[tuple[Manifest, InputRef]], dict[str, str], list[Damage]]:
+    """Return the manifests of the committed artifacts with the references to them, {successor: the key that it
+    replaces}, and damage to the manifests and to the records of `--force`."""
+    found, replaced, damage = [], dict[str, str](), []
+
+    def follow(job: str, key: str) -> None:
+        for following in successors(store, job, key):
+            replaced[following], key = key, following
+
     for job, key in keys:
         name = Layout.manifest(job, key)
         artifact, error = _read(name, unread, read_with_reference, store, job, key)
@@ -142,10 +146,10 @@ def _manifests(
         if error is not None:
             damage.append(Damage(name, error.problem, key, None, _rebuild(store, job, key)))
         name = Layout.replaced(job, key)
-        _, error = _read(name, unread, lambda *of: list(successors(*of)), store, job, key)
+        _, error = _read(name, unread, follow, job, key)
         if error is not None:
             damage.append(Damage(name, error.problem, key, None, error.remedy))
-    return found, damage
+    return found, replaced, damage
 
 
 def _changed_manifests(store: Store, found: Sequence[tuple[Manifest, InputRef]], wanted: set[str]) -> Iterator[Damage]:
@@ -159,14 +163,15 @@ def _changed_manifests(store: Store, found: Sequence[tuple[Manifest, InputRef]],
                 yield _manifest_damage(store, manifest, f"it had {recorded}")
 
 
-def _wrong_keys(store: Store, manifests: Sequence[Manifest], wanted: set[str]) -> tuple[list[Damage], list[Unchecked]]:
+def _wrong_keys(
+    store: Store, manifests: Sequence[Manifest], replaced: Mapping[str, str], wanted: set[str]
+) -> tuple[list[Damage], list[Unchecked]]:
     """Return the manifests whose key does not match their configuration, inputs and version, and unchecked ones.
 
     Not checked: a configuration that this version cannot read, and a result of `--force` whose predecessor is gone.
     """
     damage, unchecked = [], []
     possible = {manifest.key: _possible_keys(manifest) for manifest in manifests}
-    replaced = _replaced(store)
     for manifest in manifests:
         keys, first = possible[manifest.key], _first(manifest.key, replaced)
         if manifest.key not in wanted or first in keys:
@@ -200,16 +205,6 @@ def _possible_keys(manifest: Manifest) -> set[str]:
 @cache
 def _stages() -> TypeAdapter[AnyStage]:
     return TypeAdapter(Stage)  # takes 20 ms
-
-
-def _replaced(store: Store) -> Mapping[str, str]:
-    """Return {successor: the key that it replaces}; records that cannot be read are reported elsewhere."""
-    found = {}
-    for job, key in all_keys(store):
-        with suppress(StoreError):
-            if (following := successor(store, job, key)) is not None:
-                found[following] = key
-    return found
 
 
 def _first(key: str, replaced: Mapping[str, str]) -> str:
