@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, Optuna, require_runnable
+from pipelines.spec.search import ASHA, Optuna
 from pipelines.store import FitName, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import multi_label, rows
@@ -73,10 +73,6 @@ def main(context: Context[Finetune]) -> Result:
         UserError: the backbone was trained on test images, see `check_leakage`; or every learning rate diverged.
     """
     config = context.config
-    try:
-        require_runnable(config.search, config.workers)
-    except ValueError as error:
-        raise UserError(f"search.{error}") from None
     dataset = context.dataset(config.cache_gib)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     if task.backbone is not None:

@@ -19,7 +19,6 @@ from pipelines.spec import (
     LAST,
     UNSTATED,
     AnyStage,
-    Finetune,
     Import,
     Ingest,
     Pretrain,
@@ -27,7 +26,6 @@ from pipelines.spec import (
     Report,
     recorded_checkpoint,
 )
-from pipelines.spec.search import require_runnable
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -92,8 +90,8 @@ def plan_pipeline(
 
     Raises:
         RecipeError: a committed model does not have the checkpoint that a stage names, or does not fit the stage that
-            starts from it; a search is of a kind that can no longer be run; or a source cannot be read. For a matrix:
-            no member's source can be read; otherwise the members with unreadable sources are `missing`.
+            starts from it; or a source cannot be read. For a matrix: no member's source can be read; otherwise the
+            members with unreadable sources are `missing`.
     """
     sources, lost = _sources(pipeline, names)
     newest = named_models(store, pipeline, names).models if latest is None else latest
@@ -126,10 +124,7 @@ def plan_pipeline(
                 if stage.reference is not None:
                     committed[stage.name] = stage.reference
             generations.done(*ready)
-    stages = [planned[name] for name in names]
-    for stage in rerun(stages, forced):
-        _check_search(stage)
-    return stages
+    return [planned[name] for name in names]
 
 
 def rerun(planned: Iterable[PlannedStage], forced: Container[str]) -> Iterator[PlannedStage]:
@@ -268,15 +263,6 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
     stage, contract = found
     where = f"stages.{name}.teacher: {stage}"
     config.check_teacher(where, contract.preprocessing.resolution, bool(contract.class_names))
-
-
-def _check_search(stage: PlannedStage) -> None:
-    """Raise RecipeError if a search would run that can no longer be run."""
-    if isinstance(stage.config, Finetune) and stage.state in {"run", "pending"}:
-        try:
-            require_runnable(stage.config.search, stage.config.workers)
-        except ValueError as error:
-            raise RecipeError(f"stages.{stage.name}.search.{error}") from None
 
 
 def _check_import(name: str, config: AnyStage) -> None:

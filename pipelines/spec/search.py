@@ -153,14 +153,6 @@ class Optuna(Frozen):
 Search = Annotated[Grid | RandomSearch | ASHA | Optuna, Field(discriminator="kind")]
 
 
-def require_runnable(search: Search | None, workers: int) -> None:
-    """Raise ValueError for a search that cannot be run, which a result in the store may have been made with."""
-    if isinstance(search, ASHA) and workers > 1:
-        raise ValueError(
-            f"kind: asha ends trials of one worker only, not of workers {workers}; use workers: 1, or random or optuna"
-        )
-
-
 def placed(fields: dict[str, Any], point: Point) -> dict[str, Any]:
     """Return a stage's fields with the values of a point.
 

@@ -252,6 +252,11 @@ class Finetune(TrainingStage):
         if ("learning_rate" in search.over) == bool(self.learning_rates):
             raise ValueError("give either learning_rates or search.over.learning_rate")
         if isinstance(search, ASHA):
+            if self.workers > 1:
+                raise ValueError(
+                    f"search.kind {search.kind} ends trials of one worker only, not of workers {self.workers}: use"
+                    " workers: 1, or random or optuna"
+                )
             if self.labels.per_class is not None:
                 raise ValueError(
                     f"search.kind {search.kind} needs one held-out part, but labels.per_class has folds: use random or"

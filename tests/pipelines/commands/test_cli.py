@@ -35,7 +35,7 @@ ASHA = [word for change in CHANGES for word in ("--set", f"finetune.{change}")]
         (["run", TINY, "--store", "gs://bucket/x"], "a folder or s3://bucket/prefix"),
         (["run", TINY, "--store", "/dev/null/x"], "cannot write"),
         (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would"),
-        (["plan", TINY, *ASHA], "stages.finetune.search.kind: asha ends trials of one worker only"),
+        (["plan", TINY, *ASHA], "search.kind asha ends trials of one worker only, not of workers 2"),
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
         (["list"], "Name the store of your results with --store"),

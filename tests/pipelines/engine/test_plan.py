@@ -83,17 +83,6 @@ def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipel
     assert reasons(store, "tiny", [stage]) == {"pretrain": "steps 20 -> 21"}
 
 
-def test_asha_with_several_workers_is_cached_but_not_run(store: Store) -> None:
-    search = {"kind": "asha", "trials": 2, "over": {"learning_rate": [1e-3, 1e-2]}}
-    changes = ("finetune.labels={}", "finetune.learning_rates=[]", f"finetune.search={json.dumps(search)}")
-    changes += ("finetune.steps=60",)
-    two = load_pipeline(str(TINY), (*changes, "finetune.workers=2"))
-    with pytest.raises(RecipeError, match=r"stages\.finetune\.search\.kind: asha .* workers 2; use workers: 1"):
-        states(store, two)
-    make_all(store, load_pipeline(str(TINY), changes))
-    assert states(store, two)["finetune"] == "cached"
-
-
 def test_a_stage_of_another_recipe_is_no_reason(store: Store, pipeline: Pipeline) -> None:
     make_all(store, pipeline)
     other = parse_pipeline(
