@@ -87,12 +87,6 @@ def _confusion(common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], cla
         "sample_id": ids.take(pa.array(images)),
         "label": names.take(pa.array(labels)),
         "prediction": names.take(pa.array(predictions)),
-        "pixels": pa.array(counts[images, labels, predictions]),
+        "pixels": counts[images, labels, predictions],
     }
-    arrays = [
-        columns[field.name]
-        if field.name in columns
-        else pa.repeat(pa.scalar(common[field.name], field.type), len(images))
-        for field in tables.CONFUSION
-    ]
-    return pa.Table.from_arrays(arrays, schema=tables.CONFUSION)
+    return tables.filled(tables.CONFUSION, columns, common, len(images))

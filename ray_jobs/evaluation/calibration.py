@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
-from ray_jobs.evaluation.rows import PROBABILITIES
+from ray_jobs.evaluation.rows import PROBABILITIES, filled
 
 BINS = 15  # as in Guo et al.
 _LIMITS = math.log(0.05), math.log(20)  # if every image is right, the best temperature is 0
@@ -43,11 +43,7 @@ def probability_table(
         scaled = log_softmax(np.asarray(logits, np.float64) / temperature, axis=1)
         columns["calibrated_probability"] = np.exp(scaled.max(axis=1))
         columns["calibrated_nll"] = -scaled[rows, labels]
-    arrays = [
-        pa.array(columns[field.name], field.type) if field.name in columns else pa.nulls(len(rows), field.type)
-        for field in PROBABILITIES
-    ]
-    return pa.table(arrays, schema=PROBABILITIES)
+    return filled(PROBABILITIES, columns, {}, len(rows))
 
 
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> float:

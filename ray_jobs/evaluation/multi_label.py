@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ray_jobs.evaluation.metrics import average_precision
-from ray_jobs.evaluation.rows import MEAN_AP, Row, measurement, split_by_seen
+from ray_jobs.evaluation.rows import MEAN_AP, Row, filled, measurement, split_by_seen
 
 FILE = "scores.parquet"
 MACRO_F1, MICRO_F1 = "macro-F1", "micro-F1"
@@ -178,11 +178,5 @@ def scored(
             "scores": list(part.scores),
             "predicted": [np.flatnonzero(image) for image in part.predicted],
         }
-        arrays = [
-            pa.array(columns[field.name], field.type)
-            if field.name in columns
-            else pa.repeat(pa.scalar(named[field.name], field.type), len(places))
-            for field in SCORES
-        ]
-        tables.append(pa.Table.from_arrays(arrays, schema=SCORES))
+        tables.append(filled(SCORES, columns, named, len(places)))
     return rows, tables

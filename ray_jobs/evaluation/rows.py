@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,14 +169,19 @@ def scored(
             columns |= {
                 name: probabilities[name].combine_chunks().take(pa.array(places)) for name in PROBABILITIES.names
             }
-        arrays = [
-            pa.array(columns[field.name], field.type)
-            if field.name in columns
-            else pa.repeat(pa.scalar(fixed.get(field.name), field.type), len(places))
-            for field in PREDICTIONS
-        ]
-        pairs.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
+        pairs.append((row, filled(PREDICTIONS, columns, fixed, len(places))))
     return pairs
+
+
+def filled(schema: pa.Schema, columns: Mapping[str, Any], common: Row, count: int) -> pa.Table:
+    """Return a table of `count` rows with these columns; each other column repeats the value in `common`, or null."""
+    arrays = [
+        pa.array(columns[field.name], field.type)
+        if field.name in columns
+        else pa.repeat(pa.scalar(common.get(field.name), field.type), count)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def mean_of_images(
