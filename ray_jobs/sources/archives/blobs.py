@@ -24,6 +24,7 @@ from pipelines import identity
 from pipelines.files import s3
 from pipelines.files.hashing import cache_folder
 from pipelines.scratch import named_if_full, scratch_folder
+from ray_jobs.data.cache import Descriptor
 from ray_jobs.sources.archives import sandbox
 from vit_model.errors import UserError
 
@@ -156,27 +157,16 @@ def open_blob(locations: Iterable[str]) -> Blob:
     return Blob(extents[0].location, tuple(extents))
 
 
-class _Opened:
-    """An open file, which is closed with its last reference."""
-
-    def __init__(self, path: str) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
 @lru_cache(maxsize=_OPEN_FILES)
-def _opened(path: str, _version: str) -> _Opened:
-    return _Opened(path)
+def _opened(path: str, _version: str) -> Descriptor:
+    return Descriptor(path)
 
 
 def _read(extent: Extent) -> bytes:
     if extent.remote:
         return s3.read_range(extent.location, extent.start, extent.length, extent.version)
     file = _opened(extent.location, extent.version)
-    return os.pread(file.descriptor, extent.length, extent.start)
+    return os.pread(file.number, extent.length, extent.start)
 
 
 # ------------------------------------------------------------------------------------------------- unpacking
