@@ -36,6 +36,7 @@ from ray_jobs.process.cluster import Run
 from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
 from vit_model.build import Network, build
+from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, Preprocessing, read_contract
 from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import normalise
@@ -287,6 +288,13 @@ def _read(
 def embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
     """Return the frozen representation [n, width] of images in float32, see `outputs`."""
     return outputs(model, contract, threads, images, lambda pixels: model.forward_features(pixels)[1])
+
+
+def embed_patches(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
+    """Return the tokens of the images' patches [n, patches, width] in float32, see `outputs`."""
+    architecture = contract.architecture
+    first = architecture.num_prefix_tokens if isinstance(architecture, ViTConfig) else 0
+    return outputs(model, contract, threads, images, lambda pixels: model.forward_features(pixels)[0][:, first:])
 
 
 def infer(folder: Path, dataset: Dataset, rows: pa.Table, threads: int, is_classifier: bool) -> NDArray[np.float32]:

@@ -6,25 +6,20 @@ the confusions of its predictions and the masks. Tokens are never kept, because 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from pipelines.spec import Segment
 from ray_jobs.data.masks import Mask
 from ray_jobs.data.shards import Split
-from ray_jobs.evaluation.features import INITIALISATIONS, PIXELS, UNTRAINED, Weights
+from ray_jobs.evaluation.features import INITIALISATIONS, PIXELS, UNTRAINED, Weights, embed_patches
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
 from ray_jobs.process.context import Context
-from ray_jobs.process.devices import device, set_threads
-from vit_model.build import Network
-from vit_model.config import ViTConfig
-from vit_model.contract import ModelContract, read_contract
-from vit_model.preprocessing import normalise
+from vit_model.contract import read_contract
 from vit_model.variants import FAMILIES
 
 BATCH = 32  # images per forward pass; their tokens are in memory in float64
@@ -100,37 +95,17 @@ def _batches(
     # the whole image: a crop would leave pixels without patches
     squashed = contract.preprocessing.model_copy(update={"crop": "squash", "crop_fraction": 1.0})
     grid, num_classes = contract.architecture.grid, len(dataset.info.mask_classes)
-    set_threads(config.threads)
     seeds = range(config.seed, config.seed + INITIALISATIONS)
     networks = [Weights(folder, seed).load()[0] for seed in (None, *seeds)]
-    functions: list[Callable[[NDArray[Any]], NDArray[np.float32]]] = [
-        _embedding(network, contract) for network in networks
-    ]
     masks = dataset.masks(split, rows)
     for start in range(0, len(rows), BATCH):
         images = dataset.images(split, squashed, rows[start : start + BATCH])
-        tokens = [function(images) for function in functions] + [_patches(images, grid)]
+        tokens = [embed_patches(network, contract, config.threads, images) for network in networks]
+        tokens.append(_patches(images, grid))
         yield (
             [_Tokens(values.reshape(-1, values.shape[-1]), grid, num_classes) for values in tokens],
             [next(masks) for _ in range(len(images))],
         )
-
-
-def _embedding(model: Network, contract: ModelContract) -> Callable[[NDArray[Any]], NDArray[np.float32]]:
-    """Return a function from images to the tokens of their patches [n, patches, width]; a GPU uses bfloat16."""
-    target = device()
-    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
-    model = model.to(target, dtype).eval()
-    architecture = contract.architecture
-    first = architecture.num_prefix_tokens if isinstance(architecture, ViTConfig) else 0
-
-    def embed(images: NDArray[Any]) -> NDArray[np.float32]:
-        pixels = normalise(torch.from_numpy(images).to(target), contract.preprocessing, dtype)
-        with torch.inference_mode():
-            tokens: NDArray[np.float32] = model.forward_features(pixels)[0][:, first:].float().cpu().numpy()
-        return tokens
-
-    return embed
 
 
 def _patches(images: NDArray[Any], grid: tuple[int, int]) -> NDArray[np.float32]:
