@@ -66,11 +66,10 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def values(rows: Iterable[tuple[str, float, str]]) -> list[str]:
-    """Return a table of measurements and targets, in seconds unless the name says otherwise."""
+    """Return a table of seconds and targets."""
     lines = ["| measured | value | target |", "|---|---:|---|"]
     for name, value, target in rows:
-        unit = "" if "images/s" in name else " s"
-        lines.append(f"| {name} | {value:,.2f}{unit} | {target} |")
+        lines.append(f"| {name} | {value:,.2f} s | {target} |")
     return lines
 
 

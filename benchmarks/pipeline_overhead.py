@@ -1,11 +1,11 @@
 """The overhead of the engine: `python benchmarks/pipeline_overhead.py`.
 
 Measures, one after the other on an otherwise idle machine; prints the table and writes it to benchmarks/results/:
-- a rerun with nothing to do, as a whole process (median of 9);
 - the shared local Ray: its start, the first job, later jobs;
 - the overhead of each kind of stage, on a running Ray: wall time of its job on the tiny recipe, which has almost no
-  work, minus the training seconds that pretraining and fine-tuning record;
-- pretraining's images per second inside Ray Train and DeepSpeed at width 64, depth 4, 17 tokens, global batch 256.
+  work, minus the training seconds that pretraining and fine-tuning record.
+
+benchmarks/planning.py times reruns with nothing to do, and benchmarks/pretrain.py pretraining's images per second.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, keep, keep_ray_below, setting, values
+from common import ROOT, keep, keep_ray_below, setting, values, vitflow
 
 TINY = ROOT / "tests" / "tiny.yaml"
 TARGETS = {
-    "rerun": "< 0.5 s",
     "ingest": "<= 5 s",
     "evaluate": "<= 5 s",
     "baselines": "<= 5 s",
@@ -41,21 +38,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vfb-") as name:
         folder = Path(name)
         keep_ray_below(folder)
-        rows = [*local_ray(), *stages(folder), *rerun(folder), *throughput(folder)]
+        rows = [*local_ray(), *stages(folder)]
         from pipelines.cluster.local import shut_down
 
         shut_down()
     head = ["# Overhead of the engine", "", f"`python benchmarks/pipeline_overhead.py`, {setting(load)}.", ""]
     keep("pipeline_overhead.md", [*head, *values(rows)])
-
-
-def vitflow(*arguments: str | Path) -> tuple[float, str]:
-    """Run the command line as a whole process; return (seconds, output)."""
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "pipelines", *map(str, arguments)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return time.perf_counter() - began, done.stdout
 
 
 def local_ray() -> list[tuple[str, float, str]]:
@@ -85,7 +73,7 @@ def stages(folder: Path) -> list[tuple[str, float, str]]:
     seconds: dict[str, float] = {}
     for store in ("warm", "measured"):
         for name in names:
-            vitflow("run", TINY, "--store", folder / store, "--only", name)
+            vitflow("run", str(TINY), "--only", name, store=folder / store)
     for manifest in manifests(folder / "measured"):
         seconds[manifest["stage"]] = wall_seconds(folder / "measured", manifest) - own_seconds(manifest)
     jobs = {manifest["stage"]: manifest["job"] for manifest in manifests(folder / "measured")}
@@ -107,19 +95,6 @@ def wall_seconds(store: Path, manifest: dict[str, Any]) -> float:
 def own_seconds(manifest: dict[str, Any]) -> float:
     """Return the training seconds that a stage recorded."""
     return float(manifest["metrics"].get("train_seconds", 0.0))
-
-
-def rerun(folder: Path) -> list[tuple[str, float, str]]:
-    """Time a run whose stages are all cached."""
-    seconds = [vitflow("run", TINY, "--store", folder / "measured")[0] for _ in range(9)]
-    return [("rerun with nothing to do, whole process", statistics.median(seconds), TARGETS["rerun"])]
-
-
-def throughput(folder: Path) -> list[tuple[str, float, str]]:
-    """Measure the quickstart's pretraining, shortened."""
-    vitflow("run", "quickstart", "--store", folder / "q", "--only", "pretrain", "--set", "pretrain.steps=500")
-    (model,) = [manifest for manifest in manifests(folder / "q") if manifest["job"] == "pretrain"]
-    return [("pretraining, images/s (2 workers, ZeRO-1, bf16)", model["metrics"]["images_per_second"], ">= 5000")]
 
 
 if __name__ == "__main__":
