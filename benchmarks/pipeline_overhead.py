@@ -21,6 +21,8 @@ from typing import Any
 
 from common import ROOT, keep, keep_ray_below, setting, values, vitflow
 
+from tests.support.stores import manifests
+
 TINY = ROOT / "tests" / "tiny.yaml"
 TARGETS = {
     "ingest": "<= 5 s",
@@ -70,31 +72,22 @@ def local_ray() -> list[tuple[str, float, str]]:
 def stages(folder: Path) -> list[tuple[str, float, str]]:
     """Time each stage of the tiny recipe alone, on a running Ray. It runs twice, in two stores; the second counts."""
     names = ("digits", "pretrain", "finetune", "probe", "pixels", "report")
-    seconds: dict[str, float] = {}
     for store in ("warm", "measured"):
         for name in names:
             vitflow("run", str(TINY), "--only", name, store=folder / store)
-    for manifest in manifests(folder / "measured"):
-        seconds[manifest["stage"]] = wall_seconds(folder / "measured", manifest) - own_seconds(manifest)
-    jobs = {manifest["stage"]: manifest["job"] for manifest in manifests(folder / "measured")}
-    return [(f"stage {jobs[name]}: overhead", seconds[name], TARGETS[jobs[name]]) for name in names]
+    made = manifests(folder / "measured")
+    return [
+        (f"stage {(job := made[name]['job'])}: overhead", overhead(folder / "measured", made[name]), TARGETS[job])
+        for name in names
+    ]
 
 
-def manifests(store: Path) -> list[dict[str, Any]]:
-    """Return the manifests of all committed artifacts of a store."""
-    return [json.loads(path.read_text()) for path in store.glob("artifacts/*/*/manifest.json")]
-
-
-def wall_seconds(store: Path, manifest: dict[str, Any]) -> float:
-    """Return the seconds from the attempt's record (before its job is submitted) to its commit."""
+def overhead(store: Path, manifest: dict[str, Any]) -> float:
+    """Return the seconds from the attempt's record (before its job is submitted) to its commit, without training."""
     folder = store / "artifacts" / manifest["job"] / manifest["key"] / "attempts" / str(manifest["attempt"])
     created = json.loads((folder / "attempt.json").read_text())["created"]
-    return (datetime.fromisoformat(manifest["finished"]) - datetime.fromisoformat(created)).total_seconds()
-
-
-def own_seconds(manifest: dict[str, Any]) -> float:
-    """Return the training seconds that a stage recorded."""
-    return float(manifest["metrics"].get("train_seconds", 0.0))
+    taken = datetime.fromisoformat(manifest["finished"]) - datetime.fromisoformat(created)
+    return taken.total_seconds() - float(manifest["metrics"].get("train_seconds", 0.0))
 
 
 if __name__ == "__main__":
