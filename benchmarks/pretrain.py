@@ -3,9 +3,9 @@
 Every arm (`training/arms.py`) trains the same model, in bfloat16, on the same random pixels, one thread per worker, in
 fresh processes. They take turns; a ratio compares figures of the same round. "Nothing exchanged" is the rate of two
 processes that do the same step with clipping and AdamW, each on a batch in memory, without data loading, augmentation
-and communication: no training with two workers can be faster. Then: the cost of a checkpoint, one worker and two,
-compiled blocks, and the time from a job's submission to its first step, compared with a plain Ray job with two actors
-(`training/start.py`). Peers are installed into a separate folder in the system's temporary folder.
+and communication: no training with two workers can be faster. Then: the cost of a checkpoint, one worker and two, and
+compiled blocks. Peers are installed into a separate folder in the system's temporary folder. How long a stage takes to
+start is in benchmarks/pipeline_overhead.py.
 
     python benchmarks/pretrain.py [--rounds 5]
 
@@ -47,8 +47,6 @@ import torch.multiprocessing
 from common import ROOT, install, keep, setting, spread
 from training.arms import ARMS, PEERS, REQUIREMENTS, run
 from training.sizes import SIZES, Size, write_noise
-from training.start import TARGET as START_TARGET
-from training.start import seconds_to_first_step
 
 BARE, PLAIN, ZERO = "two processes, nothing exchanged", "ours, plain", "ours, ZeRO-1"
 SAVED = "ours, plain, often saved"
@@ -64,7 +62,6 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     arguments.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
-    arguments.add_argument("--no-start", dest="times_start", action="store_false")
     arguments.add_argument("--no-keep", dest="is_kept", action="store_false", help="print the tables only")
     options = arguments.parse_args()
     if not PEERS.exists():
@@ -82,8 +79,6 @@ def main() -> None:
             lines += ["| measured | value | target |", "|---|---:|---|"]
             lines += scaling(rates) if size == "quickstart" else []
             lines += stalls(SIZES[size], rates)
-        if options.times_start:
-            lines += start(seconds_to_first_step(folder, options.rounds))
     head = [
         "# Steps of a pretraining with two workers",
         "",
@@ -156,16 +151,6 @@ def stalls(size: Size, rates: Rates) -> list[str]:
         f"| its share of 5 minutes | {statistics.median(seconds) / 300:.2%} | <= 2% |",
         "",
     ]
-
-
-def start(seconds: dict[str, list[float]]) -> list[str]:
-    """Return the table of starts."""
-    lines = ["## From a job's submission to its first step", ""]
-    lines += ["| job | seconds | over plain actors | target |", "|---|---:|---:|---|"]
-    for name, own in seconds.items():
-        target = "" if name == "plain" else f"<= {START_TARGET}"
-        lines.append(f"| {name} | {spread(own, 1)} | {ratio(own, seconds['plain'])} | {target} |")
-    return [*lines, ""]
 
 
 def ratio(these: list[float], those: list[float]) -> str:
