@@ -33,8 +33,7 @@ AUDITED: tuple[Split, ...] = ("train", "dev")
 
 def main(context: Context[Audit]) -> Result:
     """Audit in one Ray task, which embeds images or fits folds in other tasks."""
-    result: Result = on_cluster(audit, context)
-    return result
+    return on_cluster(audit, context)
 
 
 def audit(context: Context[Audit], run: Run = here) -> Result:

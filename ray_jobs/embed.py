@@ -51,8 +51,7 @@ SMALLEST, LARGEST = 128, 16_384  # images per part
 
 def main(context: Context[Embed | Predict]) -> Result:
     """Compute in Ray tasks."""
-    result: Result = on_cluster(infer, context, "part")
-    return result
+    return on_cluster(infer, context, "part")
 
 
 def infer(context: Context[Embed | Predict], run: Run = here) -> Result:

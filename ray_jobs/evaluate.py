@@ -38,8 +38,7 @@ RETRIEVAL = "retrieval"
 
 def main(context: Context[Evaluate]) -> Result:
     """Evaluate in one Ray task, which computes features in other tasks."""
-    result: Result = on_cluster(evaluate, context)
-    return result
+    return on_cluster(evaluate, context)
 
 
 def evaluate(context: Context[Evaluate], run: Run = here) -> Result:

@@ -34,8 +34,7 @@ _NAMES_SHOWN, _LETTERS_SHOWN = 5, 60
 
 def main(context: Context[Import]) -> Result:
     """Run the import in one Ray task."""
-    result: Result = in_task(import_model, context)
-    return result
+    return in_task(import_model, context)
 
 
 def import_model(context: Context[Import]) -> Result:

@@ -67,8 +67,7 @@ class Decision(NamedTuple):
 
 def main(context: Context[Promote]) -> Result:
     """Compare in one Ray task, which scores in other tasks."""
-    result: Result = on_cluster(promote, context)
-    return result
+    return on_cluster(promote, context)
 
 
 def promote(context: Context[Promote], run: Run = here) -> Result:

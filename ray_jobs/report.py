@@ -19,8 +19,7 @@ from ray_jobs.process.stage import run_stage
 
 def main(context: Context[Report]) -> Result:
     """Make the report in one Ray task."""
-    result: Result = in_task(make, context)
-    return result
+    return in_task(make, context)
 
 
 def make(context: Context[Report]) -> Result:

@@ -38,8 +38,7 @@ PROTOCOL = "linear segmentation"
 
 def main(context: Context[Segment]) -> Result:
     """Segment in one Ray task, which computes tokens in other tasks."""
-    result: Result = on_cluster(segment, context)
-    return result
+    return on_cluster(segment, context)
 
 
 def segment(context: Context[Segment], run: Run = here) -> Result:

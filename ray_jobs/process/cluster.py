@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ray_jobs.process.context import Result
 from ray_jobs.process.progress import Progress
 from vit_model.errors import UserError
 
@@ -149,15 +150,16 @@ def here(function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> 
     return [function(*values) for values in arguments]
 
 
-def in_task(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
-    """Call a function in a Ray task on CPUs alone."""
+def in_task(function: Callable[..., Result], *arguments: Any, threads: int = 1) -> Result:
+    """Run a stage in a Ray task on CPUs alone."""
     import ray
 
     cpus = min(threads, cpus_in_cluster())
-    return ray.get(ray.remote(num_cpus=cpus)(function).remote(*arguments))
+    result: Result = ray.get(ray.remote(num_cpus=cpus)(function).remote(*arguments))
+    return result
 
 
-def on_cluster(stage: Callable[..., Any], context: Any, unit: str | None = None) -> Any:
+def on_cluster(stage: Callable[..., Result], context: Any, unit: str | None = None) -> Result:
     """Call `stage(context, run)` in a Ray task, with a `Run` that computes in other tasks, see `in_tasks`."""
     threads = context.config.threads or 1
     return in_task(stage, context, partial(in_tasks, threads=threads, unit=unit), threads=threads)
