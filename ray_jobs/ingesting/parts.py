@@ -138,7 +138,8 @@ def write_part(context: Context[Ingest], files: Files, states: States, finished:
     file = shard_file(part.number)
     reusable = find_reusable(context, finished, part.bits, part.number, part.entries)
     masks, boxes = dict[str, StoredMask](), dict[str, list[Box]]()
-    with EarlierShards(context) as earlier, context.staging() as staging:
+    with context.staging() as staging:
+        earlier = EarlierShards(context)
         samples = _samples(context.config, files, part.entries, reusable, earlier, facts, masks, boxes)
         offsets = write_shard(staging.path / file, samples)
         if not offsets:

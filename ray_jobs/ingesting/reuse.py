@@ -15,7 +15,7 @@ import os
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,6 +25,7 @@ import xxhash
 from pipelines import identity
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, Manifest, Store, StoreDamaged, StoreError, all_manifests
+from ray_jobs.data.cache import Descriptor
 from ray_jobs.data.columns import FACTS, INDEX, LISTED
 from ray_jobs.process.context import Context
 
@@ -183,15 +184,7 @@ class EarlierShards:
 
     def __init__(self, context: Context[Ingest]) -> None:
         self._store = context.open_store()
-        self._open: dict[str, int | None] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._open.values():
-            if descriptor is not None:
-                os.close(descriptor)
+        self._open: dict[str, Descriptor | None] = {}
 
     def read(self, image: Reusable) -> bytes | None:
         """Return the image's bytes; None, with a line in the log, if they have to be read from the source."""
@@ -199,11 +192,10 @@ class EarlierShards:
         try:
             if shard not in self._open:
                 self._open[shard] = None
-                path = self._store.local(image.folder, [image.shard]) / image.shard.path
-                self._open[shard] = os.open(path, os.O_RDONLY)
-            if (descriptor := self._open[shard]) is None:
+                self._open[shard] = Descriptor(self._store.local(image.folder, [image.shard]) / image.shard.path)
+            if (file := self._open[shard]) is None:
                 return None
-            data = os.pread(descriptor, image.facts["length"], image.offset)
+            data = os.pread(file.number, image.facts["length"], image.offset)
         except (OSError, StoreError) as error:
             print(f"{shard} cannot be reused; its images are read from the source: {error}", flush=True)
             return None
