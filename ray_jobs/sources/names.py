@@ -118,9 +118,9 @@ def listed(texts: Sequence[str], most: int | None = NAMED) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def counted(counts: Mapping[str, int], most: int | None = NAMED) -> str:
+def counted(counts: Mapping[str, int]) -> str:
     """Join names with their counts, such as "cat 120, dog 80"."""
-    return listed([f"{name} {count:,}" for name, count in counts.items()], most)
+    return listed([f"{name} {count:,}" for name, count in counts.items()])
 
 
 def extensions(keys: Sequence[str]) -> str:

@@ -224,10 +224,10 @@ def is_finite_norm(value: float) -> bool:
     return 0.0 <= value < math.inf
 
 
-def check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
+def check_finite(loss: float, step: int) -> None:
     """Raise DivergenceError unless a loss is finite; it may be negative."""
-    if not math.isfinite(float(value)):
-        raise DivergenceError(f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up")
+    if not math.isfinite(loss):
+        raise DivergenceError(f"loss is {loss} at step {step}: lower learning_rate, or use a longer warm-up")
 
 
 class MicroBatch(NamedTuple):

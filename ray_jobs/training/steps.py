@@ -129,7 +129,7 @@ class Curve:
         """
         loss = self._mean()
         # Not at every step, because reading a number waits for the device.
-        optim.check_finite("loss", loss, step.done - 1)
+        optim.check_finite(loss, step.done - 1)
         self.points.append({"step": step.done, "learning_rate": step.rate, "loss": loss, **more})
         return loss
 

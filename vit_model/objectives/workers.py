@@ -22,9 +22,8 @@ class BatchNorm(nn.Module):
     discarded after pretraining.
     """
 
-    def __init__(self, width: int, affine: bool, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, affine: bool) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.ones(width)) if affine else None
         self.bias = nn.Parameter(torch.zeros(width)) if affine else None
 
@@ -33,7 +32,7 @@ class BatchNorm(nn.Module):
         numbers = in_full(x)
         centred = numbers - mean_over_workers(numbers.mean(dim=0))
         variance = mean_over_workers(centred.square().mean(dim=0))
-        out = centred * (variance + self.eps).rsqrt()
+        out = centred * (variance + 1e-5).rsqrt()
         if self.weight is not None and self.bias is not None:
             out = out * self.weight + self.bias
         return out.to(x.dtype)

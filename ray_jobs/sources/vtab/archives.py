@@ -39,11 +39,11 @@ def lines_of(files: Files, file: str, members: dict[str, Member], path: str) -> 
     return containers.lines(content(files, file, members, path), path)
 
 
-def content(files: Files, file: str, members: dict[str, Member], path: str, limit: int = 2**26) -> bytes:
+def content(files: Files, file: str, members: dict[str, Member], path: str) -> bytes:
     """Return the content of a small file in an archive. Raises UserError if it is missing."""
     if path not in members:
         raise UserError(f"{file} does not contain {path}. Use the authors' archive")
-    return containers.read_member(files, members[path], limit)
+    return containers.read_member(files, members[path], 2**26)
 
 
 def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:

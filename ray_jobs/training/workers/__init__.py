@@ -28,7 +28,7 @@ class Worker(NamedTuple):
 ALONE = Worker()
 
 
-def this_worker(group: int = 0) -> Worker:
+def this_worker(group: int) -> Worker:
     """Return the rank of this process, which Ray Train has started as a worker."""
     import ray.train
 

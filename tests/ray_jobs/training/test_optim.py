@@ -351,8 +351,8 @@ def test_deepspeed_shares_the_batch_among_workers_and_micro_batches():
 
 def test_a_loss_may_be_negative_but_a_norm_may_not() -> None:
     """Objectives that maximise a similarity have a negative loss; DeepSpeed gives -1 for a norm that is not finite."""
-    optim.check_finite("loss", -0.5, 0)
+    optim.check_finite(-0.5, 0)
     assert optim.is_finite_norm(0.5) and not any(map(optim.is_finite_norm, (-1.0, math.inf, math.nan)))
     for loss in (math.nan, math.inf, -math.inf):
         with pytest.raises(DivergenceError, match="at step 3"):
-            optim.check_finite("loss", loss, 3)
+            optim.check_finite(loss, 3)
