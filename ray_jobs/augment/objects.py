@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vit_model.detection.boxes import areas
+
 LEAST = 0.25  # of a box that a crop has to show, for it to be learned
 
 
@@ -31,8 +33,4 @@ def in_crop(
     if is_flipped:
         whole = torch.stack([side - whole[:, 2], whole[:, 1], side - whole[:, 0], whole[:, 3]], dim=1)
     cut = whole.clamp(0, side)
-    return cut, _area(cut) / _area(whole)
-
-
-def _area(boxes: Tensor) -> Tensor:
-    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    return cut, areas(cut) / areas(whole)
