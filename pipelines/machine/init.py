@@ -88,8 +88,8 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
         say(line)
     if not {None, "train"} & {*examined.listing.entries["split"].to_pylist()}:
         raise RecipeError(
-            f"{images}: no image is in train. Add training images; or rename the folders and files that name a split,"
-            " and ingest draws splits"
+            f"{images}: the train split has no images. Add training images; or rename the folders and files that name "
+            "a split, and ingest draws splits"
         )
     number = len(examined.listing.entries)
     if not weights and number < FEW_IMAGES:

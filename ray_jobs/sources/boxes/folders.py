@@ -231,7 +231,7 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
         by_name[PurePosixPath(key).name].append(key)
     # COCO's archive of annotations has those of all splits, of which somebody may have one
     here = {key: each for key, each in found.items() if any(PurePosixPath(file).name in by_name for file in each.boxes)}
-    notes = [f"{key} annotates no image here" for key in found if here and key not in here]
+    notes = [f"{key} left out: none of its images is in this folder" for key in found if here and key not in here]
     found = here or found
     class_names = tuple(dict.fromkeys(name for each in found.values() for name in each.class_names))
     annotations: dict[str, Annotation] = {}

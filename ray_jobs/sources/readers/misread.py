@@ -159,8 +159,8 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
     for name, inside in folders.items():
         if copied := sorted(folder for folder in inside if {*folder.split("/")} & folders.keys() - {name}):
             raise UserError(
-                f"{root}: the class folder {name} contains {listed([f'{name}/{folder}' for folder in copied])}, named "
-                "as other classes. Remove them if they are copies; move their images if they belong to these classes"
+                f"{root}: class folder {name} contains folders named like other classes: "
+                f"{listed([f'{name}/{folder}' for folder in copied])}. Remove copies, or move images to their class"
             )
     if len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1:
         _check_numbered(root, folders)
@@ -175,15 +175,15 @@ def _check_numbered(root: Path | str, folders: Mapping[str, Collection[str]]) ->
     """Raise UserError if class folders that differ in numbers alone, with the folders in them, are something else."""
     if _PARTS & {*words_in(next(iter(folders)))}:
         raise UserError(
-            f"{root}: {listed([*folders])} are the parts of a set by their names, not classes. Add a {METADATA} with "
-            "the label of each image; or, if these are classes, rename them"
+            f"{root}: {listed([*folders])} look like parts of one dataset, not classes. Add a {METADATA} with the "
+            "label of each image; or, if these are classes, rename them"
         )
     counts = Counter(top for inside in folders.values() for top in {folder.partition("/")[0] for folder in inside})
     common = sorted(top for top, number in counts.items() if top and number > 1)
     if len(common) > 1 and not counts[""]:
         raise UserError(
-            f"{root}: {listed([*folders])} contain the same folders, {listed(common)}: either could be the classes. "
-            f"Add a {METADATA} with the label of each image, and a `group` if the outer ones are subjects"
+            f"{root}: {listed([*folders])} contain the same folders ({listed(common)}), so either level could be the "
+            f"classes. Add a {METADATA} with the label of each image, and a `group` if the outer ones are subjects"
         )
 
 

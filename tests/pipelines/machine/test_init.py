@@ -126,7 +126,7 @@ def test_images_of_other_splits_alone_train_nothing(tmp_path: Path) -> None:
     for key in ("val/a.png", "val/b.png"):
         (tmp_path / "photos" / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "photos" / key).write_bytes(image(1))
-    with pytest.raises(RecipeError, match=r"photos: no image is in train\. Add training images; or rename"):
+    with pytest.raises(RecipeError, match=r"photos: the train split has no images\. Add training images; or rename"):
         init.write_recipe(
             tmp_path / "x.yaml",
             tmp_path / "photos",

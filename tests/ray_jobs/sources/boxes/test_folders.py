@@ -134,7 +134,7 @@ def test_images_of_which_nothing_is_known_are_left_out_and_named() -> None:
     files |= {"train/a.jpg": b"", "train/b.jpg": b""}
     assert read("coco", files).notes[-1] == "1 image without annotations, left out: c.jpg"
     files["annotations/instances_val.json"] = dataset(images=[{"id": 1, "file_name": "v.jpg"}], annotations=[])
-    assert "annotations/instances_val.json annotates no image here" in read("coco", files).notes
+    assert "annotations/instances_val.json left out: none of its images is in this folder" in read("coco", files).notes
     labels = {"train/a.txt": YOLO, "more/c.txt": YOLO, "data.yaml": NAMES}
     images = ["train/a.jpg", "train/background.jpg", "more/c.jpg", "unlabelled/d.jpg"]
     found = read("yolo", labels | dict.fromkeys(images, b""))
