@@ -53,4 +53,17 @@ class Hybrid(nn.Module):
 
 
 if __name__ == "__main__":
-    entry(Hybrid, width=128, depth=4, heads=4, mlp=2, drop=0.1, stem=32)
+    entry(
+        Hybrid,
+        flips=True,
+        width=128,
+        depth=4,
+        heads=4,
+        mlp=2,
+        drop=0.1,
+        stem=32,
+        optimizer="muon",
+        rate=5e-3,
+        shift=1,
+        epochs=17.0,
+    )

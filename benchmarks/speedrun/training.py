@@ -1,4 +1,4 @@
-"""Training that the entries of torch share: batches, two optimizers, the schedule, averaged weights.
+"""Training that the entries of torch share: batches, optimizers, the schedule.
 
 An entry calls `entry(build, settings)` with a function that builds its module from its settings, and its defaults.
 """
@@ -26,10 +26,8 @@ COMMON: dict[str, Any] = {
     "decay": 0.05,
     "warmup": 0.1,  # of the steps; then the rate falls to 0 in a line
     "smoothing": 0.1,
-    "ema": 0.0,  # decay of the averaged weights; 0: none
     "shift": 2,  # pixels, in each direction
     "erase": 0,  # side of a square that is erased
-    "compile": False,
     "flips": False,  # of test images: the mean with the mirrored image
     "shifts": False,  # of test images: the mean with the image shifted by a pixel, to either end of a diagonal
 }
@@ -58,15 +56,11 @@ def settings_of(defaults: dict[str, Any], words: list[str]) -> argparse.Namespac
 
 
 def train(build: Build, data: Path, seed: int, model: Path, settings: argparse.Namespace, words: list[str]) -> None:
-    """Train, and write the weights: the averaged ones, if there are any."""
+    """Train, and write the weights."""
     torch.manual_seed(seed)
     images, labels = (torch.from_numpy(np.load(data / f"{name}.npy")) for name in ("images", "labels"))
     images, labels = normalised(images), labels.long()
     module = build(settings).to(memory_format=torch.channels_last)
-    averaged = torch.optim.swa_utils.AveragedModel(
-        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(settings.ema), use_buffers=True
-    )
-    forward = torch.compile(module) if settings.compile else module
     steps = round(settings.epochs * len(images) / settings.batch)
     optimizers = [*optimizers_of(module, settings)]
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
@@ -80,18 +74,16 @@ def train(build: Build, data: Path, seed: int, model: Path, settings: argparse.N
                     1.0, (share + 1 / steps) / max(settings.warmup, 1e-9), (1 - share) / (1 - settings.warmup)
                 )
         with torch.autocast("cpu", torch.bfloat16):
-            logits = forward(changed(images[rows], settings))
+            logits = module(changed(images[rows], settings))
         loss = loss_of(logits.float(), labels[rows])
         module.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        if settings.ema:
-            averaged.update_parameters(module)
         if step % 100 == 99:
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
-    torch.save({"words": words, "weights": (averaged.module if settings.ema else module).state_dict()}, model)
+    torch.save({"words": words, "weights": module.state_dict()}, model)
 
 
 def optimizers_of(module: nn.Module, settings: argparse.Namespace) -> Iterator[torch.optim.Optimizer]:
