@@ -157,7 +157,7 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
         parts = key.split("/")
         folders[name].add("/".join(parts[parts.index(name) + 1 : -1]))
     for name, inside in folders.items():
-        if copied := sorted(folder for folder in inside if {*folder.split("/")} & folders.keys() - {name}):
+        if copied := sorted(folder for folder in inside if folders.keys() & ({*folder.split("/")} - {name})):
             raise UserError(
                 f"{root}: class folder {name} contains folders named like other classes: "
                 f"{listed([f'{name}/{folder}' for folder in copied])}. Remove copies, or move images to their class"
