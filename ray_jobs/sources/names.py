@@ -39,7 +39,7 @@ def _splits_in(name: str) -> set[str]:
 
 
 def words_in(name: str) -> list[str]:
-    """Return the words of a name, in small letters; they are separated by whatever is not a letter."""
+    """Return the words of a name, in small letters. Every other character separates words."""
     return re.split(r"[\W\d_]+", name.lower())
 
 

@@ -229,7 +229,7 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     by_name: dict[str, list[str]] = defaultdict(list)
     for key in images:
         by_name[PurePosixPath(key).name].append(key)
-    # COCO's archive of annotations has those of all splits, of which somebody may have one
+    # COCO ships the annotations of all splits in one archive, but a folder may have the images of one split
     here = {key: each for key, each in found.items() if any(PurePosixPath(file).name in by_name for file in each.boxes)}
     notes = [f"{key} left out: none of its images is in this folder" for key in found if here and key not in here]
     found = here or found

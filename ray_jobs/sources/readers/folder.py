@@ -343,13 +343,14 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
     if len(set(splits.values())) < len(splits):
         raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them")
     around = around_splits(images, splits)
-    flat = {key.partition("/")[0] for key in images if "/" not in key.removeprefix(around[key.partition("/")[0]])}
     labelled: list[tuple[str, str, str | None]] = []
     for key in images:
         top = key.partition("/")[0]
         label, slash, _ = key.removeprefix(around[top]).partition("/")
         if not slash:
-            unlabelled = _UNLABELLED if len(flat) == len(splits) else f"If {top} has no labels, move it out of the root"
+            folders = {f"{each.rpartition('/')[0]}/" for each in images}
+            are_flat = folders.issuperset(around.values())
+            unlabelled = _UNLABELLED if are_flat else f"If {top} has no labels, move it out of the root"
             raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/. {unlabelled}")
         labelled.append((key, label, splits[top]))
     return labelled
