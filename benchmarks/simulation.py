@@ -106,7 +106,7 @@ def write() -> None:
 
 
 def _section(kind: str, record: dict[str, Any]) -> list[str]:
-    number, seconds, transitions = record["next"], record["cpu_seconds"], Counter(record["transitions"])
+    number, seconds = record["next"], record["cpu_seconds"]
     lines = [
         f"`python benchmarks/simulation.py {kind} episodes N`: {number:,} episodes (seeds 0 to {number - 1}), "
         f"{seconds:,.0f} CPU seconds, {number / max(seconds, 1e-9):.0f} per CPU second, {len(record['findings'])} "
@@ -127,9 +127,7 @@ def _section(kind: str, record: dict[str, Any]) -> list[str]:
             f"| {name} | {found[0]} | {found[1]} |" if found else f"| {name} | - | |"
             for name, found in planted_bugs.items()
         ]
-    lines += ["", f"What was seen: {len(transitions)} kinds.", ""]
-    lines += ["| of | observed | actions | times |", "|---|---|---|---|"]
-    return lines + [f"| {key} | {n:,} |" for key, n in transitions.most_common()]
+    return [*lines, "", f"What was seen and done: {len(record['transitions'])} kinds, in simulation_{kind}.json."]
 
 
 def read(kind: str) -> dict[str, Any]:
