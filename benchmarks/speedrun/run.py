@@ -123,12 +123,13 @@ def page(records: list[dict[str, Any]]) -> list[str]:
     return [
         "# The two-core record: Fashion-MNIST",
         "",
-        "Test accuracy in percent with its 95% interval over seeds, and minutes from the start of the process to the "
-        "last weight. `python benchmarks/speedrun/run.py ENTRY` runs an entry; the head of run.py has the rules. "
-        "`looks`: how often this program has been scored on test, with any options and seeds. Compare minutes of one "
-        "day: an epoch of the ResNet took 31 s on 2026-11-28 and 18 s on 2026-11-29, on a machine of the same name.",
+        "Test accuracy in percent, with its 95% interval over seeds, and median minutes from the start of the "
+        "process to the last weight. `python benchmarks/speedrun/run.py ENTRY` runs an entry; the head of run.py has"
+        " the rules. `looks`: how often this program has been scored on test, with any options and seeds. Compare "
+        "minutes of one day: an epoch of the ResNet took 31 s on 2026-11-28 and 18 s on 2026-11-29, on a machine of "
+        "the same name.",
         "",
-        "| entry | what it is | minutes | accuracy | seeds | looks |",
+        "| entry | what it is | median minutes | accuracy | seeds | looks |",
         "|---|---|---:|---:|---:|---:|",
         *(line([*seeds.values()], looks) for seeds in ordered),
         "",
@@ -143,7 +144,7 @@ def line(records: list[dict[str, Any]], looks: Counter[str]) -> str:
     shown = f"{mean:.2f}"
     if count >= SEEDS:
         shown += f" ± {100 * t.ppf(0.975, count - 1) * statistics.stdev(accuracies) / count**0.5:.2f}"
-    minutes, entry = statistics.mean(record["seconds"] for record in records) / 60, records[0]["entry"]
+    minutes, entry = statistics.median(record["seconds"] for record in records) / 60, records[0]["entry"]
     return f"| {entry} | {records[0]['about']} | {minutes:.1f} | {shown} | {count} | {looks[entry.split()[0]]} |"
 
 
