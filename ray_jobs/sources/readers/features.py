@@ -12,6 +12,7 @@ from ray_jobs.sources.names import listed
 from vit_model.errors import UserError
 
 UNLABELLED = -1
+_NO_LABEL = {"nolabel", "unlabeled", "unlabelled", "unannotated", "nan", "null"}
 
 
 def one_spelling(texts: Iterable[str]) -> dict[str, str]:
@@ -39,6 +40,16 @@ def alike_note(class_names: Iterable[str]) -> tuple[str, ...]:
         f"classes whose names differ only in case, spaces, - or _: {listed(groups, 10)}. If they are one class, give"
         " them one name",
     )
+
+
+def check_labels(where: object, names: Iterable[str]) -> None:
+    """Raise UserError for a label that says that an image has none, as CVAT and pandas write it."""
+    for name in names:
+        if re.sub(r"[\W_]", "", name).lower() in _NO_LABEL:
+            raise UserError(
+                f"{where}: {name!r} looks like a mark for images without a label, not a class. Label these images, or "
+                "remove them; if it is a class, rename it"
+            )
 
 
 def choose_column(field: str, wanted: str | None, fitting: Sequence[str], columns: Iterable[str]) -> str:
@@ -83,6 +94,7 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
         raise UserError(f"{where}: no image has a label")
     if "" in (text.strip() for text in texts):
         raise UserError(f"{where}: a label is an empty text; for an image without a label, write null")
+    check_labels(where, texts)
     if numbers and texts:
         raise UserError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
     if numbers and names is not None:

@@ -44,7 +44,7 @@ from ray_jobs.sources.names import (
     split_folders,
     split_in,
 )
-from ray_jobs.sources.readers.features import alike_note, one_spelling
+from ray_jobs.sources.readers.features import alike_note, check_labels, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
     OPTIONS,
@@ -120,6 +120,7 @@ def arrange(
         return Listing(str(root), (), entries, ignored)
     spelled = one_spelling(name for _, names, _, _ in labelled for name in names)
     class_names = tuple(sorted(set(spelled.values())))
+    check_labels(root, class_names)
     if tables:
         check_not_joined(root, class_names)
     if len(class_names) < 2:

@@ -313,6 +313,8 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("cells/sick/1.png", "sick/1.png", "well/2.png"),
             "class folder cells contains folders named like other classes: cells/sick. Remove copies, or",
         ),
+        (("cat/1.png", "dog/2.png", "no_label/3.png"), "'no_label' looks like a mark for images without a label"),
+        (("train/a/1.png", "train/Unlabeled/2.png"), "'Unlabeled' looks like a mark for images without a label"),
         (("ham_part_1/1.png", "ham_part_2/2.png"), "ham_part_1, ham_part_2 look like parts of one dataset"),
         (
             ("00/palm/1.png", "00/fist/2.png", "01/palm/3.png", "01/fist/4.png"),
@@ -457,6 +459,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
             "file_name,label,set\n1.png,a,Training\n2.png,b,test\n",
             r"column 'set' names splits \(Training, test\). Call",
         ),
+        ("file_name,label\n1.png,a\n2.png,nan\n", "'nan' looks like a mark for images without a label"),
         ("file_name;label\n1.png;a\n", "separates columns with ';'; expected commas"),
         ("file_name,label\n1.png,a;b\n2.png,b;a\n", "'a;b' looks like several labels.*label_separator: ';'"),
         ("file_name,a,b\n1.png,0,1\n2.png,1,0\n", "a, b contain only 0 and 1: if these are the classes"),

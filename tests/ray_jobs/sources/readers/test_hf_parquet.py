@@ -228,6 +228,9 @@ def test_names_that_are_given_stay_and_numbers_from_0_need_none(tmp_path: Path) 
     put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [1, -3], features=None)
     with pytest.raises(ValueError, match="the label -3 is negative"):
         listed(tmp_path)
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], ["cat", "no label"], features=None)
+    with pytest.raises(ValueError, match="column 'label': 'no label' looks like a mark for images without a label"):
+        listed(tmp_path)
 
 
 def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) -> None:
