@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.names import names_splits, split_in, splits_of_files
+from ray_jobs.sources.names import says_splits, split_in, splits_of_files
 from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
@@ -32,6 +32,7 @@ _BATCH = 64  # rows at most; fewer if they could have more than IN_MEMORY bytes
 _TEXT = (pa.string(), pa.large_string(), pa.string_view())
 _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
+_FEW = 20  # cells of a column, in which splits are looked for
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
 
 
@@ -66,10 +67,11 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             values = _values(name, file, columns_of_file.label)
             labels += [UNLABELLED if label is None else label for label in values]
             split_groups += _split_groups(source, name, file)
-            for column, cells in _cells_of_splits(name, file):
-                named[column, name if splits[name] else None] |= cells
+            for field in file.schema_arrow:
+                if _has_values(field.type) and field.name not in {columns.label, source.group}:
+                    named[field.name, name if splits[name] else None] |= _few_cells(name, file, field.name)
     for (column, _), cells in named.items():
-        if names_splits(cells):
+        if says_splits(column, cells):
             raise UserError(
                 f"column {column!r} names splits, but a file's split is in its name: write each split to a file of its "
                 "own, such as train.parquet and test.parquet"
@@ -170,11 +172,15 @@ def _is_image(kind: pa.DataType) -> bool:
 
 def _check_values(field: str, column: str, name: str, kind: pa.DataType) -> None:
     """Raise UserError if the column of labels or groups is neither whole numbers nor text (nor booleans)."""
-    value = _plain(kind)
-    if pa.types.is_integer(value) or pa.types.is_boolean(value) or value in _TEXT:
+    if _has_values(kind):
         return
     more = ": multi-label is not supported yet" if field == "label" and pa.types.is_nested(kind) else ""
     raise UserError(f"source.{field}: column {column!r} of {name} is {kind}, not whole numbers or text{more}")
+
+
+def _has_values(kind: pa.DataType) -> bool:
+    value = _plain(kind)
+    return pa.types.is_integer(value) or pa.types.is_boolean(value) or value in _TEXT
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -230,24 +236,16 @@ def _split_groups(source: HfParquetSource, name: str, file: pq.ParquetFile) -> l
     return [str(group) for group in groups]
 
 
-def _cells_of_splits(name: str, file: pq.ParquetFile) -> Iterator[tuple[str, set[str]]]:
-    """Yield each column of text in which every cell names a split, and its cells."""
-    for field in file.schema_arrow if file.metadata.num_rows else ():
-        if _plain(field.type) in _TEXT and _name_splits(_values(name, file, field.name, first=1)):
-            cells = _values(name, file, field.name)
-            if _name_splits(cells):
-                yield field.name, {*cells}
+def _few_cells(name: str, file: pq.ParquetFile, column: str) -> set[Any]:
+    """Return the different cells of a column; none if they are as many as captions are."""
+    cells = {*_values(name, file, column)}
+    return cells if len(cells) <= _FEW or all(split_in(str(cell)) for cell in cells) else set()
 
 
-def _name_splits(cells: Sequence[str | None]) -> bool:
-    return all(cell is not None and split_in(cell) for cell in cells)
-
-
-def _values(name: str, file: pq.ParquetFile, column: str, first: int | None = None) -> list[Any]:
+def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
     """Return whole numbers, text, or None; booleans as the text that they have in tables of labels."""
     try:
-        read = file.read(columns=[column]) if first is None else next(file.iter_batches(first, columns=[column]))
-        values = read.column(0).to_pylist()
+        values = file.read(columns=[column]).column(0).to_pylist()
         return [json.dumps(value) if isinstance(value, bool) else value for value in values]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error

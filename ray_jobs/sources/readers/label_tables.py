@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_jobs.sources.names import listed, names_splits
+from ray_jobs.sources.names import listed, says_splits
 from vit_model.errors import UserError
 
 METADATA = "metadata.csv"
@@ -211,10 +211,11 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
 def _check_split_column(path: str, header: Sequence[str], rows: Sequence[_Located], columns: Columns) -> None:
     """Raise UserError for splits in a column of another name: its test images could be drawn into train."""
     for column in () if "split" in header else sorted({*header} - _expected(columns).keys()):
-        cells = {cell if isinstance(cell, str) else "" for cell in (row.get(column) for _, row in rows)}
-        if names_splits(cells):
+        cells = [row.get(column) for _, row in rows]
+        if says_splits(column, cells):
             raise UserError(
-                f"{path}: the column {column!r} names splits ({listed(sorted(cells))}). Call it split, or remove it"
+                f"{path}: the column {column!r} names splits ({listed(sorted({*map(str, cells)}))}). Write them into a "
+                "column split, as train, val or test, or remove it"
             )
 
 

@@ -79,6 +79,7 @@ def test_split_folders_in_any_case(tmp_path: Path) -> None:
         ("training_set", "holdout"),
         ("train_images", "val_images", "Test images"),
         ("train2", "eval"),
+        ("TrainData", "TestData"),
     ],
 )
 def test_top_folders_that_contain_splits_are_no_classes(tops: tuple[str, ...], tmp_path: Path) -> None:
@@ -328,6 +329,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
             r"mixes split folders \(train\) and other folders \(cats\)",
         ),
+        (("trainA/1.png", "testA/1.png", "trainB/1.png", "testB/1.png"), "two folders for one split: testA, testB"),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
         (("train/1.png", "train/2.png"), "move it to train/<class>/. If the images have no labels, set"),
         (("train/a/1.png", "train/b/2.png", "test/3.png"), "test/<class>/. If test has no labels, move it out"),
@@ -457,7 +459,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ),
         (
             "file_name,label,set\n1.png,a,Training\n2.png,b,test\n",
-            r"column 'set' names splits \(Training, test\). Call",
+            r"column 'set' names splits \(Training, test\). Write",
         ),
         ("file_name,label\n1.png,a\n2.png,nan\n", "'nan' looks like a mark for images without a label"),
         ("file_name;label\n1.png;a\n", "separates columns with ';'; expected commas"),

@@ -1,5 +1,7 @@
 """Parquet as Hugging Face's datasets ships it, written here by pyarrow with the metadata by hand."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import hf_parquet
 from ray_jobs.sources.readers.features import choose_column
+from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, read_table
 from tests.support.archives import image
 from tests.support.prepared import HF_FEATURES, put_parquet
 from vit_model.errors import UserError
@@ -246,15 +249,33 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("column", "refused"),
-    [(["train", "Test", "train"], True), (["train"] * 3, False), (["train", "a", "test"], False)],
+    ("name", "column", "refused"),
+    [
+        ("partition", ["train", "Test", "train"], True),
+        ("partition", ["train", "later", "test"], True),
+        ("is_train", [True, False, True], True),
+        ("split", [0, 1, 2], True),
+        ("partition", ["train"] * 3, False),
+        ("partition", ["train", "a", None], False),
+        ("male", [0, 1, 1], False),
+        ("is_train", [7, 8, 9], False),
+    ],
 )
-def test_a_column_of_splits_is_refused(column: list[str], refused: bool, tmp_path: Path) -> None:
+def test_a_column_of_splits_is_refused(name: str, column: list[object], refused: bool, tmp_path: Path) -> None:
+    """In tables of labels, too."""
     images = [image(number) for number in range(3)]
-    columns = {"image": images, "label": ["cat", "dog", "Cat "], "partition": column}
+    columns = {"image": images, "label": ["cat", "dog", "Cat "], name: column}
     pq.write_table(pa.table(columns), tmp_path / "images.parquet")
+    rows = [{"file_name": "1.jpg", "label": "cat", name: cell} for cell in column]
+    table = "\n".join(map(json.dumps, rows)).encode()
+    with (
+        pytest.raises(UserError, match=f"column '{name}' names splits")
+        if refused and name != "split"
+        else nullcontext()
+    ):
+        assert len([*read_table("metadata.jsonl", table, IMAGEFOLDER)]) == 3
     if refused:
-        with pytest.raises(UserError, match="column 'partition' names splits, but a file's split is in its name"):
+        with pytest.raises(UserError, match=f"column '{name}' names splits, but a file's split is in its name"):
             listed(tmp_path)
     else:
         assert listed(tmp_path).notes[0].startswith("classes whose names differ only in case, spaces")
