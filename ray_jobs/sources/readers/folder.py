@@ -67,6 +67,7 @@ from vit_model.errors import UserError
 EXTENSIONS = tuple(
     f".{name}" for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
+_KINDS = {".parquet": "hf_parquet", "-ubyte": "idx", ".tar": "webdataset", "tfrecord": "tfds", "data_batch": "cifar"}
 _AT_ONCE = 16
 _MOST_BYTES = 2**30  # of a table or of annotations; COCO's train2017 has 470 MB
 _UNLABELLED = "If the images have no labels, set source.labels: false"
@@ -271,7 +272,9 @@ def _images(root: Path | str, files: Sequence[str]) -> list[str]:
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
         counts = f": {extensions(files)}" if files else ""
-        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}")
+        kinds = [kind for form, kind in _KINDS.items() if any(form in key for key in files)]
+        other = f". Such files are read by source.kind {' or '.join(kinds)}" if kinds else ""
+        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}{other}")
     return images
 
 
