@@ -154,12 +154,17 @@ def _doubts(form: BoxFormat, class_names: Sequence[str], images: Mapping[str, An
     """Yield notes about classes without boxes, and about boxes that may be meant otherwise.
 
     Raises:
-        UserError: all boxes lie in the first pixel, as those in shares of the image do.
+        UserError: all boxes lie in the first pixel, as those in shares of the image do; or most of COCO's are crowds.
     """
     boxes = [(image, box, of) for image, (some, of, _) in images.items() for box in some]
     if boxes and form != "yolo" and all(max(box[:4]) <= 1 for _, box, _ in boxes):
         raise UserError("all boxes lie within the first pixel; expected pixels, not shares of the image's sides")
-    used = {box.label for _, box, _ in boxes}
+    used = {box.label for _, box, _ in boxes if not box.ignored}
+    if form == "coco" and (crowds := sum(box.ignored for _, box, _ in boxes)) > len(boxes) / 2:
+        raise UserError(
+            f"{crowds:,} of {len(boxes):,} objects have iscrowd: 1, which means a region to ignore. CVAT writes it for "
+            "every mask of its brush; if these are objects, write iscrowd: 0"
+        )
     if empty := [name for label, name in enumerate(class_names) if label not in used]:
         yield f"{quantity(len(empty), 'class', 'classes')} without a box: {listed(empty)}"
     beyond = [

@@ -155,8 +155,10 @@ def test_what_boxes_may_mean_otherwise_is_noted() -> None:
         " bbox is x, y, width, height",
     )
     from_0 = VOC.replace("<xmin>11</xmin>", "<xmin>0</xmin>").encode()
-    (note,) = read("voc", {"a.xml": from_0, "a.jpg": b""}).notes
-    assert note.startswith("1 box begins at 0, but VOC's pixels count from 1")
+    difficult, note = read("voc", {"a.xml": from_0, "a.jpg": b""}).notes
+    assert difficult == "1 class without a box: dog" and note.startswith(
+        "1 box begins at 0, but VOC's pixels count from 1"
+    )
     yolo = {"labels/a.txt": YOLO, "images/a.jpg": b"", "data.yaml": NAMED + b"train: images\ntest: none\n"}
     assert read("yolo", yolo | {"labels/A.txt": YOLO, "labels/classes.txt": b"cat\ndog"}).notes == (
         "data.yaml: no image here is in test: none",
@@ -201,6 +203,12 @@ FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
         {"a.json": dataset(annotations=[{"image_id": 7, "category_id": 17, "bbox": [0.1, 0.1, 0.5, 0.5]}])}
         | {"a.jpg": b"", "b.jpg": b""},
         "all boxes lie within the first pixel; expected pixels",
+    ),
+    (
+        "coco",  # as CVAT writes masks of its brush
+        {"a.json": dataset(annotations=[{"image_id": 7, "category_id": 17, "bbox": [0, 0, 9, 9], "iscrowd": 1}])}
+        | {"a.jpg": b"", "b.jpg": b""},
+        "1 of 1 objects have iscrowd: 1, which means a region to ignore. CVAT writes it",
     ),
     (
         "yolo",
