@@ -26,6 +26,11 @@ def boxes(found: Annotated) -> dict[str, list[Box]]:
 LAYOUTS: list[tuple[Format, dict[str, bytes], dict[str, list[Box]]]] = [
     ("coco", {"train/_annotations.coco.json": dataset()}, {"train/a.jpg": [DOG], "train/b.jpg": []}),
     ("coco", {"annotations/instances_val2017.json": dataset()}, {"val2017/a.jpg": [DOG], "val2017/b.jpg": []}),
+    (  # as Label Studio writes it on Windows
+        "coco",
+        {"result.json": dataset(images=[{"id": 7, "file_name": r"C:\x\images\a.jpg", "width": 100, "height": 50}])},
+        {"images/a.jpg": [DOG]},
+    ),
     ("yolo", {"labels/train/a.txt": YOLO, "data.yaml": NAMES}, {"images/train/a.jpg": [DOG], "images/train/b.jpg": []}),
     ("yolo", {"train/labels/a.txt": YOLO, "data.yaml": NAMES}, {"train/images/a.jpg": [DOG]}),
     ("yolo", {"a.txt": YOLO, "classes.txt": b"cat\r\ndog\r\n"}, {"a.jpg": [DOG]}),
@@ -82,6 +87,11 @@ SPLITS: list[tuple[Format, dict[str, bytes], dict[str, str | None]]] = [
         "yolo",  # lists alone
         {"labels/a.txt": YOLO, "classes.txt": b"cat\ndog", "train.txt": b"images/a.jpg", "test.txt": b"images/b.jpg"},
         {"images/a.jpg": "train", "images/b.jpg": "test"},
+    ),
+    (
+        "yolo",  # as CVAT writes YOLO 1.1
+        {"obj_train_data/a.txt": YOLO, "obj.names": b"cat\ndog\n", "train.txt": b"data/obj_train_data/a.jpg\n"},
+        {"obj_train_data/a.jpg": "train"},
     ),
     (
         "yolo",  # as Roboflow writes it for a data set without test images
@@ -170,6 +180,7 @@ def test_what_boxes_may_mean_otherwise_is_noted() -> None:
 FORMS: list[tuple[Format | None, list[str]]] = [
     ("coco", ["train/_annotations.coco.json", "train/a.jpg"]),
     ("yolo", ["data.yaml", "images/train/a.jpg", "labels/train/a.txt", "images/val/b.jpg"]),
+    ("yolo", ["obj.names", "obj_train_data/a.jpg", "obj_train_data/a.txt"]),
     ("voc", ["JPEGImages/a.jpg", "Annotations/a.xml"]),
     ("kitti", ["training/image_2/1.png", "training/label_2/1.txt"]),
     (None, ["cat/a.jpg", "cat/a.txt", "dog/b.jpg", "classes.txt"]),  # captions in class folders
@@ -198,6 +209,11 @@ FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
         "size/width of annotation is 'nan'",
     ),
     ("coco", {"a.json": dataset(), "a.jpg": b""}, "a.json: image b.jpg: there is none"),
+    (
+        "coco",
+        {"a.json": dataset(images=[{"id": 7, "file_name": "val/a.jpg"}]), "a.jpg": b""},
+        "val/a.jpg: there is none",
+    ),
     (
         "coco",
         {"a.json": dataset(annotations=[{"image_id": 7, "category_id": 17, "bbox": [0.1, 0.1, 0.5, 0.5]}])}
