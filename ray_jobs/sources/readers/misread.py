@@ -20,7 +20,10 @@ _IMAGES_OF = {
     word: [image for image, others in MASKS.items() if word in others] for words in MASKS.values() for word in words
 }
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
-_PARTS = {"image", "images", "img", "imgs", "part", "parts", "batch", "batches", "fold", "folds", "chunk", "chunks"}
+_PARTS = {
+    *("image", "images", "img", "imgs", "part", "parts", "batch", "batches", "fold", "folds", "chunk", "chunks"),
+    *("ds", "dataset", "set", "shard", "shards"),
+}
 
 
 def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
@@ -149,8 +152,7 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
     """Return a note about folders inside class folders, from {key: class}.
 
     Raises:
-        UserError: a class folder contains one named as another; or class folders whose names are a text and a number
-            are parts of a set by that text, or subjects, because they contain the same folders.
+        UserError: a class folder contains one named as another; or `_check_levels`.
     """
     folders: dict[str, set[str]] = {name: set() for name in sorted(set(labels.values()))}
     for key, name in labels.items():
@@ -162,8 +164,7 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
                 f"{root}: class folder {name} contains folders named like other classes: "
                 f"{listed([f'{name}/{folder}' for folder in copied])}. Remove copies, or move images to their class"
             )
-    if len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1:
-        _check_numbered(root, folders)
+    _check_levels(root, folders)
     inner = [f"{name}/{folder}" for name, inside in folders.items() for folder in sorted(inside) if folder]
     if not inner:
         return ()
@@ -171,19 +172,32 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
     return (f"{count} inside class folders, whose images have the outer folder's class: {listed(inner)}",)
 
 
-def _check_numbered(root: Path | str, folders: Mapping[str, Collection[str]]) -> None:
-    """Raise UserError if class folders that differ in numbers alone, with the folders in them, are something else."""
-    if _PARTS & {*words_in(next(iter(folders)))}:
+def _check_levels(root: Path | str, folders: Mapping[str, Collection[str]]) -> None:
+    """Raise UserError if class folders, with the folders in them, are something else.
+
+    They are parts of a set if their names are a word for these and a number; first letters of classes (a/abbey); or
+    subjects, domains or versions of images if they contain the same folders (color/apple, grayscale/apple).
+    """
+    is_numbered = len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1
+    if is_numbered and _PARTS & {*words_in(next(iter(folders)))}:
         raise UserError(
             f"{root}: {listed([*folders])} look like parts of one dataset, not classes. Add a {METADATA} with the "
             "label of each image; or, if these are classes, rename them"
         )
-    counts = Counter(top for inside in folders.values() for top in {folder.partition("/")[0] for folder in inside})
-    common = sorted(top for top, number in counts.items() if top and number > 1)
-    if len(common) > 1 and not counts[""]:
+    inner = Counter(folder for inside in folders.values() for folder in inside)
+    if inner[""]:
+        return
+    if all({folder[0].lower() for folder in inside} == {name.lower()} for name, inside in folders.items()):
+        raise UserError(
+            f"{root}: {listed([*folders])} are the first letters of the folders in them, such as {next(iter(inner))}. "
+            "If these are the classes, move them up; otherwise, move the images up"
+        )
+    common = sorted(folder for folder, number in inner.items() if number > 1)
+    if len(common) > 1 and (is_numbered or any(words_in(common[0].rpartition("/")[2]))):
         raise UserError(
             f"{root}: {listed([*folders])} contain the same folders ({listed(common)}), so either level could be the "
-            f"classes. Add a {METADATA} with the label of each image, and a `group` if the outer ones are subjects"
+            f"classes. Set the root to one of the outer folders; or add a {METADATA} with the label of each image, and "
+            "a `group` if the outer ones are subjects; or, if they are the classes, move the images up into them"
         )
 
 

@@ -323,6 +323,15 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             r"00, 01 contain the same folders \(fist, palm\), so either level could be the classes",
         ),
         (
+            [f"{form}/{leaf}/1.png" for form in ("color", "grayscale", "segmented") for leaf in ("scab", "rust")],
+            r"color, grayscale, segmented contain the same folders \(rust, scab\).* Set the root to one of the outer",
+        ),
+        (
+            ("a/abbey/1.png", "a/alley/out/1.png", "b/bar/2.png"),
+            "a, b are the first letters of the folders in them, such",
+        ),
+        (("ds0/img/1.png", "ds1/img/2.png"), "ds0, ds1 look like parts of one dataset"),
+        (
             ("train/1.png", "train_labels/1.png", "val/2.png", "val_labels/2.png"),
             "the layout of a segmentation data set",
         ),
