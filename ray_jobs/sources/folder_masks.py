@@ -2,7 +2,7 @@
 
 The PNGs are in a folder beside the images:
 
-    images/train/1.jpg      masks/train/1.png, or in annotations, labels, gt, segmentations
+    images/train/1.jpg      masks/train/1.png, or in another folder of `names.MASKS`
     train/images/1.jpg      train/masks/1.png
     JPEGImages/1.jpg        SegmentationClass/1.png, as in Pascal VOC
 

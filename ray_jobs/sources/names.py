@@ -15,8 +15,11 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
     **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
 }
-_MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
-MASKS = dict.fromkeys(("image", "images", "img", "imgs"), _MASKS) | {
+_MASKS = (
+    *("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations"),
+    *("target", "targets", "groundtruth", "ground_truth", "ground truth", "truth"),
+)
+MASKS = dict.fromkeys(("image", "images", "img", "imgs", "original", "originals", "input", "inputs"), _MASKS) | {
     "jpegimages": ("segmentationclass", "segmentationclasspng", "segmentation")
 }
 """A folder of images -> folders of their masks, in small letters."""

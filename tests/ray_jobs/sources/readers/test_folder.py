@@ -280,6 +280,10 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("images/1.png", "masks/1.png", "more/1.png"),
             r"the layout of a segmentation data set \(images, masks, more\)",
         ),
+        (("Original/1.png", "Ground Truth/1.png"), r"a segmentation data set \(Ground Truth, Original\)"),
+        (("train/images/1.png", "train/targets/1_target.png"), "the layout of a segmentation data set"),
+        (("Task1_Training_Input/1.jpg", "Task1_Training_GroundTruth/1.png"), "the layout of a segmentation data set"),
+        (("leftImg8bit/train/x/1.png", "gtFine/train/x/1.png"), "the layout of a segmentation data set"),
         (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
         (("x_json/img.png", "x_json/label.png", "y_json/img.png"), "x_json/label.png of x_json/img.png. Remove"),
         (
