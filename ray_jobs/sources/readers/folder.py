@@ -110,6 +110,14 @@ def arrange(
     root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
 ) -> Listing:
     """Return the labels and splits of the images in `files`, from `tables` or else from folders. Raises UserError."""
+    try:
+        return _arranged(root, files, tables, columns)
+    except UserError as error:
+        notes = () if tables or columns.label is None else unread_lists(files)
+        raise UserError(". ".join((str(error), *notes))) from None
+
+
+def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns) -> Listing:
     files = sorted(files)
     images = _images(root, files)
     labelled = _from_tables(root, images, tables, columns) if tables else _without_tables(root, files, images, columns)
@@ -131,7 +139,6 @@ def arrange(
         raise UserError(
             f"{root} has {only}: a classifier needs two classes or more. "
             + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
-            + "".join(f". {note}" for note in ([] if tables else unread_lists(files)))
         )
     number = {name: label for label, name in enumerate(class_names)}
     numbered = [
@@ -159,7 +166,7 @@ def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str
         return _without_labels(root, images)
     check_not_detection(root, files, images)
     check_not_masks(root, images)
-    labelled = _from_folders(root, files, images)
+    labelled = _from_folders(root, images)
     return [(key, (name,), split, None) for key, name, split in labelled]
 
 
@@ -325,14 +332,13 @@ def _around(paths: Sequence[str], is_annotated: bool) -> str:
     return "".join(f"{part}/" for part in common)
 
 
-def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str]) -> list[tuple[str, str, str | None]]:
+def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
     """Return (key, class, split) of each image, by the names of its folders."""
     loose = [key for key in images if "/" not in key]
     if loose:
-        renamed = "".join(f" {note}." for note in unread_lists(files))
         raise UserError(
-            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
-            f"{renamed} {_UNLABELLED}"
+            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder. "
+            f"{_UNLABELLED}"
         )
     splits = split_folders(images)
     if not splits:
@@ -342,10 +348,10 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
     if others:
         raise UserError(
             f"{root} mixes split folders ({', '.join(splits)}) and other folders ({', '.join(others)}). Put "
-            "each class folder into a split folder"
+            "class folders into a split folder, and move copies and images without labels out of the root"
         )
     if len(set(splits.values())) < len(splits):
-        raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them")
+        raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them, or move one out")
     around = around_splits(images, splits)
     labelled: list[tuple[str, str, str | None]] = []
     for key in images:
@@ -391,11 +397,11 @@ def _from_tables(
             split = inside if row.split is None else _split_named(row.split, row.where)
             listed[row.key] = (row.key, row.labels, split, row.group)
     if missing:
-        stems = {key.rpartition(".")[0]: key for key in images}
-        meant = stems.get(missing[0].key)
+        name = PurePosixPath(missing[0].key).name
+        alike = [repr(key) for key in images if name in (PurePosixPath(key).name, PurePosixPath(key).stem)]
         raise UserError(
             f"{missing[0].where}: {root} has no image {missing[0].key!r}; {quantity(len(missing), 'row')} without an"
-            f" image. {f'Write {meant!r}' if meant else 'Restore the files, or remove the rows'}"
+            f" image. {f'Did you mean {alike[0]}? ' if len(alike) == 1 else ''}Restore the files, or remove the rows"
         )
     if unlisted := sorted(present - listed.keys()):
         raise UserError(

@@ -206,7 +206,8 @@ def unread_lists(files: Iterable[str]) -> tuple[str, ...]:
     found = [
         key
         for key in files
-        if key.endswith((".csv", ".jsonl", ".parquet"))
+        if key.endswith((".csv", ".tsv", ".xlsx", ".jsonl", ".parquet"))
+        or (key.endswith(".json") and "/" not in key)
         or (key.endswith(".txt") and not SPLIT_WORDS.keys().isdisjoint(words_in(PurePosixPath(key).name)))
     ]
     if not found:

@@ -309,7 +309,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
         (
             ("labels.csv", "1.png"),
-            "labels.csv is not read: if it lists labels or splits, write them into a metadata.csv. If the images",
+            "labels: false. labels.csv is not read: if it lists labels or splits, write them into a metadata.csv",
         ),
         (
             ("images/1.png", "train.csv", "test.csv", "meta/val_list.txt"),
@@ -346,6 +346,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("trainA/1.png", "testA/1.png", "trainB/1.png", "testB/1.png"), "two folders for one split: testA, testB"),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
         (("train/1.png", "train/2.png"), "move it to train/<class>/. If the images have no labels, set"),
+        (("train/1.png", "train/_classes.csv"), "labels: false. train/_classes.csv is not read: if it lists labels"),
         (("train/a/1.png", "train/b/2.png", "test/3.png"), "test/<class>/. If test has no labels, move it out"),
         (
             ("train/a/1.png", "train/b/1.png", "test/c/1.png"),
@@ -456,7 +457,8 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
             "file_name,label\n9.png,a\n8.png,a\n",
             "row 2: .* has no image '9.png'; 2 rows without an image. Restore",
         ),
-        ("file_name,label\n1,a\n2,b\n", "row 2: .* has no image '1'; 2 rows without an image. Write '1.png'"),
+        ("file_name,label\n1,a\n2,b\n", "row 2: .* has no image '1'; 2 rows without an image. Did you mean '1.png'[?]"),
+        ("file_name,label\nx/1.png,a\n", "has no image 'x/1.png'; 1 row without an image. Did you mean '1.png'[?]"),
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
