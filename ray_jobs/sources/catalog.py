@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipelines.spec import Source
 from ray_jobs.data.columns import ENTRIES
 from ray_jobs.data.masks import Mask
-from ray_jobs.sources import vtab
+from ray_jobs.sources import folder_masks, vtab
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import (
@@ -49,7 +49,7 @@ _MODULES: dict[str, ModuleType] = {
     "shapes": shapes,
     "scenes": scenes,
 }
-_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder}
+_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder_masks}
 
 
 def listing(source: Source, files: Files) -> Listing:

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 from pycocotools.mask import area, decode, frPyObjects, merge
 
-from pipelines.spec import nearest
+from pipelines.spec import FolderSource, nearest
 from ray_jobs.data.boxes import MOST
 from ray_jobs.data.masks import IGNORED, Mask, colours, decode_mask
 from ray_jobs.sources.archives import containers
@@ -63,7 +63,7 @@ def is_mask(file: str) -> bool:
     return any(part.lower() in _OF_MASKS for part in PurePosixPath(file).parts[:-1])
 
 
-def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
+def masks(source: FolderSource, files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
     """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used.
 
     Raises:

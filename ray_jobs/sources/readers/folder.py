@@ -25,12 +25,9 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-import pyarrow as pa
-
 from pipelines.spec import BoxFormat, FolderSource, quantity
 from ray_jobs.data.boxes import Box
 from ray_jobs.data.columns import SEVERAL
-from ray_jobs.data.masks import Mask
 from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
@@ -223,11 +220,6 @@ def _members(
         special,
         tuple(path for path in members if not path.startswith(around)),
     )
-
-
-def masks(source: FolderSource, files: Files, rows: pa.Table) -> Iterator[Mask | UserError]:
-    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
-    yield from folder_masks.masks(files, rows)
 
 
 def _with_masks(root: Path | str, files: Sequence[str], read: Read) -> Listing:

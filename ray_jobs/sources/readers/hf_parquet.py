@@ -83,10 +83,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
         for row, label, group in zip(_rows(names, groups), labels, split_groups, strict=True)
         if label != UNLABELLED
     )
-    notes = [*classes.notes, *left_out]
-    if unlabelled := labels.count(UNLABELLED):
-        notes.append(f"{unlabelled} images without a label are left out")
-    return Listing(classes.names, table(entries), notes=tuple(notes))
+    return Listing(classes.names, table(entries), notes=(*left_out, *classes.notes))
 
 
 def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[_Bytes]:

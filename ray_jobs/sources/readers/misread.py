@@ -33,14 +33,7 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
         parts = folder.split("/")
         for depth in range(1, len(parts)):
             folders["/".join(parts[:depth])].add(parts[depth])
-    of_splits: dict[str, list[str]] = {}
-    for folder, names in sorted(folders.items()):
-        splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
-        contained = {split_in(name): name for name in names}
-        if None not in contained:  # such as seg_train and seg_test, or val and test
-            splits |= contained  # type: ignore[arg-type]
-        if len(splits) > 1 and ("train" in splits or None not in contained):
-            of_splits[folder] = sorted(splits.values())
+    of_splits = {folder: found for folder, names in sorted(folders.items()) if (found := _of_splits(names))}
     if of_splits:
         first, *others = of_splits
         raise UserError(
@@ -50,24 +43,31 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
         )
 
 
-def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
+def check_not_splits(root: Path | str, tops: Collection[str]) -> None:
     """Raise UserError for top folders that differ only in the name of a split, such as seg_train and seg_test."""
-    words = {top: words_in(top) for top in sorted(tops)}
-    forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for top, found in words.items():
-        if split_in(top) is not None:
-            forms[tuple("" if word in SPLIT_WORDS else word for word in found)].append(top)
-    for named in forms.values():
-        if len({split_in(top) for top in named}) > 1:
-            if others := sorted(words.keys() - set(named)):
-                problem = (
-                    f"{listed(others)} {'do' if others[1:] else 'does'} not. Move {'them' if others[1:] else 'it'} out"
-                )
-            else:
-                problem = "but none of them is train. Add that folder"
-            raise UserError(
-                f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them"
+    if named := _of_one_form(tops):
+        if others := sorted({*tops} - {*named}):
+            problem = (
+                f"{listed(others)} {'do' if others[1:] else 'does'} not. Move {'them' if others[1:] else 'it'} out"
             )
+        else:
+            problem = "but none of them is train. Add that folder"
+        raise UserError(f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them")
+
+
+def _of_splits(names: Collection[str]) -> list[str]:
+    """Return the names, sorted, if each contains a split and these differ; else those of one form."""
+    splits = {split_in(name) for name in names}
+    return sorted(names) if len(splits) > 1 and None not in splits else _of_one_form(names)
+
+
+def _of_one_form(names: Iterable[str]) -> list[str]:
+    """Return the names, sorted, that differ only in the name of a split, such as seg_train and seg_test."""
+    forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if split_in(name) is not None:
+            forms[tuple("" if word in SPLIT_WORDS else word for word in words_in(name))].append(name)
+    return next((named for named in forms.values() if len({*map(split_in, named)}) > 1), [])
 
 
 def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ def _check_levels(root: Path | str, folders: Mapping[str, Collection[str]]) -> N
             "label of each image; or, if these are classes, rename them"
         )
     inner = Counter(folder for inside in folders.values() for folder in inside)
-    if inner[""]:
+    if not inner or inner[""]:
         return
     if all({folder[0].lower() for folder in inside} == {name.lower()} for name, inside in folders.items()):
         raise UserError(
