@@ -56,11 +56,15 @@ def read_array(files: Files, file: str, name: str, dtype: type[Any], shape: Sequ
     else:
         hint = "; save it as v5" if start.startswith(b"MATLAB 7.3") else ""
         raise UserError(f"{file} is not an npz, HDF5 or MATLAB v5 file, or damaged{hint}")
-    fits = len(shape) == array.ndim and all(
-        wanted in (None, size) for wanted, size in zip(shape, array.shape, strict=True)
-    )
+    return fitting(array, f"{file}: {name}", dtype, shape)
+
+
+def fitting(array: NDArray[Any], where: str, dtype: type[Any], shape: Sequence[int | None]) -> NDArray[Any]:
+    """Return an array of this type and shape, as for `read_array`. Raises UserError for another one."""
+    sizes = zip(shape, array.shape, strict=False)
+    fits = len(shape) == array.ndim and all(wanted in (None, size) for wanted, size in sizes)
     if not fits or not np.issubdtype(array.dtype, dtype):
-        raise UserError(f"{file}: {name} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}")
+        raise UserError(f"{where} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}")
     return array
 
 
