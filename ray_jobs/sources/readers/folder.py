@@ -25,7 +25,7 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from pipelines.spec import BoxFormat, FolderSource, quantity
+from pipelines.spec import FolderSource, quantity
 from ray_jobs.data.boxes import Box
 from ray_jobs.data.columns import SEVERAL
 from ray_jobs.sources import folder_masks
@@ -93,13 +93,10 @@ class Entry(NamedTuple):
 class Listing(NamedTuple):
     """The content of a folder: entries sorted by key, sorted class names (none without labels), files left out."""
 
-    root: str
     class_names: tuple[str, ...]
     entries: tuple[Entry, ...]
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
     """Keys of files that are not images by their extension; hidden files are not listed."""
-    special: tuple[str, ...] = ()
-    """Keys of FIFOs, sockets and devices, which are never opened."""
     notes: tuple[str, ...] = ()
 
 
@@ -123,7 +120,7 @@ def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes
     ignored = tuple(key for key in files if key not in used)
     if columns.label is None:
         entries = tuple(Entry(key, 0, split or "train", group) for key, _, split, group in sorted(labelled))
-        return Listing(str(root), (), entries, ignored)
+        return Listing((), entries, ignored)
     spelled = one_spelling(name for _, names, _, _ in labelled for name in names)
     class_names = tuple(sorted(set(spelled.values())))
     check_labels(root, class_names)
@@ -149,7 +146,7 @@ def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes
     _check_given_splits(root, class_names, numbered)
     labels = {} if tables else {key: names[0] for key, names, _, _ in labelled}
     notes = (*check_class_folders(root, labels), *(() if tables else unread_lists(files)))
-    return Listing(str(root), class_names, entries, ignored, notes=notes)
+    return Listing(class_names, entries, ignored, notes)
 
 
 def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns) -> list[_Labelled]:
@@ -179,11 +176,11 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         with ThreadPoolExecutor(_AT_ONCE) as threads:  # on S3, each file is a request
             yield from threads.map(lambda key: containers.read_member(files, members[key], _MOST_BYTES), keys)
 
-    if source.masks is not None:
-        arranged = _with_outlines(source, sorted(members), read)
+    if source.masks is not None or source.boxes is not None:
+        arranged = _with_annotations(source, sorted(members), read)
     elif source.mask_classes is not None:
         arranged = _with_masks(source.root, sorted(members), read)
-    elif source.boxes is None:
+    else:
         columns = Columns(
             source.image_column,
             source.label_column if source.labels else None,
@@ -193,15 +190,13 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         )
         tables = check_tables(source.root, members, EXTENSIONS)
         arranged = arrange(source.root, list(members), dict(zip(tables, read(tables), strict=True)), columns)
-    else:
-        arranged = _with_boxes(source.root, sorted(members), source.boxes, read)
     rows = (
         entry._asdict()
         | entries.place(members[entry.key])
         | {"mask": None if entry.mask is None else entries.place(members[entry.mask])}
         for entry in arranged.entries
     )
-    notes = _notes(arranged._replace(special=special, ignored=(*arranged.ignored, *outside)), source.has_masks)
+    notes = _notes(arranged._replace(ignored=(*arranged.ignored, *outside)), special, source.has_masks)
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
 
 
@@ -235,35 +230,27 @@ def _with_masks(root: Path | str, files: Sequence[str], read: Read) -> Listing:
     found = tuple(Entry(key, 0, split, mask=of_images[key]) for key, split in splits.items())
     other = sorted(of_images.keys() - splits.keys())
     notes += left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
-    return Listing(str(root), (), found, (), notes=notes)
+    return Listing((), found, notes=notes)
 
 
-def _with_outlines(source: FolderSource, files: Sequence[str], read: Read) -> Listing:
-    """Return the images whose objects COCO's annotations outline. Raises UserError."""
-    root, names = source.root, source.mask_classes or ()
-    try:
-        found = annotated("coco", files, _images(root, files), read)
-        outlines = folder_masks.outlined(found.images, found.class_names, names)
-        arranged = tuple(
-            Entry(key, 0, found.splits[key], objects=objects)
-            for key, objects in zip(found.images, outlines, strict=True)
-        )
-    except UserError as error:
-        raise UserError(f"{root}: source.masks coco: {error}") from None
-    return Listing(str(root), (), arranged, (), notes=found.notes)
-
-
-def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: Read) -> Listing:
-    """Return the images that have annotations of boxes. Raises UserError."""
+def _with_annotations(source: FolderSource, files: Sequence[str], read: Read) -> Listing:
+    """Return the images that have annotations of boxes, or whose objects COCO's outline. Raises UserError."""
+    root, form = source.root, source.boxes or "coco"
     try:
         found = annotated(form, files, _images(root, files), read)
+        if source.mask_classes is not None:
+            outlines = folder_masks.outlined(found.images, found.class_names, source.mask_classes)
+            drawn = zip(found.images, outlines, strict=True)
+            arranged = tuple(Entry(key, 0, found.splits[key], objects=objects) for key, objects in drawn)
+            return Listing((), arranged, notes=found.notes)
     except UserError as error:
-        raise UserError(f"{root}: source.boxes {form}: {error}") from None
-    arranged = []
+        field = "boxes" if source.masks is None else "masks"
+        raise UserError(f"{root}: source.{field} {form}: {error}") from None
+    with_boxes = []
     for key, (boxes, of, _) in found.images.items():
         labels = sorted({box.label for box in boxes if not box.ignored})
-        arranged.append(Entry(key, SEVERAL, found.splits[key], None, labels, boxes, *(of or (None, None))))
-    return Listing(str(root), found.class_names, tuple(arranged), (), notes=found.notes)
+        with_boxes.append(Entry(key, SEVERAL, found.splits[key], None, labels, boxes, *(of or (None, None))))
+    return Listing(found.class_names, tuple(with_boxes), notes=found.notes)
 
 
 def _images(root: Path | str, files: Sequence[str]) -> list[str]:
@@ -277,7 +264,7 @@ def _images(root: Path | str, files: Sequence[str]) -> list[str]:
     return images
 
 
-def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
+def _notes(scanned: Listing, special: Sequence[str], has_masks: bool) -> tuple[str, ...]:
     notes = [*alike_note(scanned.class_names)] if scanned.class_names or has_masks else ["images without labels"]
     notes += scanned.notes
     if scanned.entries[0].boxes is not None:
@@ -297,10 +284,10 @@ def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
             f"{quantity(len(scanned.ignored), 'file')} left out, not images by their extensions: "
             f"{extensions(scanned.ignored)}"
         )
-    if scanned.special:
+    if special:
         notes.append(
-            f"{quantity(len(scanned.special), 'file')} left out, not regular files but FIFOs, sockets or devices, such "
-            f"as {scanned.special[0]}"
+            f"{quantity(len(special), 'file')} left out, not regular files but FIFOs, sockets or devices, such as "
+            f"{special[0]}"
         )
     return tuple(notes)
 
