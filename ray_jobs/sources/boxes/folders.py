@@ -29,7 +29,7 @@ from pipelines.spec import BoxFormat, quantity
 from ray_jobs.data.boxes import ANY_CLASS, SHARES, Box
 from ray_jobs.sources.boxes import coco, per_image
 from ray_jobs.sources.boxes.per_image import KITTI_IGNORED, Named
-from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, listed, split_in, splits_of_files
+from ray_jobs.sources.names import WITHOUT_SPLIT, left_out_notes, listed, split_in, splits_of_files
 from vit_model.errors import UserError
 
 Read = Callable[[Sequence[str]], Iterable[bytes]]
@@ -81,14 +81,15 @@ def form_of(files: Sequence[str], images: Sequence[str]) -> tuple[BoxFormat, str
         return "coco", coco_files[0]
     present = set(files)
     folders = {PurePosixPath(key).parent.name.lower() for key in images} - {name.lower() for name in _LABELS}
-    if len(folders - SPLIT_WORDS.keys()) > 1:
+    if len([name for name in folders if split_in(name) is None]) > 1:
         return None
     if xml := _beside(images, ".xml", present):
         return "voc", next(iter(xml.values()))
     text = _beside(images, ".txt", present)
     if kitti := [key for key in text.values() if "label_2" in PurePosixPath(key).parts]:
         return "kitti", kitti[0]
-    if text and {PurePosixPath(key).name for key in files} & {*_NAMES}:
+    has_names = bool({PurePosixPath(key).name for key in files} & {*_NAMES})
+    if any(has_names or "labels" in key.split("/") for key in text.values()):
         return "yolo", next(iter(text.values()))
     return None
 
@@ -185,8 +186,7 @@ def _is_beyond(box: Box, of: tuple[int, int]) -> bool:
     if not all(of):
         return False  # an error of its own
     sides = ((-box.x1, of[0]), (box.x2 - of[0], of[0]), (-box.y1, of[1]), (box.y2 - of[1], of[1]))
-    pixel = 0 if of == SHARES else 1
-    return any(beyond > max(BEYOND * side, pixel) for beyond, side in sides)
+    return any(beyond > max(BEYOND * side, of != SHARES) for beyond, side in sides)
 
 
 def image_sets(

@@ -34,6 +34,7 @@ from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated, image_sets, splits_of
 from ray_jobs.sources.names import (
     SPLIT_WORDS,
+    UNSUPPORTED,
     WITHOUT_SPLIT,
     around_splits,
     extensions,
@@ -127,13 +128,14 @@ def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes
     if tables:
         check_not_joined(root, class_names)
     if len(class_names) < 2:
-        inside = f"{str(root).rstrip('/')}/{''.join(class_names)}"
-        nested = not tables and all(key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images)
-        only = f"only the class {class_names[0]!r}" if class_names else "no labels"
-        raise UserError(
-            f"{root} has {only}: a classifier needs two classes or more. "
-            + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
-        )
+        only, advice = f"only the class {class_names[0]!r}" if class_names else "no labels", _UNLABELLED
+        if not tables and any("/" in f"/{key}".partition(f"/{class_names[0]}/")[2] for key in images):
+            at_top = all(key.startswith(f"{class_names[0]}/") for key in images)
+            inside = f"set the root to {str(root).rstrip('/')}/{class_names[0]}" if at_top else "move them up"
+            advice = f"If the classes are the folders in it, {inside}"
+        if any(key.lower().endswith(UNSUPPORTED) for key in files):
+            advice = f"Its files are {extensions(files)}"
+        raise UserError(f"{root} has {only}: a classifier needs two classes or more. {advice}")
     number = {name: label for label, name in enumerate(class_names)}
     numbered = [
         (key, sorted({number[spelled[name]] for name in names}), split, group)
@@ -326,8 +328,9 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
     others = sorted({key.partition("/")[0] for key in images} - set(splits))
     if others:
         raise UserError(
-            f"{root} mixes split folders ({', '.join(splits)}) and other folders ({', '.join(others)}). Put "
-            "class folders into a split folder, and move copies and images without labels out of the root"
+            f"{root} mixes split folders ({', '.join(splits)}) and other folders ({', '.join(others)}). Put class "
+            "folders into a split folder, and move copies and images without labels out of the root; or, if these are "
+            "classes, rename the first"
         )
     if len(set(splits.values())) < len(splits):
         raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them, or move one out")

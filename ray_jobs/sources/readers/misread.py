@@ -22,7 +22,7 @@ _IMAGES_OF = {
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 _PARTS = {
     *("image", "images", "img", "imgs", "part", "parts", "batch", "batches", "fold", "folds", "chunk", "chunks"),
-    *("ds", "dataset", "set", "shard", "shards"),
+    *("ds", "dataset", "set", "sets", "shard", "shards"),
 }
 
 
@@ -149,7 +149,7 @@ def _are_combined(parts: Mapping[str, Sequence[str]], counts: Mapping[str, int])
 
 
 def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note about folders inside class folders, from {key: class}.
+    """Return notes about folders inside class folders, and about classes of equal names, from {key: class}.
 
     Raises:
         UserError: a class folder contains one named as another; or `_check_levels`.
@@ -165,26 +165,34 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
                 f"{listed([f'{name}/{folder}' for folder in copied])}. Remove copies, or move images to their class"
             )
     _check_levels(root, folders)
-    inner = [f"{name}/{folder}" for name, inside in folders.items() for folder in sorted(inside) if folder]
-    if not inner:
-        return ()
-    count = quantity(len(inner), "folder")
-    return (f"{count} inside class folders, whose images have the outer folder's class: {listed(inner)}",)
+    notes = []
+    if inner := [f"{name}/{folder}" for name, inside in folders.items() for folder in sorted(inside) if folder]:
+        count = quantity(len(inner), "folder")
+        notes.append(f"{count} inside class folders, whose images have the outer folder's class: {listed(inner)}")
+    sizes = {*Counter(labels.values()).values()}
+    keys = {key.replace(f"{name}/", "", 1).rpartition(".")[0] for key, name in labels.items() if len(sizes) == 1}
+    if len(keys) > 1 and {len(keys)} == sizes and any(words_in(PurePosixPath(min(keys)).name)):
+        notes.append(
+            f"all classes have images of the same names, such as {min(keys)}: if these are versions of one image, such "
+            "as depth or a mask, they are not classes"
+        )
+    return tuple(notes)
 
 
 def _check_levels(root: Path | str, folders: Mapping[str, Collection[str]]) -> None:
     """Raise UserError if class folders, with the folders in them, are something else.
 
-    They are parts of a set if their names are a word for these and a number; first letters of classes (a/abbey); or
-    subjects, domains or versions of images if they contain the same folders (color/apple, grayscale/apple).
+    They are parts of a set if their names say so (img_1, lung_image_sets with folders in it); first letters of classes
+    (a/abbey); or subjects, domains or versions if they contain the same folders (color/apple, grayscale/apple).
     """
     is_numbered = len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1
-    if is_numbered and _PARTS & {*words_in(next(iter(folders)))}:
+    inner = Counter(folder for inside in folders.values() for folder in inside)
+    are_several = is_numbered or len(inner) > len(folders)
+    if folders and are_several and all(_PARTS & {*words_in(name)} for name in folders):
         raise UserError(
             f"{root}: {listed([*folders])} look like parts of one dataset, not classes. Add a {METADATA} with the "
             "label of each image; or, if these are classes, rename them"
         )
-    inner = Counter(folder for inside in folders.values() for folder in inside)
     if not inner or inner[""]:
         return
     if all({folder[0].lower() for folder in inside} == {name.lower()} for name, inside in folders.items()):

@@ -180,6 +180,7 @@ def test_what_boxes_may_mean_otherwise_is_noted() -> None:
 FORMS: list[tuple[Format | None, list[str]]] = [
     ("coco", ["train/_annotations.coco.json", "train/a.jpg"]),
     ("yolo", ["data.yaml", "images/train/a.jpg", "labels/train/a.txt", "images/val/b.jpg"]),
+    ("yolo", ["images/train2017/a.jpg", "labels/train2017/a.txt", "images/val2017/a.jpg"]),
     ("yolo", ["obj.names", "obj_train_data/a.jpg", "obj_train_data/a.txt"]),
     ("voc", ["JPEGImages/a.jpg", "Annotations/a.xml"]),
     ("kitti", ["training/image_2/1.png", "training/label_2/1.txt"]),

@@ -63,6 +63,12 @@ def test_class_folders(tmp_path: Path) -> None:
     assert listing.ignored == ("cat/notes.txt",) and [entry.label for entry in listing.entries] == [0, 1]
 
 
+def test_versions_of_images_as_classes_are_told_and_numbered_images_are_not(tmp_path: Path) -> None:
+    [note] = scan(touch(tmp_path / "a", *(f"{name}/{n}.png" for name in ("rgb", "depth") for n in ("x1", "x2")))).notes
+    assert note.startswith("all classes have images of the same names, such as x1")
+    assert not scan(touch(tmp_path / "b", *(f"{name}/{n}.png" for name in ("cat", "dog") for n in ("1", "2")))).notes
+
+
 def test_split_folders_in_any_case(tmp_path: Path) -> None:
     keys = ("Training/a/1.png", "Training/b/2.png", "VALID/a/3.png", "test/b/4.png")
     listing = scan(touch(tmp_path, *keys))
@@ -265,6 +271,8 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("pets/train/cat/1.png", "pets/train/dog/2.png"),
             r"only the class 'pets'.*set the root to .*/pets$",
         ),
+        (("cat/1.png", "dog/2.HEIC"), "Its files are .png 1, .heic 1; to use the .heic files, convert"),
+        (("train/Images/0/1.png", "test/Images/2.png"), r"only the class 'Images'.*the folders in it, move them up$"),
         (
             ("annotations/instances_train2017.json", "train2017/1.jpg", "val2017/2.jpg"),
             r"the layout of COCO, a detection data set \(annotations/instances_train2017.json\).*one label",
@@ -334,6 +342,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("a/abbey/1.png", "a/alley/out/1.png", "b/bar/2.png"),
             "a, b are the first letters of the folders in them, such",
         ),
+        (("lung_sets/a/1.png", "colon_sets/b/2.png", "colon_sets/c/2.png"), "look like parts of one dataset"),
         (("ds0/img/1.png", "ds1/img/2.png"), "ds0, ds1 look like parts of one dataset"),
         (
             ("train/1.png", "train_labels/1.png", "val/2.png", "val_labels/2.png"),
@@ -341,7 +350,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
-            r"mixes split folders \(train\) and other folders \(cats\)",
+            r"mixes split folders \(train\) and other folders \(cats\).* if these are classes, rename the first",
         ),
         (("trainA/1.png", "testA/1.png", "trainB/1.png", "testB/1.png"), "two folders for one split: testA, testB"),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
