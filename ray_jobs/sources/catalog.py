@@ -34,21 +34,9 @@ from ray_jobs.sources.readers.features import one_spelling
 from ray_jobs.sources.vtab import pet_masks
 from vit_model.errors import UserError
 
-_MODULES: dict[str, ModuleType] = {
-    "digits": digits,
-    "folder": folder,
-    "glyphs": glyphs,
-    "idx": idx,
-    "imagenet": imagenet,
-    "imagenet21k": imagenet21k,
-    "vtab": vtab,
-    "webdataset": webdataset,
-    "hf_parquet": hf_parquet,
-    "tfds": tfds,
-    "cifar": cifar,
-    "shapes": shapes,
-    "scenes": scenes,
-}
+_KINDS = (digits, folder, glyphs, idx, imagenet, imagenet21k, vtab, webdataset, hf_parquet, tfds, cifar, shapes, scenes)
+_MODULES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _KINDS}
+"""Modules are called as the kinds of their sources."""
 _WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder_masks}
 
 

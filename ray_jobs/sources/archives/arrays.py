@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -86,7 +86,10 @@ def map_npy(path: Path, where: str) -> NDArray[Any]:
     """Map an .npy file of numbers or text. Raises UserError, with a message that begins with `where`."""
     with path.open("rb") as file:
         try:
-            shape, fortran, dtype = _npy_header(file)
+            # the header of a later version states its own length, possibly GBs, and numpy reads it whole
+            if (version := npy.read_magic(file)) != (1, 0):
+                raise ValueError(f"version {version}, not (1, 0)")
+            shape, fortran, dtype = npy.read_array_header_1_0(file)
         # numpy parses it as Python source: damage can raise SyntaxError, TokenError, MemoryError (too deep), and more
         except Exception as error:
             raise UserError(f"{where} has a damaged header: {error}") from error
@@ -94,13 +97,6 @@ def map_npy(path: Path, where: str) -> NDArray[Any]:
     if dtype.hasobject:
         raise UserError(f"{where} contains Python objects")
     return _mapped(path, where, dtype, shape, start, "F" if fortran else "C")
-
-
-def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    # the header of a later version states its own length, possibly GBs, and numpy reads it whole
-    if (version := npy.read_magic(file)) != (1, 0):
-        raise ValueError(f"version {version}, not (1, 0)")
-    return npy.read_array_header_1_0(file)
 
 
 def _mapped(

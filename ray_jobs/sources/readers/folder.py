@@ -183,13 +183,8 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     elif source.mask_classes is not None:
         arranged = _with_masks(source.root, sorted(members), read)
     else:
-        columns = Columns(
-            source.image_column,
-            source.label_column if source.labels else None,
-            source.group,
-            source.multi_label,
-            source.label_separator,
-        )
+        label = source.label_column if source.labels else None
+        columns = Columns(source.image_column, label, source.group, source.multi_label, source.label_separator)
         tables = check_tables(source.root, members, EXTENSIONS)
         arranged = arrange(source.root, list(members), dict(zip(tables, read(tables), strict=True)), columns)
     rows = (
