@@ -23,6 +23,7 @@ MASKS = dict.fromkeys(("image", "images", "img", "imgs", "original", "originals"
     "jpegimages": ("segmentationclass", "segmentationclasspng", "segmentation")
 }
 """A folder of images -> folders of their masks, in small letters."""
+_SUBJECTS = {"patient", "subject", "participant", "lesion", "patientid", "subjectid"}
 _CODES = {"0", "1", "2", "true", "false"}  # of splits
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")  # formats of images
 WITHOUT_SPLIT = "without a split (train, val, test), because others have one"
@@ -59,6 +60,16 @@ def says_splits(column: str, cells: Iterable[object]) -> bool:
     splits = {split_in(text) for text in texts}
     alone = {SPLIT_WORDS[text.lower()] for text in texts if text.lower() in SPLIT_WORDS}
     return len(alone) > 1 or (len(splits) > 1 and None not in splits)
+
+
+def subject_note(column: str, cells: Sequence[object]) -> tuple[str, ...]:
+    """Return a note about a column whose name means subjects, such as patient_id, if some have several images."""
+    words, number = {*words_in(column)}, len({*map(str, cells)})
+    is_subject = words & _SUBJECTS and words <= _SUBJECTS | {"id", "name", "number", "code", ""}
+    if not is_subject or not 1 < number < len(cells):
+        return ()
+    kept = f"with source.group: {column}, the images of each stay in one split"
+    return (f"column {column!r} has {number:,} values for {len(cells):,} images; {kept}",)
 
 
 def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:

@@ -19,6 +19,7 @@ Out: the entries, without opening an image.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
@@ -39,8 +40,11 @@ from ray_jobs.sources.names import (
     around_splits,
     extensions,
     left_out_notes,
+    listed,
+    says_splits,
     split_folders,
     split_in,
+    subject_note,
 )
 from ray_jobs.sources.readers.features import alike_note, check_labels, one_spelling
 from ray_jobs.sources.readers.label_tables import (
@@ -115,7 +119,11 @@ def arrange(
 def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns) -> Listing:
     files = sorted(files)
     images = _images(root, files)
-    labelled = _from_tables(root, images, tables, columns) if tables else _without_tables(root, files, images, columns)
+    subjects: list[str] = []
+    if tables:
+        labelled = _from_tables(root, images, tables, columns, subjects)
+    else:
+        labelled = _without_tables(root, files, images, columns)
     check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     used = {*images, *tables}
     ignored = tuple(key for key in files if key not in used)
@@ -148,6 +156,7 @@ def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes
     _check_given_splits(root, class_names, numbered)
     labels = {} if tables else {key: names[0] for key, names, _, _ in labelled}
     notes = (*check_class_folders(root, labels), *(() if tables else unread_lists(files)))
+    notes += () if any(split for _, _, split, _ in labelled) else tuple(subjects)
     return Listing(class_names, entries, ignored, notes)
 
 
@@ -355,24 +364,35 @@ def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
 
 
 def _from_tables(
-    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
+    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns, subjects: list[str]
 ) -> list[_Labelled]:
     """Return (key, class, split, group) from tables, which must list every image once.
 
-    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
+    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder. Add notes
+    on columns that could be the group to `subjects`.
     """
-    present, listed, folders = set(images), {}, split_folders(images)
-    missing = []
+    present, found, folders = set(images), {}, split_folders(images)
+    missing, cells = [], defaultdict[tuple[str, str | None], list[object]](list)
     for path in sorted(tables):
-        for row in read_table(path, tables[path], columns):
+        others: dict[str, list[object]] = {}
+        for row in read_table(path, tables[path], columns, others):
             if row.key not in present:
                 missing.append(row)
                 continue
-            if row.key in listed:
+            if row.key in found:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
             inside = folders.get(row.key.partition("/")[0]) if "/" in row.key else None
             split = inside if row.split is None else _split_named(row.split, row.where)
-            listed[row.key] = (row.key, row.labels, split, row.group)
+            found[row.key] = (row.key, row.labels, split, row.group)
+        for column, each in others.items():
+            cells[column, path if path.partition("/")[0] in folders else None] += each
+    for (column, _), each in cells.items():
+        if says_splits(column, each):
+            raise UserError(
+                f"{root}: the column {column!r} names splits ({listed(sorted({*map(str, each)}))}). Write them into a "
+                "column split, as train, val or test, or remove it"
+            )
+        subjects += () if columns.group else subject_note(column, each)
     if missing:
         name = PurePosixPath(missing[0].key).name
         alike = [repr(key) for key in images if name in (PurePosixPath(key).name, PurePosixPath(key).stem)]
@@ -380,13 +400,13 @@ def _from_tables(
             f"{missing[0].where}: {root} has no image {missing[0].key!r}; {quantity(len(missing), 'row')} without an"
             f" image. {f'Did you mean {alike[0]}? ' if len(alike) == 1 else ''}Restore the files, or remove the rows"
         )
-    if unlisted := sorted(present - listed.keys()):
+    if unlisted := sorted(present - found.keys()):
         raise UserError(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
             f"such as {unlisted[0]!r}. Add a row for each, or remove the images"
         )
-    _check_all_or_none(root, listed.values())
-    return list(listed.values())
+    _check_all_or_none(root, found.values())
+    return list(found.values())
 
 
 def _check_all_or_none(root: Path | str, listed: Collection[_Labelled]) -> None:

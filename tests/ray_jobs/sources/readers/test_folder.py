@@ -187,6 +187,20 @@ def test_tables_are_read_wherever_they_are(tmp_path: Path) -> None:
         scan(tmp_path)
 
 
+def test_tables_are_checked_together_for_splits_and_for_subjects_with_several_images(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.png", "a/2.png", "b/3.png")
+    metadata(tmp_path, "file_name,label,PatientID,part\n1.png,x,p1,train\n2.png,y,p2,train\n", "a/metadata.csv")
+    metadata(tmp_path, "file_name,label,PatientID,part\n3.png,x,p1,test\n", "b/metadata.csv")
+    with pytest.raises(UserError, match=r"the column 'part' names splits \(test, train\)"):
+        scan(tmp_path)
+    for folder in "ab":
+        table = (tmp_path / folder / "metadata.csv").read_text()
+        metadata(tmp_path, table.replace("part", "phase").replace("test", "train"), f"{folder}/metadata.csv")
+    [note] = scan(tmp_path).notes
+    assert note.startswith("column 'PatientID' has 2 values for 3 images; with source.group: PatientID, the images of")
+    assert not scan(tmp_path, Columns(group="PatientID")).notes
+
+
 @pytest.mark.parametrize("name", ["metadata.json", "a/Metadata.csv", "metadata.tsv", "b/metadata.csv.gz"])
 def test_a_table_that_is_not_read_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{name} is not a table that can be read; expected metadata.csv"):

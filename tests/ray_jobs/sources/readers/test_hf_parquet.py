@@ -17,7 +17,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import hf_parquet
 from ray_jobs.sources.readers.features import choose_column
-from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, read_table
+from ray_jobs.sources.readers.folder import arrange
 from tests.support.archives import image
 from tests.support.prepared import HF_FEATURES, put_parquet
 from vit_model.errors import UserError
@@ -266,14 +266,10 @@ def test_a_column_of_splits_is_refused(name: str, column: list[object], refused:
     images = [image(number) for number in range(3)]
     columns = {"image": images, "label": ["cat", "dog", "Cat "], name: column}
     pq.write_table(pa.table(columns), tmp_path / "images.parquet")
-    rows = [{"file_name": "1.jpg", "label": "cat", name: cell} for cell in column]
+    rows = [{"file_name": f"{n}.jpg", "label": f"c{n}", name: cell} for n, cell in enumerate(column)]
     table = "\n".join(map(json.dumps, rows)).encode()
-    with (
-        pytest.raises(UserError, match=f"column '{name}' names splits")
-        if refused and name != "split"
-        else nullcontext()
-    ):
-        assert len([*read_table("metadata.jsonl", table, IMAGEFOLDER)]) == 3
+    with pytest.raises(UserError, match=r"names splits|unknown split '0'") if refused else nullcontext():
+        assert len(arrange("root", ["0.jpg", "1.jpg", "2.jpg"], {"metadata.jsonl": table}).entries) == 3
     if refused:
         with pytest.raises(UserError, match=f"column '{name}' names splits, but a file's split is in its name"):
             listed(tmp_path)
