@@ -97,11 +97,11 @@ def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
 
 
 def _masked(path: str) -> list[str]:
-    """Return what a path would be the mask of by its name: "a/1" of "a/1_mask", "a/img" of "a/label" (labelme)."""
+    """Return what a path may be the mask of by its name: "a/1" or "a/1_sat" of "a/1_mask", "a/img" of "a/label"."""
     folder, slash, name = path.rpartition("/")
     found = [f"{folder}{slash}{image}" for image in _IMAGES_OF.get(name.lower(), ())]
     match = _MASK.search(path)
-    return [*found, path[: match.start()]] if match else found
+    return [*found, *(path[: match.start()] + end for end in ("", "_sat", "_image", "_img"))] if match else found
 
 
 def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:

@@ -307,6 +307,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("Task1_Training_Input/1.jpg", "Task1_Training_GroundTruth/1.png"), "the layout of a segmentation data set"),
         (("leftImg8bit/train/x/1.png", "gtFine/train/x/1.png"), "the layout of a segmentation data set"),
         (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
+        (("train/1_sat.jpg", "train/1_mask.png"), "such as train/1_mask.png of train/1_sat.jpg. Remove"),
         (("x_json/img.png", "x_json/label.png", "y_json/img.png"), "x_json/label.png of x_json/img.png. Remove"),
         (
             ("VOC2007/JPEGImages/1.jpg", "VOC2007/SegmentationClass/1.png", "VOC2012/JPEGImages/2.jpg"),
