@@ -69,11 +69,7 @@ def test_both_versions_are_the_same_data_set(tmp_path: Path) -> None:
             python2({"data": planes(made(10, 0, 2)[0]), "labels": [1]}),
             "data_batch_3: expected a list with one label for each of its",
         ),
-        (
-            "data_batch_3",
-            python2({"data": planes(made(10, 0, 1)[0]), "labels": [10]}),
-            "labels outside 0 to 9",
-        ),
+        ("data_batch_3", python2({"data": planes(made(10, 0, 1)[0]), "labels": [10]}), "labels outside 0 to 9"),
         ("data_batch_3", python2({"data": [1], "labels": [1]}), "does not contain data of uint8"),
         ("data_batch_3", pickle.dumps(Path("x"), 2), r"data_batch_3: .* refers to pathlib"),
         ("batches.meta", python2({"label_names": ["a"]}), "has 1 names, but CIFAR-10 has 10 classes"),

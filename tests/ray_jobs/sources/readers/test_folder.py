@@ -222,8 +222,7 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
         listed(source)
     (tmp_path / "metadata.jsonl").unlink()
     with pytest.raises(
-        ValueError,
-        match=r"image_column: 'image' needs metadata\.csv, .* or metadata\.parquet, but .* contains none",
+        ValueError, match=r"image_column: 'image' needs metadata\.csv, .* or metadata\.parquet, but .* contains none"
     ):
         listed(source)
 
@@ -281,10 +280,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             "only the class 'a': a classifier needs two classes or more. If the images have no labels, set",
         ),
         (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
-        (
-            ("pets/train/cat/1.png", "pets/train/dog/2.png"),
-            r"only the class 'pets'.*set the root to .*/pets$",
-        ),
+        (("pets/train/cat/1.png", "pets/train/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
         (("cat/1.png", "dog/2.HEIC"), "Its files are .png 1, .heic 1; to use the .heic files, convert"),
         (("train/Images/0/1.png", "test/Images/2.png"), r"only the class 'Images'.*the folders in it, move them up$"),
         (
@@ -325,10 +321,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
             r"cat, dog contain split folders \(test, train\)\. Set the root to one of these folders",
         ),
-        (
-            ("my_train/train/a/1.png", "my_train/test/b/1.png"),
-            r"my_train contains split folders \(test, train\)",
-        ),
+        (("my_train/train/a/1.png", "my_train/test/b/1.png"), r"my_train contains split folders \(test, train\)"),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
         (
             ("labels.csv", "1.png"),
@@ -372,14 +365,8 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         (("train/1.png", "train/2.png"), "move it to train/<class>/. If the images have no labels, set"),
         (("train/1.png", "train/_classes.csv"), "labels: false. train/_classes.csv is not read: if it lists labels"),
         (("train/a/1.png", "train/b/2.png", "test/3.png"), "test/<class>/. If test has no labels, move it out"),
-        (
-            ("train/a/1.png", "train/b/1.png", "test/c/1.png"),
-            "train split has no images of these classes: 'c'",
-        ),
-        (
-            ("train/a/1.png", "val/b/1.png", "val/c/1.png"),
-            "train split has no images of these classes: 'b', 'c'",
-        ),
+        (("train/a/1.png", "train/b/1.png", "test/c/1.png"), "train split has no images of these classes: 'c'"),
+        (("train/a/1.png", "val/b/1.png", "val/c/1.png"), "train split has no images of these classes: 'b', 'c'"),
     ],
 )
 def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ...], message: str) -> None:
@@ -477,10 +464,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n../1.png,a\n", r"row 2: file_name '../1.png' must be a relative path inside"),
         ("file_name,label\n/etc/1.png,a\n", "must be a relative path inside"),
         ("file_name,label\n..\\1.png,a\n", "must be a relative path inside"),
-        (
-            "file_name,label\n9.png,a\n8.png,a\n",
-            "row 2: .* has no image '9.png'; 2 rows without an image. Restore",
-        ),
+        ("file_name,label\n9.png,a\n8.png,a\n", "row 2: .* has no image '9.png'; 2 rows without an image. Restore"),
         ("file_name,label\n1,a\n2,b\n", "row 2: .* has no image '1'; 2 rows without an image. Did you mean '1.png'[?]"),
         ("file_name,label\nx/1.png,a\n", "has no image 'x/1.png'; 1 row without an image. Did you mean '1.png'[?]"),
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
@@ -510,10 +494,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
             "unknown column 'labels': did you mean 'label'[?] It needs one column 'file_name'; it has file, labels. "
             "Rename or add it, or set source.image_column: 'file' and source.label_column: 'labels'",
         ),
-        (
-            "image,label\n1.png,a\n",
-            "it has image, label. Rename or add it, or set source.image_column: 'image'",
-        ),
+        ("image,label\n1.png,a\n", "it has image, label. Rename or add it, or set source.image_column: 'image'"),
     ],
 )
 def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:

@@ -138,10 +138,7 @@ def test_batches_of_a_row_group_fit_into_memory(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            pa.ArrowNotImplementedError("nested"),
-            r"train\.parquet, row group 0: pyarrow cannot read it: nested",
-        ),
+        (pa.ArrowNotImplementedError("nested"), r"train\.parquet, row group 0: pyarrow cannot read it: nested"),
         (MemoryError("full"), "full"),
         (OSError(5, "Input/output error"), "Input/output error"),
     ],
@@ -292,10 +289,7 @@ def test_a_split_is_a_word_anywhere_in_the_name(train: str, test: str, tmp_path:
         put_parquet(tmp_path / f"{name}.parquet", [image(seed), image(seed + 1)], [0, 1])
     found = listed(tmp_path)
     assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{train}.parquet"} == {"train"}
-    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {
-        "test",
-        "dev",
-    }
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {"test", "dev"}
     assert len(found.entries) == 4
     assert found.notes[-1].startswith("1 file left out, because other files name a split")
     assert found.notes[-1].endswith("other.parquet")

@@ -5,13 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ray_jobs.sources.vtab.scene_labels import (
-    clevr_count,
-    clevr_distance,
-    clevr_scenes,
-    kitti_drives,
-    kitti_label,
-)
+from ray_jobs.sources.vtab.scene_labels import clevr_count, clevr_distance, clevr_scenes, kitti_drives, kitti_label
 from ray_jobs.sources.vtab.splits import hash_order
 from ray_jobs.sources.vtab.synthetic import CLASS_NAMES, location, orientation
 from vit_model.errors import UserError
@@ -39,11 +33,7 @@ def test_dsprites_bins_are_even_for_location_and_uneven_for_orientation() -> Non
 
 def scene(*depths: float) -> dict[str, object]:
     objects = [{"pixel_coords": [10, 20, depth], "3d_coords": [0, 0, 1], "color": "red"} for depth in depths]
-    return {
-        "image_filename": "CLEVR_train_000000.png",
-        "objects": objects,
-        "relationships": {"left": [[1], []]},
-    }
+    return {"image_filename": "CLEVR_train_000000.png", "objects": objects, "relationships": {"left": [[1], []]}}
 
 
 @pytest.mark.parametrize(

@@ -176,11 +176,7 @@ def test_an_incomplete_archive_has_all_splits_and_says_that_they_are_not_vtabs(t
 def test_rows_are_numbered_through_all_parts():
     parts = {"train": Records(range(5), [0, 1, 0, 1, 0]), "test": Records(range(4), [1, 0, 1, 1])}
     found = listing(
-        of("cifar"),
-        ["a", "b"],
-        parts,
-        image=ImageSize(height=2, width=2, channels=3),
-        notes=["pixels changed"],
+        of("cifar"), ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3), notes=["pixels changed"]
     )
     sizes = {"train": 5, "test": 4}
     for row in found.entries.to_pylist():
