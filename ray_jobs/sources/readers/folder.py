@@ -356,9 +356,7 @@ def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
     check_not_masks(root, images)
     folders = split_folders(images)
-    found: list[_Labelled] = [
-        (key, (), folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
-    ]
+    found: list[_Labelled] = [(key, (), folders.get(key.partition("/")[0]), None) for key in images]
     _check_all_or_none(root, found)
     return found
 
@@ -381,7 +379,7 @@ def _from_tables(
                 continue
             if row.key in found:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
-            inside = folders.get(row.key.partition("/")[0]) if "/" in row.key else None
+            inside = folders.get(row.key.partition("/")[0])
             split = inside if row.split is None else _split_named(row.split, row.where)
             found[row.key] = (row.key, row.labels, split, row.group)
         for column, each in others.items():

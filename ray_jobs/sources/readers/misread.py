@@ -46,12 +46,8 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
 def check_not_splits(root: Path | str, tops: Collection[str]) -> None:
     """Raise UserError for top folders that differ only in the name of a split, such as seg_train and seg_test."""
     if named := _of_one_form(tops):
-        if others := sorted({*tops} - {*named}):
-            problem = (
-                f"{listed(others)} {'do' if others[1:] else 'does'} not. Move {'them' if others[1:] else 'it'} out"
-            )
-        else:
-            problem = "but none of them is train. Add that folder"
+        others = listed(sorted({*tops} - {*named}))
+        problem = f"but not {others}. Move others out" if others else "but none of them is train. Add that folder"
         raise UserError(f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them")
 
 

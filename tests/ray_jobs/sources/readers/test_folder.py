@@ -315,7 +315,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (
             ("seg_train/a/1.png", "seg_train/b/1.png", "seg_test/a/2.png", "seg_pred/3.png"),
-            r"seg_test and seg_train name splits, seg_pred does not. Move it out; or",
+            r"seg_test and seg_train name splits, but not seg_pred. Move others out; or",
         ),
         (
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
