@@ -265,7 +265,7 @@ def _images(root: Path | str, files: Sequence[str]) -> list[str]:
     if not images:
         counts = f": {extensions(files)}" if files else ""
         kinds = [kind for form, kind in _KINDS.items() if any(form in key for key in files)]
-        other = f". Such files are read by source.kind {' or '.join(kinds)}" if kinds else ""
+        other = f". Read such files with source.kind: {' or '.join(map(repr, kinds))}" if kinds else ""
         raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}{other}")
     return images
 

@@ -274,7 +274,7 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
     [
         ((), "has no images"),
         (("a/readme.txt",), "has no images"),
-        (("train-images-idx3-ubyte.gz", "x.parquet"), "read by source.kind hf_parquet or idx"),
+        (("train-images-idx3-ubyte.gz", "x.parquet"), "Read such files with source.kind: 'hf_parquet' or 'idx'"),
         (
             ("a/1.png", "a/2.png"),
             "only the class 'a': a classifier needs two classes or more. If the images have no labels, set",
