@@ -175,6 +175,8 @@ class IdxSource(FileSource):
         for label in self.classes or ():
             if not 0 <= label < len(self.class_names):
                 raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
+        if not self.name.startswith(FASHION_MNIST_NAME) and "class_names" not in self.model_fields_set:
+            raise ValueError(f"class_names: name the classes of {self.name}; the default is those of Fashion-MNIST")
         return self
 
     def selected(self) -> tuple[int, ...]:

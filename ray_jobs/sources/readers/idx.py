@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.spec import FASHION_MNIST, FASHION_MNIST_NAME, IdxSource
+from pipelines.spec import FASHION_MNIST_NAME, IdxSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, of_rows
@@ -47,16 +47,15 @@ def listing(source: IdxSource, files: Files) -> Listing:
     """List the images of the wanted classes, with their splits.
 
     Raises:
-        UserError: see `read`; or another set, such as MNIST, whose files are called the same, would get the names of
-            Fashion-MNIST or of its classes, which are the defaults.
+        UserError: see `read`; or another set, such as MNIST, whose files are called the same, has Fashion-MNIST's name.
     """
-    if source.class_names == FASHION_MNIST or source.name == FASHION_MNIST_NAME:
-        name = FILES["test"][1]
-        if read_file(files, name)[: len(FIRST_LABELS)].tobytes() != FIRST_LABELS:
-            raise UserError(
-                f"{files[name]}: not Fashion-MNIST's labels. Set source.name and source.class_names, for MNIST to "
-                '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
-            )
+    name = FILES["test"][1]
+    first = read_file(files, name)[: len(FIRST_LABELS)].tobytes()
+    if source.name.startswith(FASHION_MNIST_NAME) and first != FIRST_LABELS:
+        raise UserError(
+            f"{files[name]}: not Fashion-MNIST's labels. Set source.name and source.class_names, for MNIST to "
+            '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
+        )
     images = _read(source, tuple(sorted(files.items())))
     height, width, channels = images.images.shape[1:]
     entries = of_rows(images.keys, images.labels.tolist(), images.splits, height * width)

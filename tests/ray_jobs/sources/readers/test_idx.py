@@ -184,11 +184,15 @@ def test_files_that_do_not_fit_together_are_refused(root: Path, name: str, array
         read(source(root))
 
 
-@pytest.mark.parametrize("default", ["name", "class_names"])
-def test_another_set_does_not_get_the_names_of_fashion_mnist(root: Path, default: str) -> None:
-    of = source(root, **{default: IdxSource.model_fields[default].default})
+def test_another_set_does_not_get_the_names_of_fashion_mnist(root: Path) -> None:
+    """But one of clothes may have the names of its classes."""
+    of = source(root, name=IdxSource.model_fields["name"].default)
     with pytest.raises(ValueError, match=r"not Fashion-MNIST's labels. Set source.name and source.class_names"):
         idx.listing(of, located(of))
+    with pytest.raises(ValueError, match="class_names: name the classes of MNIST"):
+        IdxSource(kind="idx", name="MNIST")
+    own = source(root, class_names=IdxSource.model_fields["class_names"].default, classes=(0, 1, 2, 3))
+    assert idx.listing(own, located(own)).class_names[0] == "T-shirt/top"
 
 
 # ---- the recipe's side
