@@ -197,7 +197,8 @@ def _check_levels(root: Path | str, folders: Mapping[str, Collection[str]]) -> N
             "If these are the classes, move them up; otherwise, move the images up"
         )
     common = sorted(folder for folder, number in inner.items() if number > 1)
-    if len(common) > 1 and (is_numbered or any(words_in(common[0].rpartition("/")[2]))):
+    are_chunks = not is_numbered and not any(word for folder in common for word in words_in(folder.rpartition("/")[2]))
+    if len(common) > 1 and not are_chunks:
         raise UserError(
             f"{root}: {listed([*folders])} contain the same folders ({listed(common)}), so either level could be the "
             f"classes. Set the root to one of the outer folders; or add a {METADATA} with the label of each image, and "
