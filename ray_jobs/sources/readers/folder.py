@@ -19,7 +19,7 @@ Out: the entries, without opening an image.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
@@ -284,6 +284,13 @@ def _notes(scanned: Listing, special: Sequence[str], has_masks: bool) -> tuple[s
         notes.append(
             f"several labels per image: {sum(labels) / len(labels):.1f} on average; "
             f"{quantity(labels.count(0), 'image')} without labels"
+        )
+    versions = Counter(entry.key.partition(".rf.")[0] for entry in scanned.entries if ".rf." in entry.key)
+    is_drawn = (scanned.class_names or has_masks) and not {"dev", "test"} <= {entry.split for entry in scanned.entries}
+    if is_drawn and max(versions.values(), default=0) > 1:
+        notes.append(
+            f"Roboflow's versions of {quantity(len(versions), 'image')} ({next(iter(versions))}.rf.*): a draw puts "
+            "them into different splits. Export without augmentation, or give train, valid and test"
         )
     if scanned.ignored:
         notes.append(

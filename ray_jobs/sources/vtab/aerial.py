@@ -25,10 +25,7 @@ intersection island lake meadow medium_residential mobile_home_park mountain ove
 railway_station rectangular_farmland river roundabout runway sea_ice ship snowberg sparse_residential stadium
 storage_tank tennis_court terrace thermal_power_station wetland
 """
-CLASS_NAMES: dict[str, tuple[str, ...]] = {
-    "eurosat": tuple(_EUROSAT.split()),
-    "resisc45": tuple(_RESISC45.split()),
-}
+CLASS_NAMES: dict[str, tuple[str, ...]] = {"eurosat": tuple(_EUROSAT.split()), "resisc45": tuple(_RESISC45.split())}
 _IMAGE = re.compile(r"(?:.*/)?([^/]+)/\1_\d+\.jpg")
 
 

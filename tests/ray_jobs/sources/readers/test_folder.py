@@ -69,6 +69,14 @@ def test_versions_of_images_as_classes_are_told_and_numbered_images_are_not(tmp_
     assert not scan(touch(tmp_path / "b", *(f"{name}/{n}.png" for name in ("cat", "dog") for n in ("1", "2")))).notes
 
 
+def test_versions_of_one_image_that_a_draw_would_separate_are_told(tmp_path: Path) -> None:
+    touch(tmp_path, "train/a/1_jpg.rf.01.jpg", "train/a/1_jpg.rf.02.jpg", "train/b/2.jpg", "valid/b/3.jpg")
+    source = FolderSource(kind="folder", root=str(tmp_path))
+    assert listed(source).notes[0].startswith("Roboflow's versions of 1 image (train/a/1_jpg.rf.*): a draw puts")
+    touch(tmp_path, "test/a/4.jpg")
+    assert not listed(source).notes
+
+
 def test_split_folders_in_any_case(tmp_path: Path) -> None:
     keys = ("Training/a/1.png", "Training/b/2.png", "VALID/a/3.png", "test/b/4.png")
     listing = scan(touch(tmp_path, *keys))
@@ -376,7 +384,7 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ..
 
 def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(tmp_path: Path) -> None:
     root = touch(tmp_path, "1.png", "2.png", "3.heic", "4.HEIC", "README")
-    (root / "metadata.csv").write_text("file_name,label,age\n1.png,a,30\n2.png,b,x\n")
+    (root / "metadata.csv").write_text("file_name,label,age,labels,file_name2\n1.png,a,30,[1],x\n2.png,[b],x,[2],y\n")
     found = listed(FolderSource(kind="folder", root=str(root)))
     assert len(found.entries) == 2
     assert found.notes == (
@@ -536,11 +544,6 @@ def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, messa
 def test_combinations_of_words_are_told_from_names_of_several_words(names: Sequence[str], is_joined: bool) -> None:
     with pytest.raises(UserError, match="label_separator: ' '") if is_joined else nullcontext():
         check_not_joined("root", names)
-
-
-def test_other_columns_that_are_called_alike_are_nobodys_business(tmp_path: Path) -> None:
-    text = "file_name,label,labels,file_name2\n1.png,a,[1],x\n2.png,[b],[2],y\n"
-    assert scan(metadata(touch(tmp_path, "1.png", "2.png"), text)).class_names == ("[b]", "a")
 
 
 def test_links_that_lead_outside_are_refused(tmp_path: Path) -> None:
