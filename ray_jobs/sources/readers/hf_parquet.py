@@ -28,14 +28,12 @@ from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes
 from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times
-_BATCH = 64  # rows at most; fewer if they could have more than IN_MEMORY bytes
+_BATCH = 64  # rows of images at most; fewer if they could have more than IN_MEMORY bytes
 _TEXT = (pa.string(), pa.large_string(), pa.string_view())
 _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
 _FEW = 20  # cells of a column, in which splits are looked for
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
-
-
 _Bytes = bytes | UserError  # of an image; or why it cannot be read
 
 
@@ -59,13 +57,12 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     columns: _Columns | None = None
     for name in splits:
         with _opened(files, name) as file:
-            columns_of_file = _columns(source, name, file.schema_arrow)
-            if columns is not None and columns_of_file != columns:
+            before, columns = columns, _columns(source, name, file.schema_arrow)
+            if before not in (None, columns):
                 raise UserError(f"{name}: its columns or classes differ from those of the files before it")
-            columns = columns_of_file
             groups[name] = _groups(name, file, columns.image)
-            values = _values(name, file, columns_of_file.label)
-            labels += [UNLABELLED if label is None else label for label in values]
+            values = _values(name, file, columns.label)
+            labels += (UNLABELLED if label is None else label for label in values)
             split_groups += _split_groups(source, name, file)
             for field in file.schema_arrow:
                 if _has_values(field.type) and field.name not in {columns.label, source.group}:
@@ -227,7 +224,7 @@ def _split_groups(source: HfParquetSource, name: str, file: pq.ParquetFile) -> l
     if column not in schema.names:
         raise UserError(f"source.group: {name} has no column {column!r}; columns: {', '.join(schema.names)}")
     _check_values("group", column, name, schema.field(column).type)
-    groups = _values(name, file, column)
+    groups = [*_values(name, file, column)]
     if None in groups:
         raise UserError(f"source.group: row {groups.index(None)} of {name} has no {column}")
     return [str(group) for group in groups]
@@ -235,15 +232,20 @@ def _split_groups(source: HfParquetSource, name: str, file: pq.ParquetFile) -> l
 
 def _few_cells(name: str, file: pq.ParquetFile, column: str) -> set[Any]:
     """Return the different cells of a column; none if they are as many as captions are."""
-    cells = {*_values(name, file, column)}
-    return cells if len(cells) <= _FEW or all(split_in(str(cell)) for cell in cells) else set()
+    cells: set[Any] = set()
+    for cell in _values(name, file, column):
+        cells.add(cell)
+        if len(cells) > _FEW and split_in(str(cell)) is None:
+            return set()
+    return cells
 
 
-def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
-    """Return whole numbers, text, or None; booleans as the text that they have in tables of labels."""
+def _values(name: str, file: pq.ParquetFile, column: str) -> Iterator[Any]:
+    """Yield whole numbers, text, or None; booleans as the text that they have in tables of labels."""
     try:
-        values = file.read(columns=[column]).column(0).to_pylist()
-        return [json.dumps(value) if isinstance(value, bool) else value for value in values]
+        for batch in file.iter_batches(2**13, columns=[column]):
+            values = batch.column(0).to_pylist()
+            yield from (json.dumps(value) if isinstance(value, bool) else value for value in values)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error
 

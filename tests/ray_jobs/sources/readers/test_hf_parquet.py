@@ -127,10 +127,10 @@ def test_batches_of_a_row_group_fit_into_memory(tmp_path: Path, monkeypatch: pyt
         asked.add(rows)
         return read(file, rows, **fields)
 
-    monkeypatch.setattr(hf_parquet, "IN_MEMORY", 2**19)
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     given, files = source(tmp_path)
     entries = listed(tmp_path).entries
+    monkeypatch.setattr(hf_parquet, "IN_MEMORY", 2**19)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     assert [image == pixels for image in catalog.images(given, files, entries)] == [True] * 64
     assert 1 < max(asked) <= 2**19 // len(pixels)
 
