@@ -280,9 +280,6 @@ def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
     )
 
 
-# ------------------------------------------------------------------------------------------------- all parts
-
-
 def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], total: int) -> None:
     attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(unusable) > allowed * total:

@@ -34,9 +34,11 @@ from ray_jobs.sources.readers.features import one_spelling
 from ray_jobs.sources.vtab import pet_masks
 from vit_model.errors import UserError
 
-_KINDS = (digits, folder, glyphs, idx, imagenet, imagenet21k, vtab, webdataset, hf_parquet, tfds, cifar, shapes, scenes)
+_KINDS = (  # modules are called as the kinds of their sources
+    *(cifar, digits, folder, glyphs, hf_parquet, idx, imagenet, imagenet21k),
+    *(scenes, shapes, tfds, vtab, webdataset),
+)
 _MODULES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _KINDS}
-"""Modules are called as the kinds of their sources."""
 _WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder_masks}
 
 

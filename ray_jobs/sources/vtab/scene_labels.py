@@ -127,4 +127,3 @@ _VALIDATION = _drives("2011_09_26", "0027 0035 0052 0057 0079 0084") | _drives(
     "2011_09_28", "0016 0021 0043 0138 0143 0146 0162 0165"
 )
 PARTS = dict.fromkeys(_TEST, "test") | dict.fromkeys(_VALIDATION, "validation")
-"""The part of each drive that is not of train."""
