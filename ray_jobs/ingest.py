@@ -59,11 +59,8 @@ from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.entries import Listing, Unusable
-from ray_jobs.sources.names import counted, listed
+from ray_jobs.sources.names import NAMED, counted, listed
 from vit_model.errors import UserError
-
-# pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all pairs
-NAMED = 10
 
 
 def main(context: Context[Ingest]) -> Result:
@@ -104,7 +101,8 @@ def _dataset(context: Context[Ingest]) -> Result:
 
     facts, reused = numbered(written), sum(part.reused for part in written)
     print(f"read {quantity(len(facts) - reused, 'new image')}, reused {reused:,}", flush=True)
-    unusable = [*listing.unusable, *_unusable(facts)]
+    bad = facts.filter(pc.is_valid(facts["reason"])).select(["key", "reason", "file", "place"])
+    unusable = [*listing.unusable, *(Unusable(*row.values()) for row in bad.to_pylist())]
     # write it first, so that users can read it if the stage fails because of too many bad images
     with context.staging() as staging:
         _write_quarantine(staging.path / "quarantine.parquet", unusable)
@@ -280,14 +278,6 @@ def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
         f"{len(rows):,} images have the same bytes as an image of another class ({left_out:,} of them left out): "
         f"{'; '.join(named[:NAMED])}{more}",
     )
-
-
-# ------------------------------------------------------------------------------------------------- all parts
-
-
-def _unusable(facts: pa.Table) -> list[Unusable]:
-    rows = facts.filter(pc.is_valid(facts["reason"])).select(["key", "reason", "file", "place"])
-    return [Unusable(*row.values()) for row in rows.to_pylist()]
 
 
 def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], total: int) -> None:

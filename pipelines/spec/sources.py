@@ -147,9 +147,12 @@ FASHION_MNIST = (
 )
 
 
-_IDX = tuple(
-    f"{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-)
+_IDX = {  # names of the authors' files -> those of copies; Kaggle's of MNIST have a dot
+    f"{name}-ubyte": tuple(
+        f"{form}-ubyte{ending}" for form in (name, name.replace("-idx", ".idx")) for ending in (".gz", "")
+    )
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+}
 
 
 class IdxSource(FileSource):
@@ -172,6 +175,8 @@ class IdxSource(FileSource):
         for label in self.classes or ():
             if not 0 <= label < len(self.class_names):
                 raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
+        if not self.name.startswith(FASHION_MNIST_NAME) and "class_names" not in self.model_fields_set:
+            raise ValueError(f"class_names: name the classes of {self.name}; the default is those of Fashion-MNIST")
         return self
 
     def selected(self) -> tuple[int, ...]:
@@ -179,19 +184,20 @@ class IdxSource(FileSource):
         return self.classes or tuple(range(len(self.class_names)))
 
     def where(self) -> Named:
-        return Named(self.root, tuple(name + ending for name in _IDX for ending in (".gz", "")))
+        return Named(self.root, tuple(form for forms in _IDX.values() for form in forms))
 
     def choose(self, there: Files) -> Files:
-        """Return the four files, by their names without .gz."""
+        """Return the four files, by their authors' names without .gz."""
         found = {}
-        for name in _IDX:
-            zipped = f"{name}.gz"
-            if zipped not in there and name not in there:
+        for name, forms in _IDX.items():
+            present = [form for form in forms if form in there]
+            if not present:
                 raise RecipeError(
-                    f"source.root: {self.root} contains neither {zipped} nor {name}; Fashion-MNIST's files"
-                    f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
+                    f"source.root: {self.root} does not contain {name}, gzipped or not; expected {', '.join(_IDX)}. "
+                    "If this is Fashion-MNIST, apt-get install dataset-fashion-mnist puts them into "
+                    f"{FASHION_MNIST_ROOT}"
                 )
-            found[name] = there[zipped] if zipped in there else there[name]
+            found[name] = there[present[0]]
         return found
 
 

@@ -29,6 +29,7 @@ from vit_model.errors import UserError
 
 SAMPLE, SIDE = 128, 64  # number of images, and their pixels per side, that means are computed from
 SHOWN = 40  # classes and reasons in card.md; card.json has all of them
+DARK = 32  # of 255; 12 of 16 bits reach 15
 _GAP = 2  # pixels between pictures
 _LINES = 5  # of pictures, without classes
 
@@ -108,11 +109,18 @@ def write_card(
     split = shown_split(split for split, images in dataset.info.splits.items() if images)
     rows = np.flatnonzero(dataset.index(split)["shard"].to_numpy() == shard)
     shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, split, rows)
+    pixels = _pixels(dataset, split, rows[:SAMPLE])
     card = _counts(dataset, unusable, copies) | {
         "set_aside": [{"name": name, "images": number} for name, number in trainable.set_aside_classes],
-        "pixels": _pixels(dataset, split, rows[:SAMPLE]),
+        "pixels": pixels,
         "contact_sheet": shown,
     }
+    if (lightest := pixels.pop("lightest")) < DARK:
+        card["notes"].append(
+            f"dark: no pixel of {pixels['images']} images is lighter than {lightest} of 255. Of 16 bits per channel, "
+            "the higher 8 are kept, so scale images of 10 or 12 bits to 16"
+        )
+        print(card["notes"][-1], flush=True)
     text = json.dumps(card, indent=1, ensure_ascii=False)
     (folder / "card.json").write_text(text + "\n", encoding="utf-8")
     (folder / "card.md").write_text(_markdown(card), encoding="utf-8")
@@ -161,7 +169,8 @@ def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
     deviations = [
         np.sqrt(np.average((levels - mean) ** 2, weights=count)) for mean, count in zip(means, counts, strict=True)
     ]
-    return {"split": split, "images": len(rows), "side": side} | {
+    lightest = max(int(np.flatnonzero(count)[-1]) for count in counts)
+    return {"split": split, "images": len(rows), "side": side, "lightest": lightest} | {
         name: [round(float(value), 4) for value in values] for name, values in (("mean", means), ("std", deviations))
     }
 

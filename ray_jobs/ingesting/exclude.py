@@ -24,7 +24,6 @@ EXCLUDED = pa.schema(  # done is "left out" or "kept"
     for name in ("key", "sample_id", "class_name", "split", "done", "reason")
 )
 COLUMN = "sample_id"
-NAMED = 5  # unknown ids, or classes, in a message
 _LISTED, _TEST = "listed by exclude", "listed by exclude, but a test image stays in test"
 
 
@@ -70,7 +69,7 @@ def exclude(name: str, wanted: list[str], images: pa.Table, class_names: Sequenc
     if unknown := ids_wanted.filter(pc.invert(pc.is_in(ids_wanted, ids))).to_pylist():
         raise UserError(
             f"exclude: {name} lists {len(unknown):,} ids that the source does not have:"
-            f" {listed(unknown, NAMED)}. Remove these lines; ids change when a file is renamed or edited"
+            f" {listed(unknown)}. Remove these lines; ids change when a file is renamed or edited"
         )
     is_listed = pc.is_in(ids, ids_wanted)
     is_test = pc.equal(images["split"], "test").combine_chunks()
@@ -99,7 +98,7 @@ def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: S
     left = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
     if lost := sorted({*out["class_name"].to_pylist()} - {class_names[label] for label in left}):
         raise UserError(
-            f"exclude: {name} leaves no training image of {listed(lost, NAMED)}: it lists all of them except copies,"
+            f"exclude: {name} leaves no training image of {listed(lost)}: it lists all of them except copies,"
             " which are left out. Remove at least one line of each class"
         )
 

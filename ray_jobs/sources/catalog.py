@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipelines.spec import Source
 from ray_jobs.data.columns import ENTRIES
 from ray_jobs.data.masks import Mask
-from ray_jobs.sources import vtab
+from ray_jobs.sources import folder_masks, vtab
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import (
@@ -34,22 +34,12 @@ from ray_jobs.sources.readers.features import one_spelling
 from ray_jobs.sources.vtab import pet_masks
 from vit_model.errors import UserError
 
-_MODULES: dict[str, ModuleType] = {
-    "digits": digits,
-    "folder": folder,
-    "glyphs": glyphs,
-    "idx": idx,
-    "imagenet": imagenet,
-    "imagenet21k": imagenet21k,
-    "vtab": vtab,
-    "webdataset": webdataset,
-    "hf_parquet": hf_parquet,
-    "tfds": tfds,
-    "cifar": cifar,
-    "shapes": shapes,
-    "scenes": scenes,
-}
-_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder}
+_KINDS = (  # modules are called as the kinds of their sources
+    *(cifar, digits, folder, glyphs, hf_parquet, idx, imagenet, imagenet21k),
+    *(scenes, shapes, tfds, vtab, webdataset),
+)
+_MODULES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in _KINDS}
+_WITH_MASKS: dict[str, ModuleType] = {"shapes": shape_masks, "vtab": pet_masks, "folder": folder_masks}
 
 
 def listing(source: Source, files: Files) -> Listing:

@@ -2,7 +2,7 @@
 
 The PNGs are in a folder beside the images:
 
-    images/train/1.jpg      masks/train/1.png, or in annotations, labels, gt, segmentations
+    images/train/1.jpg      masks/train/1.png, or in another folder of `names.MASKS`
     train/images/1.jpg      train/masks/1.png
     JPEGImages/1.jpg        SegmentationClass/1.png, as in Pascal VOC
 
@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow as pa
 from pycocotools.mask import area, decode, frPyObjects, merge
 
-from pipelines.spec import nearest
+from pipelines.spec import FolderSource, nearest
 from ray_jobs.data.boxes import MOST
 from ray_jobs.data.masks import IGNORED, Mask, colours, decode_mask
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, table
 from ray_jobs.sources.boxes.folders import Annotation
-from ray_jobs.sources.names import MASKS
+from ray_jobs.sources.names import MASKS, listed
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS
 
@@ -63,13 +63,14 @@ def is_mask(file: str) -> bool:
     return any(part.lower() in _OF_MASKS for part in PurePosixPath(file).parts[:-1])
 
 
-def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
+def masks(source: FolderSource, files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
     """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used.
 
-    A mask whose palette has another colour for a value than one before it cannot be used: a program that reduced
-    colours may have numbered them anew for each mask.
+    Raises:
+        UserError: after the last one, if palettes show one value in different colours: a program that reduced colours
+            may have numbered them anew for each mask.
     """
-    known: dict[int, tuple[tuple[int, ...], str]] = {}  # of each value: its colour, and an image whose mask has it
+    shown: dict[int, dict[tuple[int, ...], list[str]]] = {}  # of each value: the images by its colour
     given = entries.select(["key", "mask", "objects"]).to_pylist()
     rows = ({"key": entry["key"], "label": 0} | entry["mask"] for entry in given if entry["mask"] is not None)
     stored = containers.read(files, table(rows))
@@ -81,17 +82,18 @@ def masks(files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
             if isinstance(data := next(stored), UserError):
                 raise data
             mask = decode_mask(data)
-            shown = {value: (colour, entry["key"]) for value, colour in colours(data, mask).items() if value != IGNORED}
-            for value, (colour, _) in shown.items():
-                if value in known and colour != known[value][0]:
-                    other, of = known[value]
-                    raise UserError(
-                        f"its palette shows {value} as {colour}, that of {of} as {other}; expected one palette"
-                    )
-            known = shown | known
+            for value, colour in colours(data, mask).items():
+                shown.setdefault(value, {}).setdefault(colour, []).append(entry["key"])
             yield mask
         except UserError as error:
             yield error
+    for value, by_colour in shown.items():
+        if len(by_colour) > 1 and value != IGNORED:
+            said = (f"{colour} in the masks of {listed(sorted(keys))}" for colour, keys in sorted(by_colour.items()))
+            raise UserError(
+                f"source.mask_classes: palettes show the value {value} as {'; and as '.join(said)}. It may mean "
+                "different classes: write all masks with one palette"
+            )
 
 
 def outlined(images: Mapping[str, Annotation], categories: Sequence[str], names: Sequence[str]) -> Iterator[str]:

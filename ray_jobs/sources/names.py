@@ -15,11 +15,16 @@ SPLIT_WORDS = {  # the words of Hugging Face's datasets, holdout, and words that
     **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
 }
-_MASKS = ("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations")
-MASKS = dict.fromkeys(("image", "images", "img", "imgs"), _MASKS) | {
-    "jpegimages": ("segmentationclass", "segmentationclasspng")
+_MASKS = (
+    *("mask", "masks", "label", "labels", "gt", "annotation", "annotations", "segmentation", "segmentations"),
+    *("target", "targets", "groundtruth", "ground_truth", "ground truth", "truth"),
+)
+MASKS = dict.fromkeys(("image", "images", "img", "imgs", "original", "originals", "input", "inputs"), _MASKS) | {
+    "jpegimages": ("segmentationclass", "segmentationclasspng", "segmentation")
 }
 """A folder of images -> folders of their masks, in small letters."""
+_SUBJECTS = {"patient", "subject", "participant", "lesion", "patientid", "subjectid"}
+_CODES = {"0", "1", "2", "true", "false"}  # of splits
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")  # formats of images
 WITHOUT_SPLIT = "without a split (train, val, test), because others have one"
 NAMED = 10  # files or classes in a note or a message
@@ -28,7 +33,7 @@ NAMED = 10  # files or classes in a note or a message
 def split_in(name: str) -> str | None:
     """Return the split that appears as a word in a name: "train", "dev" or "test"; None for none or several.
 
-    Words are separated by whatever is not a letter: `food101-train-00000-of-00001`, `seg_test`, `val2017`.
+    `words_in` says what words are: `food101-train-00000-of-00001`, `seg_test`, `val2017`, `trainA`.
     """
     splits = _splits_in(name)
     return splits.pop() if len(splits) == 1 else None
@@ -39,15 +44,32 @@ def _splits_in(name: str) -> set[str]:
 
 
 def words_in(name: str) -> list[str]:
-    """Return the words of a name, in small letters. Every other character separates words."""
-    return re.split(r"[\W\d_]+", name.lower())
+    """Return the words of a name, in small letters: other characters separate them, and capitals begin one (trainA)."""
+    return re.split(r"[\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
 
 
-def names_splits(texts: Collection[str]) -> bool:
-    """Return whether these texts name different splits: all of them contain a split's name, or two are such names."""
-    splits = {split_in(re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)) for text in texts}  # as in PublicTest
+def says_splits(column: str, cells: Iterable[object]) -> bool:
+    """Return whether a column of a table, with these cells, says which images are for testing.
+
+    That is so if all cells contain a split's name, or two are such names; or they are 0 and 1 or booleans, and the
+    column's name contains a split's, as is_train does, or the word split.
+    """
+    texts = {"" if cell is None else str(cell) for cell in cells}
+    if len(texts) > 1 and {text.lower() for text in texts} <= _CODES:
+        return bool(_splits_in(column)) or "split" in words_in(column)
+    splits = {split_in(text) for text in texts}
     alone = {SPLIT_WORDS[text.lower()] for text in texts if text.lower() in SPLIT_WORDS}
     return len(alone) > 1 or (len(splits) > 1 and None not in splits)
+
+
+def subject_note(column: str, cells: Sequence[object]) -> tuple[str, ...]:
+    """Return a note about a column whose name means subjects, such as patient_id, if some have several images."""
+    words, number = {*words_in(column)}, len({*map(str, cells)})
+    is_subject = words & _SUBJECTS and words <= _SUBJECTS | {"id", "name", "number", "code", ""}
+    if not is_subject or not 1 < number < len(cells):
+        return ()
+    kept = f"with source.group: {column}, the images of each stay in one split"
+    return (f"column {column!r} has {number:,} values for {len(cells):,} images; {kept}",)
 
 
 def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -56,11 +56,15 @@ def read_array(files: Files, file: str, name: str, dtype: type[Any], shape: Sequ
     else:
         hint = "; save it as v5" if start.startswith(b"MATLAB 7.3") else ""
         raise UserError(f"{file} is not an npz, HDF5 or MATLAB v5 file, or damaged{hint}")
-    fits = len(shape) == array.ndim and all(
-        wanted in (None, size) for wanted, size in zip(shape, array.shape, strict=True)
-    )
+    return fitting(array, f"{file}: {name}", dtype, shape)
+
+
+def fitting(array: NDArray[Any], where: str, dtype: type[Any], shape: Sequence[int | None]) -> NDArray[Any]:
+    """Return an array of this type and shape, as for `read_array`. Raises UserError for another one."""
+    sizes = zip(shape, array.shape, strict=False)
+    fits = len(shape) == array.ndim and all(wanted in (None, size) for wanted, size in sizes)
     if not fits or not np.issubdtype(array.dtype, dtype):
-        raise UserError(f"{file}: {name} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}")
+        raise UserError(f"{where} is {array.dtype} {array.shape}; expected {dtype.__name__} {tuple(shape)}")
     return array
 
 
@@ -82,7 +86,10 @@ def map_npy(path: Path, where: str) -> NDArray[Any]:
     """Map an .npy file of numbers or text. Raises UserError, with a message that begins with `where`."""
     with path.open("rb") as file:
         try:
-            shape, fortran, dtype = _npy_header(file)
+            # the header of a later version states its own length, possibly GBs, and numpy reads it whole
+            if (version := npy.read_magic(file)) != (1, 0):
+                raise ValueError(f"version {version}, not (1, 0)")
+            shape, fortran, dtype = npy.read_array_header_1_0(file)
         # numpy parses it as Python source: damage can raise SyntaxError, TokenError, MemoryError (too deep), and more
         except Exception as error:
             raise UserError(f"{where} has a damaged header: {error}") from error
@@ -90,13 +97,6 @@ def map_npy(path: Path, where: str) -> NDArray[Any]:
     if dtype.hasobject:
         raise UserError(f"{where} contains Python objects")
     return _mapped(path, where, dtype, shape, start, "F" if fortran else "C")
-
-
-def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    # the header of a later version states its own length, possibly GBs, and numpy reads it whole
-    if (version := npy.read_magic(file)) != (1, 0):
-        raise ValueError(f"version {version}, not (1, 0)")
-    return npy.read_array_header_1_0(file)
 
 
 def _mapped(

@@ -15,7 +15,7 @@ codec are byte ranges of these files, which `ray_jobs.sources.archives.container
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -69,6 +69,15 @@ class Listing(NamedTuple):
 def place(member: Member) -> dict[str, object]:
     """Return the position of a member's bytes, as columns of an entry."""
     return {name: getattr(member, name) for name in ("file", "offset", "length", "codec", "crc")}
+
+
+def of_rows(keys: Sequence[str], labels: Sequence[int], splits: Sequence[str], length: int) -> pa.Table:
+    """Return ENTRIES of images in arrays, numbered in this order, each with `length` bytes."""
+    rows = enumerate(zip(keys, labels, splits, strict=True))
+    return table(
+        {"key": key, "label": label, "split": split, "file": "", "offset": row, "length": length, "codec": "row"}
+        for row, (key, label, split) in rows
+    )
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> pa.Table:

@@ -29,7 +29,7 @@ from pipelines.spec import BoxFormat, quantity
 from ray_jobs.data.boxes import ANY_CLASS, SHARES, Box
 from ray_jobs.sources.boxes import coco, per_image
 from ray_jobs.sources.boxes.per_image import KITTI_IGNORED, Named
-from ray_jobs.sources.names import SPLIT_WORDS, WITHOUT_SPLIT, left_out_notes, listed, split_in, splits_of_files
+from ray_jobs.sources.names import WITHOUT_SPLIT, left_out_notes, listed, split_in, splits_of_files
 from vit_model.errors import UserError
 
 Read = Callable[[Sequence[str]], Iterable[bytes]]
@@ -42,8 +42,7 @@ _LABELS = {
 """A folder of images -> folders of their annotations, beside it."""
 YOLO_SPLITS = ("train", "val", "test")
 BEYOND = 0.02  # of a side, by which a box may reach beyond its image without a note
-_NAMES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt")
-
+_NAMES = ("data.yaml", "data.yml", "dataset.yaml", "obj.names", "classes.txt")
 
 # the names that COCO and Roboflow's exports use
 COCO_FILE = re.compile(
@@ -82,14 +81,15 @@ def form_of(files: Sequence[str], images: Sequence[str]) -> tuple[BoxFormat, str
         return "coco", coco_files[0]
     present = set(files)
     folders = {PurePosixPath(key).parent.name.lower() for key in images} - {name.lower() for name in _LABELS}
-    if len(folders - SPLIT_WORDS.keys()) > 1:
+    if len([name for name in folders if split_in(name) is None]) > 1:
         return None
     if xml := _beside(images, ".xml", present):
         return "voc", next(iter(xml.values()))
     text = _beside(images, ".txt", present)
     if kitti := [key for key in text.values() if "label_2" in PurePosixPath(key).parts]:
         return "kitti", kitti[0]
-    if text and {PurePosixPath(key).name for key in files} & {*_NAMES}:
+    has_names = bool({PurePosixPath(key).name for key in files} & {*_NAMES})
+    if any(has_names or "labels" in key.split("/") for key in text.values()):
         return "yolo", next(iter(text.values()))
     return None
 
@@ -154,12 +154,17 @@ def _doubts(form: BoxFormat, class_names: Sequence[str], images: Mapping[str, An
     """Yield notes about classes without boxes, and about boxes that may be meant otherwise.
 
     Raises:
-        UserError: all boxes lie in the first pixel, as those in shares of the image do.
+        UserError: all boxes lie in the first pixel, as those in shares of the image do; or most of COCO's are crowds.
     """
     boxes = [(image, box, of) for image, (some, of, _) in images.items() for box in some]
     if boxes and form != "yolo" and all(max(box[:4]) <= 1 for _, box, _ in boxes):
         raise UserError("all boxes lie within the first pixel; expected pixels, not shares of the image's sides")
-    used = {box.label for _, box, _ in boxes}
+    used = {box.label for _, box, _ in boxes if not box.ignored}
+    if form == "coco" and (crowds := sum(box.ignored for _, box, _ in boxes)) > len(boxes) / 2:
+        raise UserError(
+            f"{crowds:,} of {len(boxes):,} objects have iscrowd: 1, which means a region to ignore. CVAT writes it for "
+            "every mask of its brush; if these are objects, write iscrowd: 0"
+        )
     if empty := [name for label, name in enumerate(class_names) if label not in used]:
         yield f"{quantity(len(empty), 'class', 'classes')} without a box: {listed(empty)}"
     beyond = [
@@ -181,8 +186,7 @@ def _is_beyond(box: Box, of: tuple[int, int]) -> bool:
     if not all(of):
         return False  # an error of its own
     sides = ((-box.x1, of[0]), (box.x2 - of[0], of[0]), (-box.y1, of[1]), (box.y2 - of[1], of[1]))
-    pixel = 0 if of == SHARES else 1
-    return any(beyond > max(BEYOND * side, pixel) for beyond, side in sides)
+    return any(beyond > max(BEYOND * side, of != SHARES) for beyond, side in sides)
 
 
 def image_sets(
@@ -226,11 +230,9 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     found = {key: coco.read(data, key) for key, data in zip(keys, read(keys), strict=True)}
     if not found:
         raise UserError("no JSON file with COCO's annotations, such as annotations/instances_train.json")
-    by_name: dict[str, list[str]] = defaultdict(list)
-    for key in images:
-        by_name[PurePosixPath(key).name].append(key)
+    by_name = _by_name(images)
     # COCO ships the annotations of all splits in one archive, but a folder may have the images of one split
-    here = {key: each for key, each in found.items() if any(PurePosixPath(file).name in by_name for file in each.boxes)}
+    here = {key: each for key, each in found.items() if any(_fitting(file, by_name) for file in each.boxes)}
     notes = [f"{key} left out: none of its images is in this folder" for key in found if here and key not in here]
     found = here or found
     class_names = tuple(dict.fromkeys(name for each in found.values() for name in each.class_names))
@@ -250,26 +252,35 @@ def _coco(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
 def _image_of(file: str, annotations: str, by_name: Mapping[str, Sequence[str]]) -> str:
     """Return the key of an image that a JSON names.
 
-    It is in the JSON's folder, or the only image with this path, or the only one in a folder that the JSON's name ends
-    with, such as val2017.
-
-    Raises:
-        UserError: there is no such image, or there are several.
+    It is the only image with this path, or in the JSON's folder, or the only one in a folder that the JSON's name ends
+    with, such as val2017. Raises UserError if there is no such image, or there are several.
     """
-    fitting = [key for key in by_name[PurePosixPath(file).name] if f"/{key}".endswith(f"/{file}")]
-    beside = str(PurePosixPath(annotations).parent / file)
-    if beside in fitting or len(fitting) == 1:
-        return beside if beside in fitting else fitting[0]
-    stem = PurePosixPath(annotations).stem
-    named = [
-        key
-        for key in fitting
-        if any(re.search(rf"(^|[^A-Za-z0-9]){re.escape(part)}$", stem) for part in PurePosixPath(key).parts[:-1])
-    ]
-    if len(named) == 1:
-        return named[0]
+    split = split_in("/".join(_named_parts(file)[:-1]))  # val/1.jpg is not 1.jpg, which may be of train
+    fitting = chosen = [key for key in _fitting(file, by_name) if split in (None, split_in(key.rpartition("/")[0]))]
+    if len(fitting) > 1:
+        stem = PurePosixPath(annotations).stem
+        ends = {stem[match.end() :] for match in re.finditer("^|[^A-Za-z0-9]", stem)}
+        chosen = [key for key in fitting if key == str(PurePosixPath(annotations).parent / file)]
+        chosen = chosen or [key for key in fitting if not ends.isdisjoint(key.split("/")[:-1])]
+    if len(chosen) == 1:
+        return chosen[0]
     problem = f"there are {len(fitting)}, such as {fitting[0]}" if fitting else "there is none"
     raise UserError(f"{annotations}: image {file}: {problem}")
+
+
+def _by_name(images: Iterable[str]) -> dict[str, list[str]]:
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for image in images:
+        by_name[PurePosixPath(image).name].append(image)
+    return by_name
+
+
+def _fitting(path: str, by_name: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the images that a path may mean: those that end with it, or else those that it ends with."""
+    meant = "/".join(_named_parts(path))
+    same = by_name.get(meant.rpartition("/")[2], ())
+    inside = [image for image in same if f"/{image}".endswith(f"/{meant}")]
+    return inside or [image for image in same if f"/{meant}".endswith(f"/{image}")]
 
 
 def _yolo(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
@@ -285,10 +296,10 @@ def _yolo(files: Sequence[str], images: Sequence[str], read: Read) -> _Found:
     others = sorted({*files} - {*beside.values()})
     splits, missing = _yolo_splits(content, others, images, read)
     notes = [f"{key}: no image here is in {each}" for each in missing]
-    folders = {labels.rpartition("/")[0] for labels in beside.values()}
     lists = {*_NAMES, *(f"{split}.txt" for split in YOLO_SPLITS)}
-    texts = [each for each in others if each.endswith(".txt") and each.rpartition("/")[0] in folders]
-    if alone := [each for each in texts if PurePosixPath(each).name not in lists]:
+    texts = [each for each in others if each.endswith(".txt") and PurePosixPath(each).name not in lists]
+    folders = {labels.rpartition("/")[0] for labels in beside.values()}
+    if alone := [each for each in texts if each.rpartition("/")[0] in folders]:
         notes.append(f"{quantity(len(alone), 'text file')} beside labels without an image of its name: {listed(alone)}")
     return _Found(class_names, found, splits=splits, notes=notes)
 
@@ -348,17 +359,10 @@ def _in_place(place: str, files: Sequence[str], images: Sequence[str], read: Rea
     lists = (key for tail in tails for key in files if f"/{key}".endswith(f"/{tail}"))
     if (key := next(lists, None)) is None:
         return []
-    by_name: dict[str, list[str]] = defaultdict(list)
-    for image in images:
-        by_name[PurePosixPath(image).name].append(image)
+    by_name = _by_name(images)
     (data,) = read([key])
-    found = []
-    for line in data.decode("utf-8-sig", "replace").splitlines():
-        path = "/".join(_named_parts(line.strip()))
-        same = by_name.get(path.rpartition("/")[2], []) if path else []
-        fitting = [image for image in same if f"/{path}".endswith(f"/{image}") or f"/{image}".endswith(f"/{path}")]
-        found += fitting if len(fitting) == 1 else []
-    return found
+    meant = (_fitting(line.strip(), by_name) for line in data.decode("utf-8-sig", "replace").splitlines())
+    return [fitting[0] for fitting in meant if len(fitting) == 1]
 
 
 def _yolo_content(files: Iterable[str], read: Read) -> tuple[str, dict[str, Any]]:
@@ -376,7 +380,7 @@ def _yolo_content(files: Iterable[str], read: Read) -> tuple[str, dict[str, Any]
 
 def _named_in(key: str, data: bytes) -> dict[str, Any]:
     """Return what a file with the names of the classes says. Raises UserError if it is not YAML."""
-    if key.endswith(".txt"):
+    if not key.endswith((".yaml", ".yml")):
         names = [name.strip() for name in data.decode("utf-8-sig", "replace").rstrip().split("\n")]
         if "" in names:
             raise UserError(f"{key}: line {names.index('') + 1} is empty; expected the class of this number")

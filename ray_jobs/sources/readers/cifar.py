@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec import CIFAR_FILES, CifarSource
-from ray_jobs.data.images import content_id
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.arrays import unpickle_arrays
-from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, of_rows
+from ray_jobs.sources.readers.features import split_by_pixels
 from vit_model.errors import UserError
 
 PIXELS = 3 * 32 * 32
@@ -39,17 +37,15 @@ class Images(NamedTuple):
 def listing(source: CifarSource, files: Files) -> Listing:
     """List all images. dev is drawn from train by a hash of the pixels, so that copies of one image stay together."""
     images = _read(source, tuple(sorted(files.items())))
-    entries = []
-    for row, (planes, label) in enumerate(zip(images.planes, images.labels.tolist(), strict=True)):
-        part, number = ("train", row) if row < images.num_train else ("test", row - images.num_train)
-        content = content_id(sha256(as_image(planes).tobytes()).digest())
-        dev = part == "train" and hash_fraction("vitflow cifar", content)
-        split = "dev" if part == "train" and dev < source.dev_fraction else part
-        entries.append(
-            {"key": f"{part}-{number:05d}", "label": label, "split": split}
-            | {"file": "", "offset": row, "length": PIXELS, "codec": "row"}
-        )
-    return Listing(images.class_names, table(entries), ImageSize(height=32, width=32, channels=3))
+    sizes = {"train": images.num_train, "test": len(images.labels) - images.num_train}
+    parts = [part for part, size in sizes.items() for _ in range(size)]
+    keys = [f"{part}-{number:05d}" for part, size in sizes.items() for number in range(size)]
+    splits = [
+        split_by_pixels("vitflow cifar", part, as_image(planes), source.dev_fraction)
+        for part, planes in zip(parts, images.planes, strict=True)
+    ]
+    entries = of_rows(keys, images.labels.tolist(), splits, PIXELS)
+    return Listing(images.class_names, entries, ImageSize(height=32, width=32, channels=3))
 
 
 def rows(source: CifarSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

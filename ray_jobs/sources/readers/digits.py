@@ -21,7 +21,7 @@ from pipelines.spec import DigitsSource
 from ray_jobs.data.images import sample_id
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8, hash_fraction
-from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, of_rows
 
 CLASS_NAMES = tuple("0123456789")
 TEST_FRACTION = 540 / 1797
@@ -33,11 +33,7 @@ def listing(source: DigitsSource, files: Files) -> Listing:
     images, labels, keys = read(_file(files))
     ids = [sample_id(sha256(image.tobytes()).digest(), key) for image, key in zip(images, keys, strict=True)]
     splits = assign_splits(ids, labels.tolist(), "vitflow digits")
-    entries = (
-        {"key": key, "label": label, "split": split, "file": "", "offset": row, "length": 64, "codec": "row"}
-        for row, (key, label, split) in enumerate(zip(keys, labels.tolist(), splits, strict=True))
-    )
-    return Listing(CLASS_NAMES, table(entries), ImageSize(height=8, width=8, channels=1))
+    return Listing(CLASS_NAMES, of_rows(keys, labels.tolist(), splits, 64), ImageSize(height=8, width=8, channels=1))
 
 
 def rows(source: DigitsSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

@@ -1,17 +1,24 @@
-"""Shared by readers: the columns of image and label, the classes of labels, and one spelling of a name."""
+"""Shared by readers: columns of image and label, classes of labels, one spelling of a name, a split by pixels."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_jobs.data.images import content_id
+from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.names import listed
 from vit_model.errors import UserError
 
 UNLABELLED = -1
+_NO_LABEL = {"nolabel", "unlabeled", "unlabelled", "unannotated", "nan", "null"}
 
 
 def one_spelling(texts: Iterable[str]) -> dict[str, str]:
@@ -41,6 +48,16 @@ def alike_note(class_names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
+def check_labels(where: object, names: Iterable[str]) -> None:
+    """Raise UserError for a label that says that an image has none, as CVAT and pandas write it."""
+    for name in names:
+        if re.sub(r"[\W_]", "", name).lower() in _NO_LABEL:
+            raise UserError(
+                f"{where}: {name!r} looks like a mark for images without a label, not a class. Label these images, or "
+                "remove them; if it is a class, rename it"
+            )
+
+
 def choose_column(field: str, wanted: str | None, fitting: Sequence[str], columns: Iterable[str]) -> str:
     """Return the column `wanted`, else the only fitting one, else the one with the name of the field.
 
@@ -61,6 +78,12 @@ def choose_column(field: str, wanted: str | None, fitting: Sequence[str], column
     return column
 
 
+def split_by_pixels(salt: str, part: str, image: NDArray[np.uint8], dev_fraction: float) -> str:
+    """Return the split of an image of train or test: dev is drawn from train by the pixels, so copies stay together."""
+    content = content_id(hashlib.sha256(image.tobytes()).digest())
+    return "dev" if part == "train" and hash_fraction(salt, content) < dev_fraction else part
+
+
 class Classes(NamedTuple):
     """The classes of a data set."""
 
@@ -70,12 +93,16 @@ class Classes(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: str) -> Classes:
+def classes_of(labels: Sequence[int | str], names: Sequence[str] | None, where: str) -> Classes:
     """Return the classes of these labels: `names`, if labels are numbers from 0; else the values that occur, sorted.
+
+    A note says how many labels are `UNLABELLED`.
 
     Raises:
         UserError: no labels, a mix of numbers and text, an empty text, a negative label, or a label without a name.
     """
+    unlabelled = labels.count(UNLABELLED)
+    left_out = (f"{unlabelled} images without a label are left out",) if unlabelled else ()
     values = set(labels) - {UNLABELLED}
     numbers = sorted(value for value in values if isinstance(value, int))
     texts = sorted(value for value in values if isinstance(value, str))
@@ -83,13 +110,14 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
         raise UserError(f"{where}: no image has a label")
     if "" in (text.strip() for text in texts):
         raise UserError(f"{where}: a label is an empty text; for an image without a label, write null")
+    check_labels(where, texts)
     if numbers and texts:
         raise UserError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
     if numbers and names is not None:
         if not 0 <= numbers[0] <= numbers[-1] < len(names):
             wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
             raise UserError(f"{where}: the label {wrong} is not one of {len(names)} classes")
-        return Classes(tuple(names), {number: number for number in range(len(names))})
+        return Classes(tuple(names), {number: number for number in range(len(names))}, left_out)
     if numbers and numbers[0] < 0:
         raise UserError(
             f"{where}: the label {numbers[0]} is negative; the only negative label allowed is -1 (no label)"
@@ -99,9 +127,9 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
     numbering = {value: number for number, value in enumerate(ordered)}
     numbering |= {text: numbering[spelling] for text, spelling in spelled.items()}
     if not numbers or numbers[-1] == len(numbers) - 1:
-        return Classes(tuple(map(str, ordered)), numbering, alike_note(map(str, ordered)))
+        return Classes(tuple(map(str, ordered)), numbering, (*alike_note(map(str, ordered)), *left_out))
     note = (
         f"{where}: no class names are given and the labels are not 0, 1, 2, ...: "
         f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) become the classes and their names"
     )
-    return Classes(tuple(map(str, ordered)), numbering, (note,))
+    return Classes(tuple(map(str, ordered)), numbering, (note, *left_out))

@@ -19,32 +19,34 @@ Out: the entries, without opening an image.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-import pyarrow as pa
-
-from pipelines.spec import BoxFormat, FolderSource, quantity
+from pipelines.spec import FolderSource, quantity
 from ray_jobs.data.boxes import Box
 from ray_jobs.data.columns import SEVERAL
-from ray_jobs.data.masks import Mask
 from ray_jobs.sources import folder_masks
 from ray_jobs.sources.archives import containers, entries, roots
 from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.boxes.folders import COCO_FILE, Read, annotated, image_sets, splits_of
 from ray_jobs.sources.names import (
     SPLIT_WORDS,
+    UNSUPPORTED,
     WITHOUT_SPLIT,
     around_splits,
     extensions,
     left_out_notes,
+    listed,
+    says_splits,
     split_folders,
     split_in,
+    subject_note,
 )
-from ray_jobs.sources.readers.features import alike_note, one_spelling
+from ray_jobs.sources.readers.features import alike_note, check_labels, one_spelling
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
     OPTIONS,
@@ -67,6 +69,7 @@ from vit_model.errors import UserError
 EXTENSIONS = tuple(
     f".{name}" for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
+_KINDS = {".parquet": "hf_parquet", "-ubyte": "idx", ".tar": "webdataset", "tfrecord": "tfds", "data_batch": "cifar"}
 _AT_ONCE = 16
 _MOST_BYTES = 2**30  # of a table or of annotations; COCO's train2017 has 470 MB
 _UNLABELLED = "If the images have no labels, set source.labels: false"
@@ -95,13 +98,10 @@ class Entry(NamedTuple):
 class Listing(NamedTuple):
     """The content of a folder: entries sorted by key, sorted class names (none without labels), files left out."""
 
-    root: str
     class_names: tuple[str, ...]
     entries: tuple[Entry, ...]
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
     """Keys of files that are not images by their extension; hidden files are not listed."""
-    special: tuple[str, ...] = ()
-    """Keys of FIFOs, sockets and devices, which are never opened."""
     notes: tuple[str, ...] = ()
 
 
@@ -109,28 +109,41 @@ def arrange(
     root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
 ) -> Listing:
     """Return the labels and splits of the images in `files`, from `tables` or else from folders. Raises UserError."""
+    try:
+        return _arranged(root, files, tables, columns)
+    except UserError as error:
+        notes = () if tables or columns.label is None else unread_lists(files)
+        raise UserError(". ".join((str(error), *notes))) from None
+
+
+def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns) -> Listing:
     files = sorted(files)
     images = _images(root, files)
-    labelled = _from_tables(root, images, tables, columns) if tables else _without_tables(root, files, images, columns)
+    subjects: list[str] = []
+    if tables:
+        labelled = _from_tables(root, images, tables, columns, subjects)
+    else:
+        labelled = _without_tables(root, files, images, columns)
     check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     used = {*images, *tables}
     ignored = tuple(key for key in files if key not in used)
     if columns.label is None:
         entries = tuple(Entry(key, 0, split or "train", group) for key, _, split, group in sorted(labelled))
-        return Listing(str(root), (), entries, ignored)
+        return Listing((), entries, ignored)
     spelled = one_spelling(name for _, names, _, _ in labelled for name in names)
     class_names = tuple(sorted(set(spelled.values())))
+    check_labels(root, class_names)
     if tables:
         check_not_joined(root, class_names)
     if len(class_names) < 2:
-        inside = f"{str(root).rstrip('/')}/{''.join(class_names)}"
-        nested = not tables and all(key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images)
-        only = f"only the class {class_names[0]!r}" if class_names else "no labels"
-        raise UserError(
-            f"{root} has {only}: a classifier needs two classes or more. "
-            + (f"If the classes are the folders in it, set the root to {inside}" if nested else _UNLABELLED)
-            + "".join(f". {note}" for note in ([] if tables else unread_lists(files)))
-        )
+        only, advice = f"only the class {class_names[0]!r}" if class_names else "no labels", _UNLABELLED
+        if not tables and any("/" in f"/{key}".partition(f"/{class_names[0]}/")[2] for key in images):
+            at_top = all(key.startswith(f"{class_names[0]}/") for key in images)
+            inside = f"set the root to {str(root).rstrip('/')}/{class_names[0]}" if at_top else "move them up"
+            advice = f"If the classes are the folders in it, {inside}"
+        if any(key.lower().endswith(UNSUPPORTED) for key in files):
+            advice = f"Its files are {extensions(files)}"
+        raise UserError(f"{root} has {only}: a classifier needs two classes or more. {advice}")
     number = {name: label for label, name in enumerate(class_names)}
     numbered = [
         (key, sorted({number[spelled[name]] for name in names}), split, group)
@@ -143,7 +156,8 @@ def arrange(
     _check_given_splits(root, class_names, numbered)
     labels = {} if tables else {key: names[0] for key, names, _, _ in labelled}
     notes = (*check_class_folders(root, labels), *(() if tables else unread_lists(files)))
-    return Listing(str(root), class_names, entries, ignored, notes=notes)
+    notes += () if any(split for _, _, split, _ in labelled) else tuple(subjects)
+    return Listing(class_names, entries, ignored, notes)
 
 
 def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str], columns: Columns) -> list[_Labelled]:
@@ -157,7 +171,7 @@ def _without_tables(root: Path | str, files: Sequence[str], images: Sequence[str
         return _without_labels(root, images)
     check_not_detection(root, files, images)
     check_not_masks(root, images)
-    labelled = _from_folders(root, files, images)
+    labelled = _from_folders(root, images)
     return [(key, (name,), split, None) for key, name, split in labelled]
 
 
@@ -173,29 +187,22 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         with ThreadPoolExecutor(_AT_ONCE) as threads:  # on S3, each file is a request
             yield from threads.map(lambda key: containers.read_member(files, members[key], _MOST_BYTES), keys)
 
-    if source.masks is not None:
-        arranged = _with_outlines(source, sorted(members), read)
+    if source.masks is not None or source.boxes is not None:
+        arranged = _with_annotations(source, sorted(members), read)
     elif source.mask_classes is not None:
         arranged = _with_masks(source.root, sorted(members), read)
-    elif source.boxes is None:
-        columns = Columns(
-            source.image_column,
-            source.label_column if source.labels else None,
-            source.group,
-            source.multi_label,
-            source.label_separator,
-        )
+    else:
+        label = source.label_column if source.labels else None
+        columns = Columns(source.image_column, label, source.group, source.multi_label, source.label_separator)
         tables = check_tables(source.root, members, EXTENSIONS)
         arranged = arrange(source.root, list(members), dict(zip(tables, read(tables), strict=True)), columns)
-    else:
-        arranged = _with_boxes(source.root, sorted(members), source.boxes, read)
     rows = (
         entry._asdict()
         | entries.place(members[entry.key])
         | {"mask": None if entry.mask is None else entries.place(members[entry.mask])}
         for entry in arranged.entries
     )
-    notes = _notes(arranged._replace(special=special, ignored=(*arranged.ignored, *outside)), source.has_masks)
+    notes = _notes(arranged._replace(ignored=(*arranged.ignored, *outside)), special, source.has_masks)
     return entries.Listing(arranged.class_names, entries.table(rows), unusable=unusable, notes=notes)
 
 
@@ -216,11 +223,6 @@ def _members(
     )
 
 
-def masks(source: FolderSource, files: Files, rows: pa.Table) -> Iterator[Mask | UserError]:
-    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
-    yield from folder_masks.masks(files, rows)
-
-
 def _with_masks(root: Path | str, files: Sequence[str], read: Read) -> Listing:
     """Return the images that have masks, with the splits that their folders or lists name. Raises UserError."""
     images = _images(root, files)
@@ -234,35 +236,27 @@ def _with_masks(root: Path | str, files: Sequence[str], read: Read) -> Listing:
     found = tuple(Entry(key, 0, split, mask=of_images[key]) for key, split in splits.items())
     other = sorted(of_images.keys() - splits.keys())
     notes += left_out_notes({"without a mask": without, WITHOUT_SPLIT: other})
-    return Listing(str(root), (), found, (), notes=notes)
+    return Listing((), found, notes=notes)
 
 
-def _with_outlines(source: FolderSource, files: Sequence[str], read: Read) -> Listing:
-    """Return the images whose objects COCO's annotations outline. Raises UserError."""
-    root, names = source.root, source.mask_classes or ()
-    try:
-        found = annotated("coco", files, _images(root, files), read)
-        outlines = folder_masks.outlined(found.images, found.class_names, names)
-        arranged = tuple(
-            Entry(key, 0, found.splits[key], objects=objects)
-            for key, objects in zip(found.images, outlines, strict=True)
-        )
-    except UserError as error:
-        raise UserError(f"{root}: source.masks coco: {error}") from None
-    return Listing(str(root), (), arranged, (), notes=found.notes)
-
-
-def _with_boxes(root: Path | str, files: Sequence[str], form: BoxFormat, read: Read) -> Listing:
-    """Return the images that have annotations of boxes. Raises UserError."""
+def _with_annotations(source: FolderSource, files: Sequence[str], read: Read) -> Listing:
+    """Return the images that have annotations of boxes, or whose objects COCO's outline. Raises UserError."""
+    root, form = source.root, source.boxes or "coco"
     try:
         found = annotated(form, files, _images(root, files), read)
+        if source.mask_classes is not None:
+            outlines = folder_masks.outlined(found.images, found.class_names, source.mask_classes)
+            drawn = zip(found.images, outlines, strict=True)
+            arranged = tuple(Entry(key, 0, found.splits[key], objects=objects) for key, objects in drawn)
+            return Listing((), arranged, notes=found.notes)
     except UserError as error:
-        raise UserError(f"{root}: source.boxes {form}: {error}") from None
-    arranged = []
+        field = "boxes" if source.masks is None else "masks"
+        raise UserError(f"{root}: source.{field} {form}: {error}") from None
+    with_boxes = []
     for key, (boxes, of, _) in found.images.items():
         labels = sorted({box.label for box in boxes if not box.ignored})
-        arranged.append(Entry(key, SEVERAL, found.splits[key], None, labels, boxes, *(of or (None, None))))
-    return Listing(str(root), found.class_names, tuple(arranged), (), notes=found.notes)
+        with_boxes.append(Entry(key, SEVERAL, found.splits[key], None, labels, boxes, *(of or (None, None))))
+    return Listing(found.class_names, tuple(with_boxes), notes=found.notes)
 
 
 def _images(root: Path | str, files: Sequence[str]) -> list[str]:
@@ -270,11 +264,13 @@ def _images(root: Path | str, files: Sequence[str]) -> list[str]:
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
         counts = f": {extensions(files)}" if files else ""
-        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}")
+        kinds = [kind for form, kind in _KINDS.items() if any(form in key for key in files)]
+        other = f". Read such files with source.kind: {' or '.join(map(repr, kinds))}" if kinds else ""
+        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}{other}")
     return images
 
 
-def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
+def _notes(scanned: Listing, special: Sequence[str], has_masks: bool) -> tuple[str, ...]:
     notes = [*alike_note(scanned.class_names)] if scanned.class_names or has_masks else ["images without labels"]
     notes += scanned.notes
     if scanned.entries[0].boxes is not None:
@@ -289,15 +285,22 @@ def _notes(scanned: Listing, has_masks: bool) -> tuple[str, ...]:
             f"several labels per image: {sum(labels) / len(labels):.1f} on average; "
             f"{quantity(labels.count(0), 'image')} without labels"
         )
+    versions = Counter(entry.key.partition(".rf.")[0] for entry in scanned.entries if ".rf." in entry.key)
+    is_drawn = (scanned.class_names or has_masks) and not {"dev", "test"} <= {entry.split for entry in scanned.entries}
+    if is_drawn and max(versions.values(), default=0) > 1:
+        notes.append(
+            f"Roboflow's versions of {quantity(len(versions), 'image')} ({next(iter(versions))}.rf.*): a draw puts "
+            "them into different splits. Export without augmentation, or give train, valid and test"
+        )
     if scanned.ignored:
         notes.append(
             f"{quantity(len(scanned.ignored), 'file')} left out, not images by their extensions: "
             f"{extensions(scanned.ignored)}"
         )
-    if scanned.special:
+    if special:
         notes.append(
-            f"{quantity(len(scanned.special), 'file')} left out, not regular files but FIFOs, sockets or devices, such "
-            f"as {scanned.special[0]}"
+            f"{quantity(len(special), 'file')} left out, not regular files but FIFOs, sockets or devices, such as "
+            f"{special[0]}"
         )
     return tuple(notes)
 
@@ -321,14 +324,13 @@ def _around(paths: Sequence[str], is_annotated: bool) -> str:
     return "".join(f"{part}/" for part in common)
 
 
-def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str]) -> list[tuple[str, str, str | None]]:
+def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
     """Return (key, class, split) of each image, by the names of its folders."""
     loose = [key for key in images if "/" not in key]
     if loose:
-        renamed = "".join(f" {note}." for note in unread_lists(files))
         raise UserError(
-            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder."
-            f"{renamed} {_UNLABELLED}"
+            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder. "
+            f"{_UNLABELLED}"
         )
     splits = split_folders(images)
     if not splits:
@@ -337,11 +339,12 @@ def _from_folders(root: Path | str, files: Sequence[str], images: Sequence[str])
     others = sorted({key.partition("/")[0] for key in images} - set(splits))
     if others:
         raise UserError(
-            f"{root} mixes split folders ({', '.join(splits)}) and other folders ({', '.join(others)}). Put "
-            "each class folder into a split folder"
+            f"{root} mixes split folders ({', '.join(splits)}) and other folders ({', '.join(others)}). Put class "
+            "folders into a split folder, and move copies and images without labels out of the root; or, if these are "
+            "classes, rename the first"
         )
     if len(set(splits.values())) < len(splits):
-        raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them")
+        raise UserError(f"{root} has two folders for one split: {', '.join(splits)}. Merge them, or move one out")
     around = around_splits(images, splits)
     labelled: list[tuple[str, str, str | None]] = []
     for key in images:
@@ -360,46 +363,55 @@ def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
     """Return (key, no class, split, no group) of each image; the split is that of a split folder, or None."""
     check_not_masks(root, images)
     folders = split_folders(images)
-    found: list[_Labelled] = [
-        (key, (), folders.get(key.partition("/")[0]) if "/" in key else None, None) for key in images
-    ]
+    found: list[_Labelled] = [(key, (), folders.get(key.partition("/")[0]), None) for key in images]
     _check_all_or_none(root, found)
     return found
 
 
 def _from_tables(
-    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
+    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns, subjects: list[str]
 ) -> list[_Labelled]:
     """Return (key, class, split, group) from tables, which must list every image once.
 
-    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
+    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder. Add notes
+    on columns that could be the group to `subjects`.
     """
-    present, listed, folders = set(images), {}, split_folders(images)
-    missing = []
+    present, found, folders = set(images), {}, split_folders(images)
+    missing, cells = [], defaultdict[tuple[str, str | None], list[object]](list)
     for path in sorted(tables):
-        for row in read_table(path, tables[path], columns):
+        others: dict[str, list[object]] = {}
+        for row in read_table(path, tables[path], columns, others):
             if row.key not in present:
                 missing.append(row)
                 continue
-            if row.key in listed:
+            if row.key in found:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
-            inside = folders.get(row.key.partition("/")[0]) if "/" in row.key else None
+            inside = folders.get(row.key.partition("/")[0])
             split = inside if row.split is None else _split_named(row.split, row.where)
-            listed[row.key] = (row.key, row.labels, split, row.group)
+            found[row.key] = (row.key, row.labels, split, row.group)
+        for column, each in others.items():
+            cells[column, path if path.partition("/")[0] in folders else None] += each
+    for (column, _), each in cells.items():
+        if says_splits(column, each):
+            raise UserError(
+                f"{root}: the column {column!r} names splits ({listed(sorted({*map(str, each)}))}). Write them into a "
+                "column split, as train, val or test, or remove it"
+            )
+        subjects += () if columns.group else subject_note(column, each)
     if missing:
-        stems = {key.rpartition(".")[0]: key for key in images}
-        meant = stems.get(missing[0].key)
+        name = PurePosixPath(missing[0].key).name
+        alike = [repr(key) for key in images if name in (PurePosixPath(key).name, PurePosixPath(key).stem)]
         raise UserError(
             f"{missing[0].where}: {root} has no image {missing[0].key!r}; {quantity(len(missing), 'row')} without an"
-            f" image. {f'Write {meant!r}' if meant else 'Restore the files, or remove the rows'}"
+            f" image. {f'Did you mean {alike[0]}? ' if len(alike) == 1 else ''}Restore the files, or remove the rows"
         )
-    if unlisted := sorted(present - listed.keys()):
+    if unlisted := sorted(present - found.keys()):
         raise UserError(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
             f"such as {unlisted[0]!r}. Add a row for each, or remove the images"
         )
-    _check_all_or_none(root, listed.values())
-    return list(listed.values())
+    _check_all_or_none(root, found.values())
+    return list(found.values())
 
 
 def _check_all_or_none(root: Path | str, listed: Collection[_Labelled]) -> None:

@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from pipelines.spec import GlyphSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8
-from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, of_rows
 from vit_model.errors import UserError
 
 # The other fonts of the 40 in the wheel are not Unicode text fonts: LastResort has a placeholder box for every code
@@ -69,19 +69,10 @@ _RENDERED = 256  # images at a time
 def listing(source: GlyphSource, files: Files) -> Listing:
     """List images 0, 1, ... of the classes in turn: first train, then dev."""
     names = [glyph.name for glyph in _classes(files)]
-    entries = (
-        {
-            "key": f"glyph-{number:07d}",
-            "label": number % len(names),
-            "split": "train" if number < source.images else "dev",
-            "file": "",
-            "offset": number,
-            "length": 64,
-            "codec": "row",
-        }
-        for number in range(source.images + source.dev_images)
-    )
-    return Listing(tuple(names), table(entries), ImageSize(height=8, width=8, channels=1))
+    splits = ["train"] * source.images + ["dev"] * source.dev_images
+    keys = [f"glyph-{number:07d}" for number in range(len(splits))]
+    entries = of_rows(keys, [number % len(names) for number in range(len(splits))], splits, 64)
+    return Listing(tuple(names), entries, ImageSize(height=8, width=8, channels=1))
 
 
 def rows(source: GlyphSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

@@ -23,18 +23,17 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.names import names_splits, split_in, splits_of_files
+from ray_jobs.sources.names import says_splits, split_in, splits_of_files
 from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times
-_BATCH = 64  # rows at most; fewer if they could have more than IN_MEMORY bytes
+_BATCH = 64  # rows of images at most; fewer if they could have more than IN_MEMORY bytes
 _TEXT = (pa.string(), pa.large_string(), pa.string_view())
 _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
+_FEW = 20  # cells of a column, in which splits are looked for
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
-
-
 _Bytes = bytes | UserError  # of an image; or why it cannot be read
 
 
@@ -58,18 +57,18 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     columns: _Columns | None = None
     for name in splits:
         with _opened(files, name) as file:
-            columns_of_file = _columns(source, name, file.schema_arrow)
-            if columns is not None and columns_of_file != columns:
+            before, columns = columns, _columns(source, name, file.schema_arrow)
+            if before not in (None, columns):
                 raise UserError(f"{name}: its columns or classes differ from those of the files before it")
-            columns = columns_of_file
             groups[name] = _groups(name, file, columns.image)
-            values = _values(name, file, columns_of_file.label)
-            labels += [UNLABELLED if label is None else label for label in values]
+            values = _values(name, file, columns.label)
+            labels += (UNLABELLED if label is None else label for label in values)
             split_groups += _split_groups(source, name, file)
-            for column, cells in _cells_of_splits(name, file):
-                named[column, name if splits[name] else None] |= cells
+            for field in file.schema_arrow:
+                if _has_values(field.type) and field.name not in {columns.label, source.group}:
+                    named[field.name, name if splits[name] else None] |= _few_cells(name, file, field.name)
     for (column, _), cells in named.items():
-        if names_splits(cells):
+        if says_splits(column, cells):
             raise UserError(
                 f"column {column!r} names splits, but a file's split is in its name: write each split to a file of its "
                 "own, such as train.parquet and test.parquet"
@@ -81,10 +80,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
         for row, label, group in zip(_rows(names, groups), labels, split_groups, strict=True)
         if label != UNLABELLED
     )
-    notes = [*classes.notes, *left_out]
-    if unlabelled := labels.count(UNLABELLED):
-        notes.append(f"{unlabelled} images without a label are left out")
-    return Listing(classes.names, table(entries), notes=tuple(notes))
+    return Listing(classes.names, table(entries), notes=(*left_out, *classes.notes))
 
 
 def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[_Bytes]:
@@ -170,11 +166,15 @@ def _is_image(kind: pa.DataType) -> bool:
 
 def _check_values(field: str, column: str, name: str, kind: pa.DataType) -> None:
     """Raise UserError if the column of labels or groups is neither whole numbers nor text (nor booleans)."""
-    value = _plain(kind)
-    if pa.types.is_integer(value) or pa.types.is_boolean(value) or value in _TEXT:
+    if _has_values(kind):
         return
     more = ": multi-label is not supported yet" if field == "label" and pa.types.is_nested(kind) else ""
     raise UserError(f"source.{field}: column {column!r} of {name} is {kind}, not whole numbers or text{more}")
+
+
+def _has_values(kind: pa.DataType) -> bool:
+    value = _plain(kind)
+    return pa.types.is_integer(value) or pa.types.is_boolean(value) or value in _TEXT
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -224,31 +224,28 @@ def _split_groups(source: HfParquetSource, name: str, file: pq.ParquetFile) -> l
     if column not in schema.names:
         raise UserError(f"source.group: {name} has no column {column!r}; columns: {', '.join(schema.names)}")
     _check_values("group", column, name, schema.field(column).type)
-    groups = _values(name, file, column)
+    groups = [*_values(name, file, column)]
     if None in groups:
         raise UserError(f"source.group: row {groups.index(None)} of {name} has no {column}")
     return [str(group) for group in groups]
 
 
-def _cells_of_splits(name: str, file: pq.ParquetFile) -> Iterator[tuple[str, set[str]]]:
-    """Yield each column of text in which every cell names a split, and its cells."""
-    for field in file.schema_arrow if file.metadata.num_rows else ():
-        if _plain(field.type) in _TEXT and _name_splits(_values(name, file, field.name, first=1)):
-            cells = _values(name, file, field.name)
-            if _name_splits(cells):
-                yield field.name, {*cells}
+def _few_cells(name: str, file: pq.ParquetFile, column: str) -> set[Any]:
+    """Return the different cells of a column; none if they are as many as captions are."""
+    cells: set[Any] = set()
+    for cell in _values(name, file, column):
+        cells.add(cell)
+        if len(cells) > _FEW and split_in(str(cell)) is None:
+            return set()
+    return cells
 
 
-def _name_splits(cells: Sequence[str | None]) -> bool:
-    return all(cell is not None and split_in(cell) for cell in cells)
-
-
-def _values(name: str, file: pq.ParquetFile, column: str, first: int | None = None) -> list[Any]:
-    """Return whole numbers, text, or None; booleans as the text that they have in tables of labels."""
+def _values(name: str, file: pq.ParquetFile, column: str) -> Iterator[Any]:
+    """Yield whole numbers, text, or None; booleans as the text that they have in tables of labels."""
     try:
-        read = file.read(columns=[column]) if first is None else next(file.iter_batches(first, columns=[column]))
-        values = read.column(0).to_pylist()
-        return [json.dumps(value) if isinstance(value, bool) else value for value in values]
+        for batch in file.iter_batches(2**13, columns=[column]):
+            values = batch.column(0).to_pylist()
+            yield from (json.dumps(value) if isinstance(value, bool) else value for value in values)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error
 

@@ -12,18 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.spec import FASHION_MNIST, FASHION_MNIST_NAME, IdxSource
-from ray_jobs.data.images import content_id
+from pipelines.spec import FASHION_MNIST_NAME, IdxSource
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.entries import Files, Listing, of_rows
+from ray_jobs.sources.readers.features import split_by_pixels
 from vit_model.errors import UserError
 
 FILES = {
@@ -49,25 +47,20 @@ def listing(source: IdxSource, files: Files) -> Listing:
     """List the images of the wanted classes, with their splits.
 
     Raises:
-        UserError: see `read`; or another set, such as MNIST, whose files are called the same, would get the names of
-            Fashion-MNIST or of its classes, which are the defaults.
+        UserError: see `read`; or another set, such as MNIST, whose files are called the same, has Fashion-MNIST's name.
     """
-    if source.class_names == FASHION_MNIST or source.name == FASHION_MNIST_NAME:
-        name = FILES["test"][1]
-        if read_file(files, name)[: len(FIRST_LABELS)].tobytes() != FIRST_LABELS:
-            raise UserError(
-                f"{files[name]}: not Fashion-MNIST's labels. Set source.name and source.class_names, for MNIST to "
-                '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
-            )
+    name = FILES["test"][1]
+    first = read_file(files, name)[: len(FIRST_LABELS)].tobytes()
+    if source.name.startswith(FASHION_MNIST_NAME) and first != FIRST_LABELS:
+        raise UserError(
+            f"{files[name]}: not Fashion-MNIST's labels. Set source.name and source.class_names, for MNIST to "
+            '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
+        )
     images = _read(source, tuple(sorted(files.items())))
     height, width, channels = images.images.shape[1:]
-    entries = (
-        {"key": key, "label": label, "split": split, "file": "", "offset": row, "codec": "row"}
-        | {"length": height * width}
-        for row, (key, label, split) in enumerate(zip(images.keys, images.labels.tolist(), images.splits, strict=True))
-    )
+    entries = of_rows(images.keys, images.labels.tolist(), images.splits, height * width)
     size = ImageSize(height=height, width=width, channels=channels)
-    return Listing(tuple(source.class_names[label] for label in source.selected()), table(entries), size)
+    return Listing(tuple(source.class_names[label] for label in source.selected()), entries, size)
 
 
 def rows(source: IdxSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
@@ -99,7 +92,7 @@ def read(files: Files, num_classes: int, classes: Sequence[int]) -> Images:
         images.append(all_images[selected])
         labels.append(np.searchsorted(classes, all_labels[selected]))
         keys += [f"{split}-{row:06d}" for row in selected]
-        splits += [_split(split, image.tobytes()) for image in images[-1]]
+        splits += [split_by_pixels("vitflow idx", split, image, DEV_FRACTION) for image in images[-1]]
     if images[0].shape[1:] != images[1].shape[1:]:
         sizes = [f"{part.shape[1]} x {part.shape[2]}" for part in images]
         raise UserError(f"the images of train are {sizes[0]} pixels, but those of test {sizes[1]}")
@@ -160,9 +153,3 @@ def _read_pair(
             f"{labels_file} has the label {largest}, but source.class_names has names for 0 to {num_classes - 1}"
         )
     return images, labels
-
-
-def _split(part: str, pixels: bytes) -> str:
-    """Return an image's split, by its pixels alone: copies stay together, and the choice of classes has no effect."""
-    fraction = hash_fraction("vitflow idx", content_id(sha256(pixels).digest()))
-    return "dev" if part == "train" and fraction < DEV_FRACTION else part

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_jobs.sources.names import listed, names_splits
 from vit_model.errors import UserError
 
 METADATA = "metadata.csv"
@@ -79,10 +78,11 @@ def check_tables(root: object, files: Iterable[str], images: tuple[str, ...]) ->
     return tables
 
 
-def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
+def read_table(path: str, data: bytes, columns: Columns, others: dict[str, list[Any]]) -> Iterator[Row]:
     """Yield the rows of the table at `path`, without the white space around headers and values.
 
-    A header may differ from the name of its column in upper and lower case.
+    A header may differ from the name of its column in upper and lower case. Add the cells of the columns that are not
+    read to `others`, unless a column says the split.
 
     Raises UserError, with the row, if it is not such a table, a file name leads outside its folder, or a value is
     missing.
@@ -93,7 +93,8 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
     spelled = dict(zip(raw, header, strict=True))
     rows = [(where, {spelled[name]: value for name, value in row.items()}) for where, row in rows]
     _check_columns(path, header, rows, columns)
-    _check_split_column(path, header, rows, columns)
+    for column in () if "split" in header else [name for name in header if name not in _expected(columns)]:
+        others.setdefault(column, []).extend(row.get(column) for _, row in rows)
     folder = PurePosixPath(path).parent
     for where, row in rows:
         name = _text(where, columns.image, row.get(columns.image))
@@ -206,16 +207,6 @@ def _check_columns(path: str, header: Sequence[str], rows: Sequence[_Located], c
             f" image's classes into one column, as a list, and set source.multi_label: true"
         )
     raise UserError(f"{path} {' It '.join(problems)}{advice}")
-
-
-def _check_split_column(path: str, header: Sequence[str], rows: Sequence[_Located], columns: Columns) -> None:
-    """Raise UserError for splits in a column of another name: its test images could be drawn into train."""
-    for column in () if "split" in header else sorted({*header} - _expected(columns).keys()):
-        cells = {cell if isinstance(cell, str) else "" for cell in (row.get(column) for _, row in rows)}
-        if names_splits(cells):
-            raise UserError(
-                f"{path}: the column {column!r} names splits ({listed(sorted(cells))}). Call it split, or remove it"
-            )
 
 
 def _labels(where: str, columns: Columns, row: Mapping[str, Any]) -> tuple[str, ...]:

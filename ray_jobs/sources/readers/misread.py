@@ -20,7 +20,10 @@ _IMAGES_OF = {
     word: [image for image, others in MASKS.items() if word in others] for words in MASKS.values() for word in words
 }
 _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
-_PARTS = {"image", "images", "img", "imgs", "part", "parts", "batch", "batches", "fold", "folds", "chunk", "chunks"}
+_PARTS = {
+    *("image", "images", "img", "imgs", "part", "parts", "batch", "batches", "fold", "folds", "chunk", "chunks"),
+    *("ds", "dataset", "set", "sets", "shard", "shards"),
+}
 
 
 def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
@@ -30,14 +33,7 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
         parts = folder.split("/")
         for depth in range(1, len(parts)):
             folders["/".join(parts[:depth])].add(parts[depth])
-    of_splits: dict[str, list[str]] = {}
-    for folder, names in sorted(folders.items()):
-        splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
-        contained = {split_in(name): name for name in names}
-        if None not in contained:  # such as seg_train and seg_test, or val and test
-            splits |= contained  # type: ignore[arg-type]
-        if len(splits) > 1 and ("train" in splits or None not in contained):
-            of_splits[folder] = sorted(splits.values())
+    of_splits = {folder: found for folder, names in sorted(folders.items()) if (found := _of_splits(names))}
     if of_splits:
         first, *others = of_splits
         raise UserError(
@@ -47,24 +43,27 @@ def check_not_inside(root: Path | str, images: Iterable[str]) -> None:
         )
 
 
-def check_not_splits(root: Path | str, tops: Iterable[str]) -> None:
+def check_not_splits(root: Path | str, tops: Collection[str]) -> None:
     """Raise UserError for top folders that differ only in the name of a split, such as seg_train and seg_test."""
-    words = {top: words_in(top) for top in sorted(tops)}
+    if named := _of_one_form(tops):
+        others = listed(sorted({*tops} - {*named}))
+        problem = f"but not {others}. Move others out" if others else "but none of them is train. Add that folder"
+        raise UserError(f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them")
+
+
+def _of_splits(names: Collection[str]) -> list[str]:
+    """Return the names, sorted, if each contains a split and these differ; else those of one form."""
+    splits = {split_in(name) for name in names}
+    return sorted(names) if len(splits) > 1 and None not in splits else _of_one_form(names)
+
+
+def _of_one_form(names: Iterable[str]) -> list[str]:
+    """Return the names, sorted, that differ only in the name of a split, such as seg_train and seg_test."""
     forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for top, found in words.items():
-        if split_in(top) is not None:
-            forms[tuple("" if word in SPLIT_WORDS else word for word in found)].append(top)
-    for named in forms.values():
-        if len({split_in(top) for top in named}) > 1:
-            if others := sorted(words.keys() - set(named)):
-                problem = (
-                    f"{listed(others)} {'do' if others[1:] else 'does'} not. Move {'them' if others[1:] else 'it'} out"
-                )
-            else:
-                problem = "but none of them is train. Add that folder"
-            raise UserError(
-                f"{root}: {' and '.join(named)} name splits, {problem}; or, if these are classes, rename them"
-            )
+    for name in sorted(names):
+        if split_in(name) is not None:
+            forms[tuple("" if word in SPLIT_WORDS else word for word in words_in(name))].append(name)
+    return next((named for named in forms.values() if len({*map(split_in, named)}) > 1), [])
 
 
 def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
@@ -94,11 +93,11 @@ def check_not_masks(root: Path | str, images: Sequence[str]) -> None:
 
 
 def _masked(path: str) -> list[str]:
-    """Return what a path would be the mask of by its name: "a/1" of "a/1_mask", "a/img" of "a/label" (labelme)."""
+    """Return what a path may be the mask of by its name: "a/1" or "a/1_sat" of "a/1_mask", "a/img" of "a/label"."""
     folder, slash, name = path.rpartition("/")
     found = [f"{folder}{slash}{image}" for image in _IMAGES_OF.get(name.lower(), ())]
     match = _MASK.search(path)
-    return [*found, path[: match.start()]] if match else found
+    return [*found, *(path[: match.start()] + end for end in ("", "_sat", "_image", "_img"))] if match else found
 
 
 def check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
@@ -146,11 +145,10 @@ def _are_combined(parts: Mapping[str, Sequence[str]], counts: Mapping[str, int])
 
 
 def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note about folders inside class folders, from {key: class}.
+    """Return notes about folders inside class folders, and about classes of equal names, from {key: class}.
 
     Raises:
-        UserError: a class folder contains one named as another; or class folders whose names are a text and a number
-            are parts of a set by that text, or subjects, because they contain the same folders.
+        UserError: a class folder contains one named as another; or `_check_levels`.
     """
     folders: dict[str, set[str]] = {name: set() for name in sorted(set(labels.values()))}
     for key, name in labels.items():
@@ -162,28 +160,49 @@ def check_class_folders(root: Path | str, labels: Mapping[str, str]) -> tuple[st
                 f"{root}: class folder {name} contains folders named like other classes: "
                 f"{listed([f'{name}/{folder}' for folder in copied])}. Remove copies, or move images to their class"
             )
-    if len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1:
-        _check_numbered(root, folders)
-    inner = [f"{name}/{folder}" for name, inside in folders.items() for folder in sorted(inside) if folder]
-    if not inner:
-        return ()
-    count = quantity(len(inner), "folder")
-    return (f"{count} inside class folders, whose images have the outer folder's class: {listed(inner)}",)
+    _check_levels(root, folders)
+    notes = []
+    if inner := [f"{name}/{folder}" for name, inside in folders.items() for folder in sorted(inside) if folder]:
+        count = quantity(len(inner), "folder")
+        notes.append(f"{count} inside class folders, whose images have the outer folder's class: {listed(inner)}")
+    sizes = {*Counter(labels.values()).values()}
+    keys = {key.replace(f"{name}/", "", 1).rpartition(".")[0] for key, name in labels.items() if len(sizes) == 1}
+    if len(keys) > 1 and {len(keys)} == sizes and any(words_in(PurePosixPath(min(keys)).name)):
+        notes.append(
+            f"all classes have images of the same names, such as {min(keys)}: if these are versions of one image, such "
+            "as depth or a mask, they are not classes"
+        )
+    return tuple(notes)
 
 
-def _check_numbered(root: Path | str, folders: Mapping[str, Collection[str]]) -> None:
-    """Raise UserError if class folders that differ in numbers alone, with the folders in them, are something else."""
-    if _PARTS & {*words_in(next(iter(folders)))}:
+def _check_levels(root: Path | str, folders: Mapping[str, Collection[str]]) -> None:
+    """Raise UserError if class folders, with the folders in them, are something else.
+
+    They are parts of a set if their names say so (img_1, lung_image_sets with folders in it); first letters of classes
+    (a/abbey); or subjects, domains or versions if they contain the same folders (color/apple, grayscale/apple).
+    """
+    is_numbered = len(folders) > 1 and len({tuple(words_in(name)) for name in folders}) == 1
+    inner = Counter(folder for inside in folders.values() for folder in inside)
+    are_several = is_numbered or len(inner) > len(folders)
+    if folders and are_several and all(_PARTS & {*words_in(name)} for name in folders):
         raise UserError(
             f"{root}: {listed([*folders])} look like parts of one dataset, not classes. Add a {METADATA} with the "
             "label of each image; or, if these are classes, rename them"
         )
-    counts = Counter(top for inside in folders.values() for top in {folder.partition("/")[0] for folder in inside})
-    common = sorted(top for top, number in counts.items() if top and number > 1)
-    if len(common) > 1 and not counts[""]:
+    if not inner or inner[""]:
+        return
+    if all({folder[0].lower() for folder in inside} == {name.lower()} for name, inside in folders.items()):
+        raise UserError(
+            f"{root}: {listed([*folders])} are the first letters of the folders in them, such as {next(iter(inner))}. "
+            "If these are the classes, move them up; otherwise, move the images up"
+        )
+    common = sorted(folder for folder, number in inner.items() if number > 1)
+    are_chunks = not is_numbered and not any(word for folder in common for word in words_in(folder.rpartition("/")[2]))
+    if len(common) > 1 and not are_chunks:
         raise UserError(
             f"{root}: {listed([*folders])} contain the same folders ({listed(common)}), so either level could be the "
-            f"classes. Add a {METADATA} with the label of each image, and a `group` if the outer ones are subjects"
+            f"classes. Set the root to one of the outer folders; or add a {METADATA} with the label of each image, and "
+            "a `group` if the outer ones are subjects; or, if they are the classes, move the images up into them"
         )
 
 
@@ -192,7 +211,8 @@ def unread_lists(files: Iterable[str]) -> tuple[str, ...]:
     found = [
         key
         for key in files
-        if key.endswith((".csv", ".jsonl", ".parquet"))
+        if key.endswith((".csv", ".tsv", ".xlsx", ".jsonl", ".parquet"))
+        or (key.endswith(".json") and "/" not in key)
         or (key.endswith(".txt") and not SPLIT_WORDS.keys().isdisjoint(words_in(PurePosixPath(key).name)))
     ]
     if not found:

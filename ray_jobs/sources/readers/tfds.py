@@ -73,8 +73,6 @@ def listing(source: TfdsSource, files: Files) -> Listing:
         )
         if value != UNLABELLED
     )
-    if unlabelled := labels.count(UNLABELLED):
-        notes.append(f"{unlabelled} images without a label are left out")
     return Listing(classes.names, table(entries), notes=tuple(notes))
 
 

@@ -155,7 +155,7 @@ def _label(field: str, data: bytes | UserError) -> int | str:
 def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
     """Return the classes of the labels that occur. Raises UserError."""
     if source.class_names is None:
-        classes = classes_of(present, None, f"field {source.label!r}")
+        classes = classes_of([*present], None, f"field {source.label!r}")
         if len(classes.names) < 2:
             raise UserError(f"{source.root} has {len(classes.names)} classes, but a classifier needs two or more")
         return classes

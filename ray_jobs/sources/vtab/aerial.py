@@ -5,6 +5,7 @@ In: EuroSAT's zip; Resisc45's RAR or zip. Neither has an official split: VTAB cu
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePosixPath
 
 from pipelines.spec.vtab import VtabSource
@@ -24,10 +25,8 @@ intersection island lake meadow medium_residential mobile_home_park mountain ove
 railway_station rectangular_farmland river roundabout runway sea_ice ship snowberg sparse_residential stadium
 storage_tank tennis_court terrace thermal_power_station wetland
 """
-CLASS_NAMES: dict[str, tuple[str, ...]] = {
-    "eurosat": tuple(_EUROSAT.split()),
-    "resisc45": tuple(_RESISC45.split()),
-}
+CLASS_NAMES: dict[str, tuple[str, ...]] = {"eurosat": tuple(_EUROSAT.split()), "resisc45": tuple(_RESISC45.split())}
+_IMAGE = re.compile(r"(?:.*/)?([^/]+)/\1_\d+\.jpg")
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
@@ -36,8 +35,8 @@ def listing(source: VtabSource, files: Files) -> Listing:
     [archive] = files
     keys, labels, members = [], [], []
     for member in containers.members(files, archive):
-        if label := class_of(member.path):
-            if label not in names:
+        if match := _IMAGE.fullmatch(member.path):
+            if (label := match[1]) not in names:
                 raise UserError(f"{archive} has {member.path}, but {source.name} has no class {label!r}")
             keys.append(f"{label}_{PurePosixPath(member.path).name}")
             labels.append(names.index(label))
@@ -45,11 +44,3 @@ def listing(source: VtabSource, files: Files) -> Listing:
     if not keys:
         raise UserError(f"{archive} contains no images <class>/<class>_<number>.jpg of {source.name}")
     return splits.listing(source, names, {"train": Records(keys, labels, members)})
-
-
-def class_of(path: str) -> str | None:
-    """Return the class of a member `<class>/<class>_<number>.jpg` below any folder; None for other members."""
-    folder, name = PurePosixPath(path).parent.name, PurePosixPath(path).name
-    stem, _, number = name.removesuffix(".jpg").rpartition("_")
-    is_image = name.endswith(".jpg") and number.isdecimal() and stem == folder
-    return stem if is_image else None

@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_jobs.data.images import translate_errors
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Member
 from ray_jobs.sources.vtab.splits import Records
@@ -54,17 +55,12 @@ def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
     Raises:
         UserError: the reason (stored in the quarantine) why it cannot be decoded.
     """
-    try:
-        # Pillow reads only the header here; OpenCV would allocate the memory for any size that it claims.
-        with open_image(image) as opened:
-            small = opened.width * opened.height <= MAX_PIXELS
-            if small and opened.format == "GIF":  # which only some versions of OpenCV read
-                return np.ascontiguousarray(np.asarray(opened.convert("RGB"))[..., ::-1])
-    # Pillow's readers raise many types of exceptions, see ray_jobs.data.images
-    except Exception as error:
-        raise UserError(f"not an image: {error}") from error
-    if not small:
-        raise UserError("too many pixels (bomb)")
+    # Pillow reads only the header here; OpenCV would allocate the memory for any size that it claims.
+    with translate_errors(), open_image(image) as opened:
+        if opened.width * opened.height > MAX_PIXELS:
+            raise UserError("too many pixels (bomb)")
+        if opened.format == "GIF":  # which only some versions of OpenCV read
+            return np.ascontiguousarray(np.asarray(opened.convert("RGB"))[..., ::-1])
     cv2.setNumThreads(1)  # a task has one core
     flags = cv2.IMREAD_COLOR | (cv2.IMREAD_ANYDEPTH if upright else cv2.IMREAD_IGNORE_ORIENTATION)
     try:

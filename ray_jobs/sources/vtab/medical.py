@@ -36,7 +36,8 @@ def listing(source: VtabSource, files: Files) -> Listing:
     """List the records that VTAB uses. Raises UserError for files that are not in their authors' format."""
     names = CLASS_NAMES[source.task]
     if source.task == "patch_camelyon":
-        parts = {part: _pcam_records(files, part) for part in _PCAM}
+        labels = {part: _tumours(files, part).tolist() for part in _PCAM}
+        parts = {part: Records([f"{_PCAM[part]}_{n}" for n in range(len(each))], each) for part, each in labels.items()}
         return splits.listing(source, names, parts, image=ImageSize(height=PATCH, width=PATCH, channels=3))
     raw = "raw pixels: VTAB's are scaled, sharpened and cropped (btgraham-300); not comparable with published results"
     note = raw if source.pixels == "raw" else "pixels: btgraham-300, JPEG of quality 72, as TFDS makes them"
@@ -66,11 +67,6 @@ def _tumours(files: Files, part: str) -> NDArray[np.integer]:
     """Return the labels of a part [n]; 1: the inner 32 x 32 pixels contain tumour tissue."""
     file = f"camelyonpatch_level_2_split_{_PCAM[part]}_y.h5.gz"
     return read_array(files, file, "y", np.integer, (None, 1, 1, 1)).reshape(-1)
-
-
-def _pcam_records(files: Files, part: str) -> Records:
-    labels = _tumours(files, part)
-    return Records([f"{_PCAM[part]}_{number}" for number in range(len(labels))], labels.tolist())
 
 
 # ------------------------------------------------------------------------------------------------- Retinopathy

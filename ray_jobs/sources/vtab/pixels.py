@@ -7,14 +7,13 @@ is not an image, is damaged, or has more than MAX_PIXELS pixels; its messages ar
 from __future__ import annotations
 
 import io
-import warnings
 from typing import cast
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
+from ray_jobs.data.images import translate_errors
 from ray_jobs.sources.vtab.archives import decode_bgr, encode_jpeg
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, open_image
@@ -54,25 +53,12 @@ def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def without_alpha(image: bytes) -> bytes:
     """Return a PNG with its stored colours and without alpha; the file itself if nothing is transparent."""
-    pixels = _decoded(image)
-    if pixels.mode != "RGBA" or pixels.getchannel("A").getextrema() == (255, 255):
-        return image
-    data = io.BytesIO()
-    pixels.convert("RGB").save(data, "PNG")
+    with translate_errors(), open_image(image, ("PNG",)) as opened:
+        if opened.width * opened.height > MAX_PIXELS:
+            raise UserError("too many pixels (bomb)")
+        opened.load()
+        if opened.mode != "RGBA" or opened.getchannel("A").getextrema() == (255, 255):
+            return image
+        data = io.BytesIO()
+        opened.convert("RGB").save(data, "PNG")
     return data.getvalue()
-
-
-def _decoded(data: bytes) -> Image.Image:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with open_image(data, ("PNG",)) as image:
-                small = image.width * image.height <= MAX_PIXELS
-                if small:
-                    image.load()
-        # Pillow's readers raise many types of exceptions
-        except Exception as error:
-            raise UserError(f"not a PNG, or damaged: {error}") from error
-    if not small:
-        raise UserError("too many pixels (bomb)")
-    return image

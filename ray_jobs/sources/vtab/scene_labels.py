@@ -118,11 +118,12 @@ def _drives(date: str, numbers: str) -> frozenset[str]:
 
 
 # As TFDS draws them (NumPy's legacy seed 123, 14 test drives of the 141 sorted names, then 14 of the others).
-TEST_DRIVES = (
+_TEST = (
     _drives("2011_09_26", "0001 0011 0070 0087")
     | _drives("2011_09_28", "0001 0070 0094 0102 0154 0167 0185 0199 0204")
     | _drives("2011_10_03", "0047")
 )
-VALIDATION_DRIVES = _drives("2011_09_26", "0027 0035 0052 0057 0079 0084") | _drives(
+_VALIDATION = _drives("2011_09_26", "0027 0035 0052 0057 0079 0084") | _drives(
     "2011_09_28", "0016 0021 0043 0138 0143 0146 0162 0165"
 )
+PARTS = dict.fromkeys(_TEST, "test") | dict.fromkeys(_VALIDATION, "validation")

@@ -86,14 +86,8 @@ def _kitti(files: Files) -> dict[str, Records]:
             label = scene_labels.kitti_label(text)
         except ValueError as error:
             raise UserError(f"data_object_label_2.zip: {number:06d}.txt: {error}") from error
-        by_part[_part(drive)].append((f"{number:06d}.png", label, images.get(number)))
+        by_part[scene_labels.PARTS.get(drive, "train")].append((f"{number:06d}.png", label, images.get(number)))
     return {part: _records(rows) for part, rows in by_part.items()}
-
-
-def _part(drive: str) -> str:
-    if drive in scene_labels.TEST_DRIVES:
-        return "test"
-    return "validation" if drive in scene_labels.VALIDATION_DRIVES else "train"
 
 
 def _numbered(files: Files, archive: str, folder: str, extension: str) -> dict[int, Member]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.sources.archives.entries import Listing, Member, Unusable, table
+from ray_jobs.sources.archives.entries import Listing, Member, Unusable, place, table
 from vit_model.errors import UserError
 
 PARTS = ("train", "validation", "test")
@@ -204,8 +204,7 @@ def listing(
             size = image.height * image.width * image.channels
             rows.append(row | {"file": "", "offset": starts[part] + number, "length": size, "codec": "row"})
         elif member := records.members[number]:
-            place = {name: getattr(member, name) for name in ("file", "offset", "length", "codec")}
-            rows.append(row | place)
+            rows.append(row | place(member))
         else:
             unusable.append(Unusable(key, "not in the archive"))
     confirmed = incomplete or (_confirmed(task, keys, in_vtab_1k, membership),)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives import containers
-from ray_jobs.sources.archives.arrays import read_array, read_norb
+from ray_jobs.sources.archives.arrays import fitting, read_array, read_norb
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
@@ -105,19 +105,13 @@ def _latents(files: Files) -> NDArray[np.int64]:
 def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
     """Return instance, elevation, azimuth and lighting [n, 4] of the pairs in one of SmallNORB's two parts."""
     name = f"{_NORB_FILES[part]}-info.mat.gz"
-    info = read_norb(files, name)
-    if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
-        raise UserError(f"{name} is {info.dtype} {info.shape}; expected int32 [n, 4]")
-    return info
+    return fitting(read_norb(files, name), name, np.int32, (None, 4))
 
 
 def _norb_images(files: Files, part: str) -> NDArray[np.uint8]:
     """Return the pairs of images [n, 2, 96, 96] of a part."""
     name, size = f"{_NORB_FILES[part]}-dat.mat.gz", len(_norb_info(files, part))
-    pairs = read_norb(files, name)
-    if pairs.dtype != np.uint8 or pairs.shape != (size, 2, NORB, NORB):
-        raise UserError(f"{name} is {pairs.dtype} {pairs.shape}; expected uint8 {(size, 2, NORB, NORB)}")
-    return pairs
+    return fitting(read_norb(files, name), name, np.uint8, (size, 2, NORB, NORB))
 
 
 def _norb_records(source: VtabSource, files: Files, part: str) -> Records:

@@ -436,6 +436,15 @@ def test_the_card_says_what_is_in_the_dataset(
         assert (sheet.height, sheet.width % 114) == (2 * 114, 0), "a line a class, pictures of 112 pixels"
 
 
+def test_images_of_12_bits_that_are_stored_in_16_are_told(tmp_path: Path, in_process: None) -> None:
+    put_images(root := tmp_path / "images", 0, 20)
+    for path in sorted(root.rglob("*.*")):
+        Image.fromarray(np.random.default_rng(len(path.name)).integers(0, 2**12, (24, 20), np.uint16)).save(path, "PNG")
+    store = open_store(str(tmp_path / "store"))
+    dataset = dataset_of(store, context_of(store, stage(root).model_copy(update={"max_distance": None})))
+    assert "is lighter than 15 of 255" in (dataset.folder / "card.md").read_text()
+
+
 def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
     tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,11 @@ def boxes(found: Annotated) -> dict[str, list[Box]]:
 LAYOUTS: list[tuple[Format, dict[str, bytes], dict[str, list[Box]]]] = [
     ("coco", {"train/_annotations.coco.json": dataset()}, {"train/a.jpg": [DOG], "train/b.jpg": []}),
     ("coco", {"annotations/instances_val2017.json": dataset()}, {"val2017/a.jpg": [DOG], "val2017/b.jpg": []}),
+    (  # as Label Studio writes it on Windows
+        "coco",
+        {"result.json": dataset(images=[{"id": 7, "file_name": r"C:\x\images\a.jpg", "width": 100, "height": 50}])},
+        {"images/a.jpg": [DOG]},
+    ),
     ("yolo", {"labels/train/a.txt": YOLO, "data.yaml": NAMES}, {"images/train/a.jpg": [DOG], "images/train/b.jpg": []}),
     ("yolo", {"train/labels/a.txt": YOLO, "data.yaml": NAMES}, {"train/images/a.jpg": [DOG]}),
     ("yolo", {"a.txt": YOLO, "classes.txt": b"cat\r\ndog\r\n"}, {"a.jpg": [DOG]}),
@@ -82,6 +87,11 @@ SPLITS: list[tuple[Format, dict[str, bytes], dict[str, str | None]]] = [
         "yolo",  # lists alone
         {"labels/a.txt": YOLO, "classes.txt": b"cat\ndog", "train.txt": b"images/a.jpg", "test.txt": b"images/b.jpg"},
         {"images/a.jpg": "train", "images/b.jpg": "test"},
+    ),
+    (
+        "yolo",  # as CVAT writes YOLO 1.1
+        {"obj_train_data/a.txt": YOLO, "obj.names": b"cat\ndog\n", "train.txt": b"data/obj_train_data/a.jpg\n"},
+        {"obj_train_data/a.jpg": "train"},
     ),
     (
         "yolo",  # as Roboflow writes it for a data set without test images
@@ -155,8 +165,10 @@ def test_what_boxes_may_mean_otherwise_is_noted() -> None:
         " bbox is x, y, width, height",
     )
     from_0 = VOC.replace("<xmin>11</xmin>", "<xmin>0</xmin>").encode()
-    (note,) = read("voc", {"a.xml": from_0, "a.jpg": b""}).notes
-    assert note.startswith("1 box begins at 0, but VOC's pixels count from 1")
+    difficult, note = read("voc", {"a.xml": from_0, "a.jpg": b""}).notes
+    assert difficult == "1 class without a box: dog" and note.startswith(
+        "1 box begins at 0, but VOC's pixels count from 1"
+    )
     yolo = {"labels/a.txt": YOLO, "images/a.jpg": b"", "data.yaml": NAMED + b"train: images\ntest: none\n"}
     assert read("yolo", yolo | {"labels/A.txt": YOLO, "labels/classes.txt": b"cat\ndog"}).notes == (
         "data.yaml: no image here is in test: none",
@@ -168,6 +180,8 @@ def test_what_boxes_may_mean_otherwise_is_noted() -> None:
 FORMS: list[tuple[Format | None, list[str]]] = [
     ("coco", ["train/_annotations.coco.json", "train/a.jpg"]),
     ("yolo", ["data.yaml", "images/train/a.jpg", "labels/train/a.txt", "images/val/b.jpg"]),
+    ("yolo", ["images/train2017/a.jpg", "labels/train2017/a.txt", "images/val2017/a.jpg"]),
+    ("yolo", ["obj.names", "obj_train_data/a.jpg", "obj_train_data/a.txt"]),
     ("voc", ["JPEGImages/a.jpg", "Annotations/a.xml"]),
     ("kitti", ["training/image_2/1.png", "training/label_2/1.txt"]),
     (None, ["cat/a.jpg", "cat/a.txt", "dog/b.jpg", "classes.txt"]),  # captions in class folders
@@ -198,9 +212,20 @@ FAULTS: list[tuple[Format, dict[str, bytes], str]] = [
     ("coco", {"a.json": dataset(), "a.jpg": b""}, "a.json: image b.jpg: there is none"),
     (
         "coco",
+        {"a.json": dataset(images=[{"id": 7, "file_name": "val/a.jpg"}]), "a.jpg": b""},
+        "val/a.jpg: there is none",
+    ),
+    (
+        "coco",
         {"a.json": dataset(annotations=[{"image_id": 7, "category_id": 17, "bbox": [0.1, 0.1, 0.5, 0.5]}])}
         | {"a.jpg": b"", "b.jpg": b""},
         "all boxes lie within the first pixel; expected pixels",
+    ),
+    (
+        "coco",  # as CVAT writes masks of its brush
+        {"a.json": dataset(annotations=[{"image_id": 7, "category_id": 17, "bbox": [0, 0, 9, 9], "iscrowd": 1}])}
+        | {"a.jpg": b"", "b.jpg": b""},
+        "1 of 1 objects have iscrowd: 1, which means a region to ignore. CVAT writes it",
     ),
     (
         "yolo",

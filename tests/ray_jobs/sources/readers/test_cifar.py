@@ -1,6 +1,5 @@
 """CIFAR's archives, small ones in their authors' format; its pickles as Python 2 wrote them."""
 
-import io
 import pickle
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipelines.files.sources import source_files
-from pipelines.spec import CifarSource, RecipeError
+from pipelines.spec import CifarSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files
 from tests.support.archives import tar
@@ -62,13 +61,6 @@ def test_both_versions_are_the_same_data_set(tmp_path: Path) -> None:
     assert listings[0] == listings[1]
 
 
-def test_the_pickles_of_this_test_are_real_ones() -> None:
-    """A general unpickler reads them: with the encoding that Python 2's need."""
-    content = members(10, "python")["cifar-10-batches-py/data_batch_1"]
-    found = pickle.load(io.BytesIO(content), encoding="latin1")
-    np.testing.assert_array_equal(found["data"], planes(batches(10)[0][1]))
-
-
 @pytest.mark.parametrize(
     ("path", "content", "message"),
     [
@@ -77,11 +69,7 @@ def test_the_pickles_of_this_test_are_real_ones() -> None:
             python2({"data": planes(made(10, 0, 2)[0]), "labels": [1]}),
             "data_batch_3: expected a list with one label for each of its",
         ),
-        (
-            "data_batch_3",
-            python2({"data": planes(made(10, 0, 1)[0]), "labels": [10]}),
-            "labels outside 0 to 9",
-        ),
+        ("data_batch_3", python2({"data": planes(made(10, 0, 1)[0]), "labels": [10]}), "labels outside 0 to 9"),
         ("data_batch_3", python2({"data": [1], "labels": [1]}), "does not contain data of uint8"),
         ("data_batch_3", pickle.dumps(Path("x"), 2), r"data_batch_3: .* refers to pathlib"),
         ("batches.meta", python2({"label_names": ["a"]}), "has 1 names, but CIFAR-10 has 10 classes"),
@@ -97,8 +85,3 @@ def test_what_does_not_fit_is_refused_by_name(path: str, content: bytes | None, 
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(tar(found, "w:gz"))
     with pytest.raises(ValueError, match=message):
         catalog.listing(*source(tmp_path, 10))
-
-
-def test_a_folder_without_it_is_named_when_the_recipe_is_planned(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"neither cifar-10-python\.tar\.gz nor"):
-        source(tmp_path, 10)

@@ -63,6 +63,20 @@ def test_class_folders(tmp_path: Path) -> None:
     assert listing.ignored == ("cat/notes.txt",) and [entry.label for entry in listing.entries] == [0, 1]
 
 
+def test_versions_of_images_as_classes_are_told_and_numbered_images_are_not(tmp_path: Path) -> None:
+    [note] = scan(touch(tmp_path / "a", *(f"{name}/{n}.png" for name in ("rgb", "depth") for n in ("x1", "x2")))).notes
+    assert note.startswith("all classes have images of the same names, such as x1")
+    assert not scan(touch(tmp_path / "b", *(f"{name}/{n}.png" for name in ("cat", "dog") for n in ("1", "2")))).notes
+
+
+def test_versions_of_one_image_that_a_draw_would_separate_are_told(tmp_path: Path) -> None:
+    touch(tmp_path, "train/a/1_jpg.rf.01.jpg", "train/a/1_jpg.rf.02.jpg", "train/b/2.jpg", "valid/b/3.jpg")
+    source = FolderSource(kind="folder", root=str(tmp_path))
+    assert listed(source).notes[0].startswith("Roboflow's versions of 1 image (train/a/1_jpg.rf.*): a draw puts")
+    touch(tmp_path, "test/a/4.jpg")
+    assert not listed(source).notes
+
+
 def test_split_folders_in_any_case(tmp_path: Path) -> None:
     keys = ("Training/a/1.png", "Training/b/2.png", "VALID/a/3.png", "test/b/4.png")
     listing = scan(touch(tmp_path, *keys))
@@ -79,6 +93,7 @@ def test_split_folders_in_any_case(tmp_path: Path) -> None:
         ("training_set", "holdout"),
         ("train_images", "val_images", "Test images"),
         ("train2", "eval"),
+        ("TrainData", "TestData"),
     ],
 )
 def test_top_folders_that_contain_splits_are_no_classes(tops: tuple[str, ...], tmp_path: Path) -> None:
@@ -180,6 +195,20 @@ def test_tables_are_read_wherever_they_are(tmp_path: Path) -> None:
         scan(tmp_path)
 
 
+def test_tables_are_checked_together_for_splits_and_for_subjects_with_several_images(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.png", "a/2.png", "b/3.png")
+    metadata(tmp_path, "file_name,label,PatientID,part\n1.png,x,p1,train\n2.png,y,p2,train\n", "a/metadata.csv")
+    metadata(tmp_path, "file_name,label,PatientID,part\n3.png,x,p1,test\n", "b/metadata.csv")
+    with pytest.raises(UserError, match=r"the column 'part' names splits \(test, train\)"):
+        scan(tmp_path)
+    for folder in "ab":
+        table = (tmp_path / folder / "metadata.csv").read_text()
+        metadata(tmp_path, table.replace("part", "phase").replace("test", "train"), f"{folder}/metadata.csv")
+    [note] = scan(tmp_path).notes
+    assert note.startswith("column 'PatientID' has 2 values for 3 images; with source.group: PatientID, the images of")
+    assert not scan(tmp_path, Columns(group="PatientID")).notes
+
+
 @pytest.mark.parametrize("name", ["metadata.json", "a/Metadata.csv", "metadata.tsv", "b/metadata.csv.gz"])
 def test_a_table_that_is_not_read_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{name} is not a table that can be read; expected metadata.csv"):
@@ -201,8 +230,7 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
         listed(source)
     (tmp_path / "metadata.jsonl").unlink()
     with pytest.raises(
-        ValueError,
-        match=r"image_column: 'image' needs metadata\.csv, .* or metadata\.parquet, but .* contains none",
+        ValueError, match=r"image_column: 'image' needs metadata\.csv, .* or metadata\.parquet, but .* contains none"
     ):
         listed(source)
 
@@ -254,15 +282,15 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
     [
         ((), "has no images"),
         (("a/readme.txt",), "has no images"),
+        (("train-images-idx3-ubyte.gz", "x.parquet"), "Read such files with source.kind: 'hf_parquet' or 'idx'"),
         (
             ("a/1.png", "a/2.png"),
             "only the class 'a': a classifier needs two classes or more. If the images have no labels, set",
         ),
         (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
-        (
-            ("pets/train/cat/1.png", "pets/train/dog/2.png"),
-            r"only the class 'pets'.*set the root to .*/pets$",
-        ),
+        (("pets/train/cat/1.png", "pets/train/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
+        (("cat/1.png", "dog/2.HEIC"), "Its files are .png 1, .heic 1; to use the .heic files, convert"),
+        (("train/Images/0/1.png", "test/Images/2.png"), r"only the class 'Images'.*the folders in it, move them up$"),
         (
             ("annotations/instances_train2017.json", "train2017/1.jpg", "val2017/2.jpg"),
             r"the layout of COCO, a detection data set \(annotations/instances_train2017.json\).*one label",
@@ -278,7 +306,12 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("images/1.png", "masks/1.png", "more/1.png"),
             r"the layout of a segmentation data set \(images, masks, more\)",
         ),
+        (("Original/1.png", "Ground Truth/1.png"), r"a segmentation data set \(Ground Truth, Original\)"),
+        (("train/images/1.png", "train/targets/1_target.png"), "the layout of a segmentation data set"),
+        (("Task1_Training_Input/1.jpg", "Task1_Training_GroundTruth/1.png"), "the layout of a segmentation data set"),
+        (("leftImg8bit/train/x/1.png", "gtFine/train/x/1.png"), "the layout of a segmentation data set"),
         (("JPEGImages/1.jpg", "SegmentationClass/1.png"), "the layout of a segmentation data set"),
+        (("train/1_sat.jpg", "train/1_mask.png"), "such as train/1_mask.png of train/1_sat.jpg. Remove"),
         (("x_json/img.png", "x_json/label.png", "y_json/img.png"), "x_json/label.png of x_json/img.png. Remove"),
         (
             ("VOC2007/JPEGImages/1.jpg", "VOC2007/SegmentationClass/1.png", "VOC2012/JPEGImages/2.jpg"),
@@ -290,20 +323,17 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
         ),
         (
             ("seg_train/a/1.png", "seg_train/b/1.png", "seg_test/a/2.png", "seg_pred/3.png"),
-            r"seg_test and seg_train name splits, seg_pred does not. Move it out; or",
+            r"seg_test and seg_train name splits, but not seg_pred. Move others out; or",
         ),
         (
             ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
             r"cat, dog contain split folders \(test, train\)\. Set the root to one of these folders",
         ),
-        (
-            ("my_train/train/a/1.png", "my_train/test/b/1.png"),
-            r"my_train contains split folders \(test, train\)",
-        ),
+        (("my_train/train/a/1.png", "my_train/test/b/1.png"), r"my_train contains split folders \(test, train\)"),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'.* set source.labels: false"),
         (
             ("labels.csv", "1.png"),
-            "labels.csv is not read: if it lists labels or splits, write them into a metadata.csv. If the images",
+            "labels: false. labels.csv is not read: if it lists labels or splits, write them into a metadata.csv",
         ),
         (
             ("images/1.png", "train.csv", "test.csv", "meta/val_list.txt"),
@@ -313,30 +343,38 @@ def test_fields_that_came_later_are_not_in_old_keys() -> None:
             ("cells/sick/1.png", "sick/1.png", "well/2.png"),
             "class folder cells contains folders named like other classes: cells/sick. Remove copies, or",
         ),
+        (("cat/1.png", "dog/2.png", "no_label/3.png"), "'no_label' looks like a mark for images without a label"),
+        (("train/a/1.png", "train/Unlabeled/2.png"), "'Unlabeled' looks like a mark for images without a label"),
         (("ham_part_1/1.png", "ham_part_2/2.png"), "ham_part_1, ham_part_2 look like parts of one dataset"),
         (
             ("00/palm/1.png", "00/fist/2.png", "01/palm/3.png", "01/fist/4.png"),
             r"00, 01 contain the same folders \(fist, palm\), so either level could be the classes",
         ),
         (
+            [f"{form}/{leaf}/1.png" for form in ("color", "grayscale", "segmented") for leaf in ("scab", "rust")],
+            r"color, grayscale, segmented contain the same folders \(rust, scab\).* Set the root to one of the outer",
+        ),
+        (
+            ("a/abbey/1.png", "a/alley/out/1.png", "b/bar/2.png"),
+            "a, b are the first letters of the folders in them, such",
+        ),
+        (("lung_sets/a/1.png", "colon_sets/b/2.png", "colon_sets/c/2.png"), "look like parts of one dataset"),
+        (("ds0/img/1.png", "ds1/img/2.png"), "ds0, ds1 look like parts of one dataset"),
+        (
             ("train/1.png", "train_labels/1.png", "val/2.png", "val_labels/2.png"),
             "the layout of a segmentation data set",
         ),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
-            r"mixes split folders \(train\) and other folders \(cats\)",
+            r"mixes split folders \(train\) and other folders \(cats\).* if these are classes, rename the first",
         ),
+        (("trainA/1.png", "testA/1.png", "trainB/1.png", "testB/1.png"), "two folders for one split: testA, testB"),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
         (("train/1.png", "train/2.png"), "move it to train/<class>/. If the images have no labels, set"),
+        (("train/1.png", "train/_classes.csv"), "labels: false. train/_classes.csv is not read: if it lists labels"),
         (("train/a/1.png", "train/b/2.png", "test/3.png"), "test/<class>/. If test has no labels, move it out"),
-        (
-            ("train/a/1.png", "train/b/1.png", "test/c/1.png"),
-            "train split has no images of these classes: 'c'",
-        ),
-        (
-            ("train/a/1.png", "val/b/1.png", "val/c/1.png"),
-            "train split has no images of these classes: 'b', 'c'",
-        ),
+        (("train/a/1.png", "train/b/1.png", "test/c/1.png"), "train split has no images of these classes: 'c'"),
+        (("train/a/1.png", "val/b/1.png", "val/c/1.png"), "train split has no images of these classes: 'b', 'c'"),
     ],
 )
 def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ...], message: str) -> None:
@@ -346,7 +384,7 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ..
 
 def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(tmp_path: Path) -> None:
     root = touch(tmp_path, "1.png", "2.png", "3.heic", "4.HEIC", "README")
-    (root / "metadata.csv").write_text("file_name,label,age\n1.png,a,30\n2.png,b,x\n")
+    (root / "metadata.csv").write_text("file_name,label,age,labels,file_name2\n1.png,a,30,[1],x\n2.png,[b],x,[2],y\n")
     found = listed(FolderSource(kind="folder", root=str(root)))
     assert len(found.entries) == 2
     assert found.notes == (
@@ -434,11 +472,9 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n../1.png,a\n", r"row 2: file_name '../1.png' must be a relative path inside"),
         ("file_name,label\n/etc/1.png,a\n", "must be a relative path inside"),
         ("file_name,label\n..\\1.png,a\n", "must be a relative path inside"),
-        (
-            "file_name,label\n9.png,a\n8.png,a\n",
-            "row 2: .* has no image '9.png'; 2 rows without an image. Restore",
-        ),
-        ("file_name,label\n1,a\n2,b\n", "row 2: .* has no image '1'; 2 rows without an image. Write '1.png'"),
+        ("file_name,label\n9.png,a\n8.png,a\n", "row 2: .* has no image '9.png'; 2 rows without an image. Restore"),
+        ("file_name,label\n1,a\n2,b\n", "row 2: .* has no image '1'; 2 rows without an image. Did you mean '1.png'[?]"),
+        ("file_name,label\nx/1.png,a\n", "has no image 'x/1.png'; 1 row without an image. Did you mean '1.png'[?]"),
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
@@ -455,8 +491,9 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ),
         (
             "file_name,label,set\n1.png,a,Training\n2.png,b,test\n",
-            r"column 'set' names splits \(Training, test\). Call",
+            r"column 'set' names splits \(Training, test\). Write",
         ),
+        ("file_name,label\n1.png,a\n2.png,nan\n", "'nan' looks like a mark for images without a label"),
         ("file_name;label\n1.png;a\n", "separates columns with ';'; expected commas"),
         ("file_name,label\n1.png,a;b\n2.png,b;a\n", "'a;b' looks like several labels.*label_separator: ';'"),
         ("file_name,a,b\n1.png,0,1\n2.png,1,0\n", "a, b contain only 0 and 1: if these are the classes"),
@@ -465,10 +502,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
             "unknown column 'labels': did you mean 'label'[?] It needs one column 'file_name'; it has file, labels. "
             "Rename or add it, or set source.image_column: 'file' and source.label_column: 'labels'",
         ),
-        (
-            "image,label\n1.png,a\n",
-            "it has image, label. Rename or add it, or set source.image_column: 'image'",
-        ),
+        ("image,label\n1.png,a\n", "it has image, label. Rename or add it, or set source.image_column: 'image'"),
     ],
 )
 def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:
@@ -510,11 +544,6 @@ def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, messa
 def test_combinations_of_words_are_told_from_names_of_several_words(names: Sequence[str], is_joined: bool) -> None:
     with pytest.raises(UserError, match="label_separator: ' '") if is_joined else nullcontext():
         check_not_joined("root", names)
-
-
-def test_other_columns_that_are_called_alike_are_nobodys_business(tmp_path: Path) -> None:
-    text = "file_name,label,labels,file_name2\n1.png,a,[1],x\n2.png,[b],[2],y\n"
-    assert scan(metadata(touch(tmp_path, "1.png", "2.png"), text)).class_names == ("[b]", "a")
 
 
 def test_links_that_lead_outside_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Parquet as Hugging Face's datasets ships it, written here by pyarrow with the metadata by hand."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import hf_parquet
 from ray_jobs.sources.readers.features import choose_column
+from ray_jobs.sources.readers.folder import arrange
 from tests.support.archives import image
 from tests.support.prepared import HF_FEATURES, put_parquet
 from vit_model.errors import UserError
@@ -124,10 +127,10 @@ def test_batches_of_a_row_group_fit_into_memory(tmp_path: Path, monkeypatch: pyt
         asked.add(rows)
         return read(file, rows, **fields)
 
-    monkeypatch.setattr(hf_parquet, "IN_MEMORY", 2**19)
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     given, files = source(tmp_path)
     entries = listed(tmp_path).entries
+    monkeypatch.setattr(hf_parquet, "IN_MEMORY", 2**19)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
     assert [image == pixels for image in catalog.images(given, files, entries)] == [True] * 64
     assert 1 < max(asked) <= 2**19 // len(pixels)
 
@@ -135,10 +138,7 @@ def test_batches_of_a_row_group_fit_into_memory(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            pa.ArrowNotImplementedError("nested"),
-            r"train\.parquet, row group 0: pyarrow cannot read it: nested",
-        ),
+        (pa.ArrowNotImplementedError("nested"), r"train\.parquet, row group 0: pyarrow cannot read it: nested"),
         (MemoryError("full"), "full"),
         (OSError(5, "Input/output error"), "Input/output error"),
     ],
@@ -228,6 +228,9 @@ def test_names_that_are_given_stay_and_numbers_from_0_need_none(tmp_path: Path) 
     put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [1, -3], features=None)
     with pytest.raises(ValueError, match="the label -3 is negative"):
         listed(tmp_path)
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], ["cat", "no label"], features=None)
+    with pytest.raises(ValueError, match="column 'label': 'no label' looks like a mark for images without a label"):
+        listed(tmp_path)
 
 
 def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) -> None:
@@ -243,15 +246,29 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("column", "refused"),
-    [(["train", "Test", "train"], True), (["train"] * 3, False), (["train", "a", "test"], False)],
+    ("name", "column", "refused"),
+    [
+        ("partition", ["train", "Test", "train"], True),
+        ("partition", ["train", "later", "test"], True),
+        ("is_train", [True, False, True], True),
+        ("split", [0, 1, 2], True),
+        ("partition", ["train"] * 3, False),
+        ("partition", ["train", "a", None], False),
+        ("male", [0, 1, 1], False),
+        ("is_train", [7, 8, 9], False),
+    ],
 )
-def test_a_column_of_splits_is_refused(column: list[str], refused: bool, tmp_path: Path) -> None:
+def test_a_column_of_splits_is_refused(name: str, column: list[object], refused: bool, tmp_path: Path) -> None:
+    """In tables of labels, too."""
     images = [image(number) for number in range(3)]
-    columns = {"image": images, "label": ["cat", "dog", "Cat "], "partition": column}
+    columns = {"image": images, "label": ["cat", "dog", "Cat "], name: column}
     pq.write_table(pa.table(columns), tmp_path / "images.parquet")
+    rows = [{"file_name": f"{n}.jpg", "label": f"c{n}", name: cell} for n, cell in enumerate(column)]
+    table = "\n".join(map(json.dumps, rows)).encode()
+    with pytest.raises(UserError, match=r"names splits|unknown split '0'") if refused else nullcontext():
+        assert len(arrange("root", ["0.jpg", "1.jpg", "2.jpg"], {"metadata.jsonl": table}).entries) == 3
     if refused:
-        with pytest.raises(UserError, match="column 'partition' names splits, but a file's split is in its name"):
+        with pytest.raises(UserError, match=f"column '{name}' names splits, but a file's split is in its name"):
             listed(tmp_path)
     else:
         assert listed(tmp_path).notes[0].startswith("classes whose names differ only in case, spaces")
@@ -272,10 +289,7 @@ def test_a_split_is_a_word_anywhere_in_the_name(train: str, test: str, tmp_path:
         put_parquet(tmp_path / f"{name}.parquet", [image(seed), image(seed + 1)], [0, 1])
     found = listed(tmp_path)
     assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{train}.parquet"} == {"train"}
-    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {
-        "test",
-        "dev",
-    }
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {"test", "dev"}
     assert len(found.entries) == 4
     assert found.notes[-1].startswith("1 file left out, because other files name a split")
     assert found.notes[-1].endswith("other.parquet")

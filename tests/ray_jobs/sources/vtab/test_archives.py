@@ -111,10 +111,7 @@ def test_classes_are_found_in_a_rar_and_below_any_folder(tmp_path: Path) -> None
     check("resisc45", tmp_path, truth)
 
     truth = vtab_archives.eurosat(tmp_path)
-    with (
-        zipfile.ZipFile(tmp_path / "EuroSAT.zip") as archive,
-        zipfile.ZipFile(tmp_path / "new", "w") as other,
-    ):
+    with zipfile.ZipFile(tmp_path / "EuroSAT.zip") as archive, zipfile.ZipFile(tmp_path / "new", "w") as other:
         for name in archive.namelist():
             other.writestr(name.replace("2750", "some/EuroSAT_RGB"), archive.read(name))
     (tmp_path / "new").rename(tmp_path / "EuroSAT.zip")

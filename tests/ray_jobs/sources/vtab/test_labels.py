@@ -5,18 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ray_jobs.sources.vtab.scene_labels import (
-    CLEVR_DISTANCES,
-    KITTI_DISTANCES,
-    TEST_DRIVES,
-    VALIDATION_DRIVES,
-    clevr_count,
-    clevr_distance,
-    clevr_scenes,
-    interval,
-    kitti_drives,
-    kitti_label,
-)
+from ray_jobs.sources.vtab.scene_labels import clevr_count, clevr_distance, clevr_scenes, kitti_drives, kitti_label
 from ray_jobs.sources.vtab.splits import hash_order
 from ray_jobs.sources.vtab.synthetic import CLASS_NAMES, location, orientation
 from vit_model.errors import UserError
@@ -44,11 +33,7 @@ def test_dsprites_bins_are_even_for_location_and_uneven_for_orientation() -> Non
 
 def scene(*depths: float) -> dict[str, object]:
     objects = [{"pixel_coords": [10, 20, depth], "3d_coords": [0, 0, 1], "color": "red"} for depth in depths]
-    return {
-        "image_filename": "CLEVR_train_000000.png",
-        "objects": objects,
-        "relationships": {"left": [[1], []]},
-    }
+    return {"image_filename": "CLEVR_train_000000.png", "objects": objects, "relationships": {"left": [[1], []]}}
 
 
 @pytest.mark.parametrize(
@@ -140,17 +125,3 @@ def test_kittis_drives_come_through_both_lists() -> None:
             kitti_drives(rand, mapping)
     with pytest.raises(ValueError, match=r"line 1 of train_mapping\.txt"):
         kitti_drives("1", "2011_09_26 0001")
-
-
-def test_kitti_has_14_drives_for_each_of_validation_and_test() -> None:
-    assert len(TEST_DRIVES) == len(VALIDATION_DRIVES) == 14
-    assert not TEST_DRIVES & VALIDATION_DRIVES
-    assert "2011_10_03_drive_0047_sync" in TEST_DRIVES
-    assert "2011_09_28_drive_0165_sync" in VALIDATION_DRIVES
-
-
-def test_an_interval_is_the_index_of_the_largest_threshold_below() -> None:
-    """As VTAB's code has it: the last index where threshold - value < 0."""
-    for thresholds in (CLEVR_DISTANCES, KITTI_DISTANCES):
-        for value in np.concatenate([np.linspace(0.01, 120, 500), np.array(thresholds) + 0.25]):
-            assert interval(value, thresholds) == np.flatnonzero(np.array(thresholds) - value < 0).max()

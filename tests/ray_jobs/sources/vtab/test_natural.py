@@ -10,7 +10,6 @@ from PIL import Image
 
 from pipelines.files.sources import source_files
 from pipelines.spec import RecipeError, VtabSource
-from pipelines.spec.vtab import TASKS
 from ray_jobs.sources import catalog
 from ray_jobs.sources.vtab import sun397
 from ray_jobs.sources.vtab.splits import check_value, used
@@ -105,10 +104,6 @@ def test_a_membership_list_is_for_caltech_alone(tmp_path):
     source = VtabSource(kind="vtab", task="dtd", root=str(tmp_path), membership=str(tmp_path / "list.txt"))
     with pytest.raises(RecipeError, match="only caltech101 uses it"):
         source_files(source)
-
-
-def test_the_groups_are_those_of_vtab():
-    assert Counter(task.group for task in TASKS.values()) == {"natural": 7, "specialized": 4, "structured": 8}
 
 
 # ------------------------------------------------------------------------------------------------- Caltech101

@@ -95,7 +95,7 @@ def test_alpha_is_dropped_and_opaque_images_stay_as_they_are() -> None:
 @pytest.mark.parametrize("recipe", [btgraham, without_alpha])
 def test_other_bytes_are_refused(recipe: Callable[[bytes], bytes]) -> None:
     for data in (b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0"):
-        with pytest.raises(ValueError, match=r"not an image|not a PNG, or damaged"):
+        with pytest.raises(ValueError, match="not an image"):
             recipe(data)
 
 

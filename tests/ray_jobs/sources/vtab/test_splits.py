@@ -1,13 +1,14 @@
 """VTAB-1k's splits without TFDS: the order of records, the slices, and check values that were computed elsewhere."""
 
 import hashlib
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import pyarrow.compute as pc
 import pytest
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
+from ray_jobs.sources.archives.entries import Member
 from ray_jobs.sources.vtab.splits import RULES, Records, check_value, hash_order, listing, row_place, used
 from tests.support.vtab_archives import EUROSAT
 
@@ -19,15 +20,6 @@ SCENES = """
     sea_ice ship snowberg sparse_residential stadium storage_tank tennis_court terrace
     thermal_power_station wetland
 """
-
-
-class Place(NamedTuple):
-    """What a member of an archive says of where it is."""
-
-    file: str
-    offset: int = 0
-    length: int = 1
-    codec: str = "stored"
 
 
 def numbers(task):
@@ -55,20 +47,8 @@ def of_classes(sizes, digits):
 
 # task: keys, train800's first keys and check value, val200's
 CHECKS = {
-    "cifar": (
-        lambda: numbers("cifar"),
-        [16399, 1680, 47917],
-        "5b25ee0661c3bc4a",
-        [13431, 9237],
-        "93377e439662509b",
-    ),
-    "svhn": (
-        lambda: numbers("svhn"),
-        [16399, 1680, 47917],
-        "901fe4f6d4f65bc8",
-        [21145, 64736],
-        "36ae944d2e322a4f",
-    ),
+    "cifar": (lambda: numbers("cifar"), [16399, 1680, 47917], "5b25ee0661c3bc4a", [13431, 9237], "93377e439662509b"),
+    "svhn": (lambda: numbers("svhn"), [16399, 1680, 47917], "901fe4f6d4f65bc8", [21145, 64736], "36ae944d2e322a4f"),
     "smallnorb_azi": (
         lambda: numbers("smallnorb_azi"),
         [16399, 1680, 17307],
@@ -99,11 +79,7 @@ CHECKS = {
     ),
     "resisc45": (
         lambda: of_classes(dict.fromkeys(SCENES.split(), 700), 3),
-        [
-            "dense_residential_dense_residential_068.jpg",
-            "palace_palace_207.jpg",
-            "golf_course_golf_course_450.jpg",
-        ],
+        ["dense_residential_dense_residential_068.jpg", "palace_palace_207.jpg", "golf_course_golf_course_450.jpg"],
         "7c42d524f21f8a68",
         ["cloud_cloud_238.jpg", "roundabout_roundabout_303.jpg"],
         "2a2bb0da49b4bb17",
@@ -200,11 +176,7 @@ def test_an_incomplete_archive_has_all_splits_and_says_that_they_are_not_vtabs(t
 def test_rows_are_numbered_through_all_parts():
     parts = {"train": Records(range(5), [0, 1, 0, 1, 0]), "test": Records(range(4), [1, 0, 1, 1])}
     found = listing(
-        of("cifar"),
-        ["a", "b"],
-        parts,
-        image=ImageSize(height=2, width=2, channels=3),
-        notes=["pixels changed"],
+        of("cifar"), ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3), notes=["pixels changed"]
     )
     sizes = {"train": 5, "test": 4}
     for row in found.entries.to_pylist():
@@ -239,7 +211,7 @@ def test_a_whole_archive_says_how_far_its_splits_are_confirmed():
 
 def test_an_image_that_a_list_has_and_the_archive_not_keeps_its_place_and_is_named():
     keys = [f"{number}.jpg" for number in range(10)]
-    members = [Place(key) for key in keys]
+    members = [Member(key, key, 0, 1, "stored", 1) for key in keys]
     whole = {part: Records(keys, [0] * 10, members) for part in ("train", "validation", "test")}
     lacking = whole | {"train": Records(keys, [0] * 10, [None, *members[1:]])}
     every, some = (listing(of("dtd"), ["a"], parts) for parts in (whole, lacking))
