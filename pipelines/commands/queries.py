@@ -45,7 +45,7 @@ from pipelines.results.listing import COLUMNS, list_kind
 from pipelines.results.lookup import find_artifact
 from pipelines.results.sql.columns import described_tables
 from pipelines.results.sql.query import query
-from pipelines.spec import RecipeError
+from pipelines.spec import RecipeError, quantity
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
 
@@ -261,13 +261,16 @@ def report_show(
 def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> None:
     """Print a report's tables (VTAB's too), its verdict, and the address of its page.
 
-    A brief report has only the accuracies or mAP that its answer is about, or VTAB's, and the answer.
+    A brief report has only the accuracies or mAP that its answer is about, or VTAB's, and the answer. More than
+    MOST_LINES accuracies are only on the page.
     """
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
     scores = [score for score in report.get("vtab", []) if score["trained"]]
-    lines = report["accuracies"] if not is_brief else [] if scores else answering(report)
-    if lines and len(lines) <= MOST_LINES:
+    everything = report["accuracies"]
+    whole = everything if len(everything) <= MOST_LINES else []
+    lines = whole if not is_brief else [] if scores else answering(report)
+    if lines:
         console.print(accuracy_table(report | {"accuracies": lines}))
     compared = {verdict.get("metric") for verdict in report["verdicts"]}
     metrics = report.get("other_metrics", [])
@@ -277,11 +280,10 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
         console.print(vtab_table(score))
     for line in verdict_lines(report, is_brief):
         console.print(plain(line))
-    if rest := len(report["accuracies"]) - len(lines):
-        console.print(
-            f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}{plain(store_option(store.uri))}",
-            soft_wrap=True,
-        )
+    if rest := len(everything) - len(lines):
+        command = f"vitflow report show {manifest.key[:12]}{store_option(store.uri)}"
+        more = quantity(rest, "more accuracy", "more accuracies")
+        say(f"{more}: {command}" if whole else f"{more} on the report's page")
     if (groups := folder / "groups.csv").is_file():
         console.print(f"the group of each image: {plain(groups.as_uri())}", soft_wrap=True)
     console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
