@@ -123,7 +123,7 @@ def list_(
     kind: Annotated[str, typer.Option(help=" | ".join(COLUMNS))] = "runs",
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, datasets, models, checkpoints, evaluations, audits, embeddings, predictions or reports."""
+    """List runs, checkpoints, or results of one kind."""
     rows = list_kind(open_(store, create=False), kind)
     if as_json:
         print_json(rows)
@@ -213,7 +213,7 @@ def verify(
         counts = {"damaged": len(verified.damage), "not read": len(verified.unread)}
         problems = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
         console.print(
-            f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
+            f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB: "
             f"{problems or 'nothing is damaged'}"
         )
     if verified.damage or verified.unread:

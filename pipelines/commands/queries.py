@@ -193,8 +193,8 @@ def report_compare(
     metric: Annotated[
         str,
         typer.Option(
-            help="what to compare: a metric computed from predictions, or accuracy, which with several labels per image"
-            " means mAP"
+            help="what to compare: a metric computed from predictions, or accuracy; for results without one, that means"
+            " mAP (several labels per image), AP (boxes) or mIoU (masks)"
         ),
     ] = "accuracy",
     max_loss: Annotated[

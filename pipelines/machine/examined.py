@@ -70,7 +70,7 @@ class Examined(NamedTuple):
             yield from self.listing.notes
             return
         if not self.listing.class_names:
-            yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
+            yield "; ".join([f"found {quantity(len(self.listing.entries), 'file')}", *self.listing.notes])
             if (sibling := _sibling_class(self.root.expanduser().resolve())) is not None:
                 yield f"if {self.name} and {sibling.name} are classes, give their parent: --images {sibling.parent}"
             return

@@ -210,7 +210,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
             difference = _interval(line.get("difference"), "value", "+", " to ")
             cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
         table.add_row(*map(Text, (f"  {method}", *cells)))
-    notes = [UNPAIRED] if any("†" in _marks(line) for line in lines) else []
+    unpaired = "† not paired: different test images, annotations or draws of labels"
+    notes = [unpaired] if any("†" in _marks(line) for line in lines) else []
     for line in compared:
         if "§" in _marks(line):
             common, of_images = line["b"]["num_images"], line["of_images"]
@@ -221,9 +222,6 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         notes.append(f"not shown: {quantity(shared, 'measurement')} that A and B share")
     table.caption = "\n".join(dict.fromkeys([*notes, *comparison["reasons"]])) or None
     return table
-
-
-UNPAIRED = "† not paired: different test images or draws of labels"
 
 
 def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
