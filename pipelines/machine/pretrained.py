@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pipelines.files.fetch import fetched
 from pipelines.identity import source_fingerprint
 from pipelines.machine.budget import Fits, Machine, described, estimate, name_of
-from pipelines.machine.examined import Examined
+from pipelines.machine.examined import Draft, Examined, Say
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lookup import find_artifact
@@ -176,7 +176,7 @@ def _silent(backbones: Sequence[Backbone]) -> list[str]:
     return [backbone.name for backbone in backbones if not backbone.states_preprocessing]
 
 
-def say_settings(backbones: Sequence[Backbone], say: Callable[[str], None]) -> None:
+def say_settings(backbones: Sequence[Backbone], say: Say) -> None:
     """Say why a run needs options for weights without mean and std, if there are any."""
     silent = _silent(backbones)
     if silent:
@@ -190,15 +190,15 @@ def say_settings(backbones: Sequence[Backbone], say: Callable[[str], None]) -> N
 # ------------------------------------------------------------------------------------------------- recipes
 
 
-def recipe(
-    file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
-) -> str:
-    """Return a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
+def draft(images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Say) -> Draft:
+    """Draft a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
     if images.is_multi_label and len(backbones) > 1:
         raise RecipeError(f"--from: {len(backbones)} weights, but a comparison needs one label per image; give one")
     for backbone in backbones:
         say(f"{backbone.name}: {described(backbone.architecture)}")
-    return (_comparison if len(backbones) > 1 else _one)(file, images, backbones, machine, say)
+    if len(backbones) > 1:
+        return _comparison(images, backbones, machine, say)
+    return _one(images, backbones[0], machine, say)
 
 
 def sweep(images: Examined, rates: Sequence[str]) -> tuple[Sequence[str], int, str]:
@@ -215,10 +215,8 @@ def references(images: Examined) -> str:
     return PIXELS.format("logistic regression" if images.is_multi_label else "RBF SVM")
 
 
-def _one(
-    file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
-) -> str:
-    (backbone,), side = backbones, images.typical_side()
+def _one(images: Examined, backbone: Backbone, machine: Machine, say: Say) -> Draft:
+    side = images.typical_side()
     resolution = _resolution(backbone, side, machine.gpus)
     rates, trials, comment = sweep(images, LEARNING_RATES if machine.gpus else CPU_RATES)
     train = round(len(images.listing.entries) * TRAIN_SHARE)
@@ -246,8 +244,7 @@ def _one(
 
 {references(images)}"""
     description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
-    title, of = f"A ViT for {images.name}", [backbone.name, "vit", "pixels"]
-    return images.recipe(file, description, stages, title, of, options(backbones))
+    return Draft(description, stages, f"A ViT for {images.name}", [backbone.name, "vit", "pixels"])
 
 
 def _resolution(backbone: Backbone, side: int, gpus: int) -> int:
@@ -270,9 +267,7 @@ def common_resolution(backbones: Sequence[Backbone]) -> int:
     return next((resolution for resolution in trained_at if resolution % multiple == 0), nearest)
 
 
-def _comparison(
-    file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
-) -> str:
+def _comparison(images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Say) -> Draft:
     resolution = common_resolution(backbones)
     steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(images.listing.entries) // BATCH_SIZE))
     say(f"chose resolution {resolution} for all")
@@ -307,5 +302,4 @@ def _comparison(
     augment: crop_flip{machine.dtype_line}
 """
     description = f"Imported backbones on {images.name}, under one protocol, accuracy beside cost."
-    title = f"Which backbone for {images.name}?"
-    return images.recipe(file, description, stages, title, [*names, "features", "finetune"], options(backbones))
+    return Draft(description, stages, f"Which backbone for {images.name}?", [*names, "features", "finetune"])
