@@ -159,30 +159,13 @@ def named_run(store: Store, name: str | None) -> str:
     return run
 
 
-def named_model(store: Store, name: str) -> Manifest:
-    """Return the model that an argument names; say on stderr which one it is if that is not its key."""
-    return _named(store, name, "model")
-
-
-def named_weights(store: Store, name: str) -> Manifest:
-    """Return the model or the detector that an argument names, as `named_model`."""
-    return _named(store, name, *WEIGHTS)
-
-
-def _named(store: Store, name: str, *kinds: str) -> Manifest:
+def named_weights(store: Store, name: str, kinds: Iterable[str] = WEIGHTS) -> Manifest:
+    """Return the model or the detector that an argument names; say on stderr which one it is if that is not its key."""
     manifest = find_artifact(store, name, *kinds)
     if not manifest.key.startswith(name):
         which = f"{manifest.kind} {manifest.key[:12]} of run {manifest.run}"
         errors.print(plain(", ".join(filter(None, [f"{name}: {which}", score(manifest)]))), soft_wrap=True)
     return manifest
-
-
-def check_new(output: Path) -> None:
-    """Raise RecipeError unless a folder can be created here, or an empty one replaced."""
-    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
-        raise RecipeError(f"--output {output}: already exists; use a new name or an empty folder")
-    if not output.parent.is_dir():
-        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
 
 
 @contextmanager
@@ -192,7 +175,10 @@ def new_folder(output: Path) -> Iterator[Path]:
     Raises:
         RecipeError: `output` exists, or cannot be written.
     """
-    check_new(output)
+    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
+        raise RecipeError(f"--output {output}: already exists; use a new name or an empty folder")
+    if not output.parent.is_dir():
+        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
     temporary = output.parent / f".{output.name}.{secrets.token_hex(8)}.tmp"
     try:
         temporary.mkdir()
