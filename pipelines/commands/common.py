@@ -198,11 +198,6 @@ def store_option(uri: str) -> str:
     return "" if uri in (default, str(Path(default).absolute())) else f" --store {shlex.quote(uri)}"
 
 
-def width(names: tuple[str, ...]) -> int:
-    """Return the length of the longest name."""
-    return max(len(name) for name in names)
-
-
 def plain(text: str) -> str:
     """Escape untrusted text, so that rich does not read it as markup."""
     return escape(text)

@@ -23,7 +23,7 @@ from pipelines.commands.common import (
     say,
     store_option,
 )
-from pipelines.commands.running import carry_out
+from pipelines.commands.running import Request, carry_out
 from pipelines.files import hub
 from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.recipe.pipeline import pin, stage_name
@@ -65,8 +65,8 @@ def import_(
     setting = None if preprocessing is None else _read_preprocessing(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": setting}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
-    forced = (stage,) if force else ()
-    [planned] = carry_out(pipeline, (stage,), store, address, token_file, forced, verbose=True)
+    request = Request(pipeline, (stage,), (stage,) if force else ())
+    [planned] = carry_out(request, store, address, token_file, verbose=True)
     assert planned.manifest is not None and isinstance(planned.config, Import)
     key = planned.manifest.key[:12]
     where = store_option(store)

@@ -25,7 +25,7 @@ from pipelines.commands.common import (
     print_json,
     say,
 )
-from pipelines.commands.running import carry_out
+from pipelines.commands.running import Request, carry_out
 from pipelines.engine.plan import plan_pipeline
 from pipelines.recipe.pipeline import pin
 from pipelines.results import explain as explaining
@@ -59,7 +59,7 @@ def verify_protocol(
     """
     row = find_published(name)
     pipeline = pin(repetition(row, archive, weights, tuple(changes or ())), (row.stage, "backbone"))
-    planned = carry_out(pipeline, (row.stage,), store, address, token_file)
+    planned = carry_out(Request(pipeline, (row.stage,)), store, address, token_file)
     (manifest,) = (stage.manifest for stage in planned if stage.name == row.stage and stage.manifest)
     result = verdict(row, manifest, accuracy)
     say(f"{row.name}: {row.weights}; {row.source}")
@@ -110,7 +110,7 @@ def explain(
         raise
     wanted = _affordable(plan, sides, minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if len(wanted) > 2 else []
+        planned = carry_out(Request(plan.pipeline, wanted), store, address, token_file) if len(wanted) > 2 else []
     repeated = {stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted}
     is_shared = _show(opened, sides, plan, fields, repeated, as_json)
     if as_json:
