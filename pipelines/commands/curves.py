@@ -58,7 +58,8 @@ def tensorboard(
     try:
         from pipelines.results.event_files import EventFiles
     except ImportError as error:
-        raise RecipeError(_missing(error)) from None
+        remedy = "Install vitflow again, or only this: pip install tensorboard"
+        raise RecipeError(f"{error.name} is not installed. {remedy}") from None
     opened = open_(store, create=False)
     run_id = named_run(opened, run)
     trainings = Trainings(opened, run_id)
@@ -116,12 +117,10 @@ def serve(folder: Path, port: int | None) -> str:
     """Serve TensorBoard on loopback in threads of this process, and return its address.
 
     Raises:
-        RecipeError: it is not installed, or the port is taken.
+        RecipeError: the port is taken.
     """
-    try:
-        from tensorboard import program
-    except ImportError as error:
-        raise RecipeError(_missing(error)) from None
+    from tensorboard import program
+
     board = program.TensorBoard()
     # load_fast would start another process, which serves the files on a separate port.
     argv = ["tensorboard", f"--logdir={folder}", "--host=127.0.0.1", "--load_fast=false"]
@@ -153,7 +152,3 @@ def _folder(to: Path, run: str) -> Path:
     except OSError as error:
         raise RecipeError(f"--to {to}: cannot create {folder}: {error.strerror}") from None
     return folder
-
-
-def _missing(error: ImportError) -> str:
-    return f"{error.name} is not installed. Install vitflow again, or only this: pip install tensorboard"
