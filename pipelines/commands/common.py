@@ -220,8 +220,16 @@ def print_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     writer.writerows(rows)
 
 
+def print_rows(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) -> None:
+    """Print rows as JSON, or these columns of them as a table."""
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, columns)
+
+
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    """Print a table to stdout; keys are shortened to 12 characters.
+    """Print a table to stdout; keys are shortened to 12 characters, and fractions have four digits.
 
     On a narrow terminal, values that all rows share are printed once, above the table. If that is not enough, text is
     folded, but never ids.
@@ -268,5 +276,7 @@ def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, 
 
 
 def _cell(column: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{round(value, 4) + 0.0:.4f}"  # + 0.0: not -0.0000
     text = "" if value is None else str(value)
     return text[:12] if column == "key" else text

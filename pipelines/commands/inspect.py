@@ -28,6 +28,7 @@ from pipelines.commands.common import (
     open_,
     plain,
     print_json,
+    print_rows,
     print_table,
     say,
 )
@@ -125,10 +126,7 @@ def list_(
 ) -> None:
     """List runs, checkpoints, or results of one kind."""
     rows = list_kind(open_(store, create=False), kind)
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, COLUMNS[kind])
+    print_rows(rows, COLUMNS[kind], as_json)
 
 
 @app.command("lineage")

@@ -26,7 +26,7 @@ from pipelines.commands.common import (
     plain,
     print_csv,
     print_json,
-    print_table,
+    print_rows,
     say,
     store_option,
 )
@@ -85,15 +85,12 @@ def report_list(
     else:
         rows = list_results(opened, task, stage, best)
         columns = RESULT_COLUMNS if best is None else BEST_COLUMNS
-    if as_json:
-        print_json(rows)
-    else:
-        print_table([{name: _rounded(value) for name, value in row.items()} for row in rows], columns)
-        if best is not None:
-            say(
-                "judged: results on this test set in the same setting, of which this is the best; optimism: at most so"
-                " much of its accuracy is expected to be luck of this choice"
-            )
+    print_rows(rows, columns, as_json)
+    if best is not None and not as_json:
+        say(
+            "judged: results on this test set in the same setting, of which this is the best; optimism: at most so much"
+            " of its accuracy is expected to be luck of this choice"
+        )
 
 
 @app.command("query")
@@ -115,10 +112,8 @@ def report_query(
         listed = described_tables()
         if as_csv:
             print_csv(tuple(listed[0]), (tuple(row.values()) for row in listed))
-        elif as_json:
-            print_json(listed)
         else:
-            print_table(listed, tuple(listed[0]))
+            print_rows(listed, tuple(listed[0]), as_json)
         return
     _limit_process()
     with query(open_(store, create=False), sql) as answer:
@@ -287,7 +282,3 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
     if (groups := folder / "groups.csv").is_file():
         console.print(f"the group of each image: {plain(groups.as_uri())}", soft_wrap=True)
     console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
-
-
-def _rounded(value: Any) -> Any:
-    return f"{round(value, 4) + 0.0:.4f}" if isinstance(value, float) else value  # + 0.0: not -0.0000
