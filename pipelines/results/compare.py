@@ -205,9 +205,9 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         if heading != last_heading:
             add_headings(table, *heading)
         last_heading = heading
-        cells = [_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
+        cells = [percent_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
         if compared:
-            difference = _interval(line.get("difference"), "value", "+", " to ")
+            difference = percent_interval(line.get("difference"), "value", "+", " to ")
             cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
         table.add_row(*map(Text, (f"  {method}", *cells)))
     unpaired = "† not paired: different test images, annotations or draws of labels"
@@ -245,7 +245,8 @@ def of_sides(line: Mapping[str, Any], name: Callable[[dict[str, Any]], str], bet
     return between.join(f"{side}: {text}" for side, text in names.items())
 
 
-def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
+def percent_interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
+    """Return a number, called `name`, and its interval in percent; empty without numbers."""
     if numbers is None:
         return ""
     value, low, high = (f"{100 * numbers[key]:{sign}.1f}" for key in (name, "low", "high"))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelines.results.accuracies import labels_of
-from pipelines.results.compare import Compared, Pair, as_json, measured_line, of_sides
+from pipelines.results.compare import Compared, Pair, as_json, measured_line, of_sides, percent_interval
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError
 from pipelines.store import Store, read_manifest
@@ -78,10 +78,7 @@ def markdown(store: Store, compared: Compared) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|"
     different = _different(compared)
     for _, line in different:
-        sides = [
-            f"{100 * line[side][compared.metric]:.1f} ({100 * line[side]['low']:.1f}–{100 * line[side]['high']:.1f})"
-            for side in ("a", "b")
-        ]
+        sides = [percent_interval(line[side], compared.metric, "", "–") for side in ("a", "b")]
         of = line["difference"]
         difference = f"{_points(of['value'])} ({_points(of['low'])} to {_points(of['high'])})"
         unpaired = "" if of["paired"] else ", not paired"
