@@ -39,7 +39,6 @@ from ray_jobs.evaluation.rows import (
 )
 from ray_jobs.reporting import measures, multi_label, verdicts
 from ray_jobs.reporting.verdicts import AnyEntry
-from vit_model.errors import UserError
 
 _TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE, DETECTIONS_FILE, CONFUSION_FILE)
 _NAMES = ("protocol", "method", "labels_per_class")
@@ -295,19 +294,16 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     """Return what artifacts measured on test.
 
     Raises:
-        RecipeError: a table has other columns than this version's.
+        UserError: a table has other columns than this version's.
     """
     parts = [
         (manifest.stage, manifest, local_files(store, manifest, measured_files(manifest))) for manifest in manifests
     ]
-    try:
-        rows = measures.join_tables(parts, "rows.parquet", ROWS)
-        predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
-        of_several = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
-        segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
-        detectors = detections.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
-    except UserError as error:
-        raise RecipeError(str(error)) from None
+    rows = measures.join_tables(parts, "rows.parquet", ROWS)
+    predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
+    of_several = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
+    segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
+    detectors = detections.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
     every: list[measures.ScoredEntry | detections.Entry] = [*of_several, *segmented, *detectors]
     scored = [entry for entry in every if entry.has_interval]
