@@ -24,7 +24,7 @@ from pipelines.commands.common import (
     say,
 )
 from pipelines.engine.runs import run_status
-from pipelines.engine.trainings import Trainings, by_fit
+from pipelines.engine.trainings import Trainings
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Store, wait_for_store
@@ -104,8 +104,7 @@ def mlflow(
     try:
         runs = MlflowRuns(to, status["pipeline"])
         for training in Trainings(opened, run_id).of(status):
-            for fit, lines in by_fit(training.log(opened)).items():
-                name = "/".join(filter(None, (training.stage, training.title(fit))))
+            for fit, name, lines in training.fits(opened):
                 tags = {"vitflow.run": run_id, "vitflow.stage": training.stage, "vitflow.key": training.key}
                 new = runs.update(f"{training.key}/{fit or ''}", name, training.config, tags, lines)
                 say(f"{name}: {new} new of {len(lines)} lines")
@@ -135,12 +134,10 @@ def serve(folder: Path, port: int | None) -> str:
 
 def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> int:
     """Write the new lines of the logs; return the number of trainings with a log."""
-    count = 0
-    for training in trainings.of(run_status(store, run)):
-        for fit, lines in by_fit(training.log(store)).items():
-            files.update("/".join(filter(None, (training.stage, training.title(fit)))), lines)
-            count += 1
-    return count
+    fits = [fit for training in trainings.of(run_status(store, run)) for fit in training.fits(store)]
+    for _, name, lines in fits:
+        files.update(name, lines)
+    return len(fits)
 
 
 def _folder(to: Path, run: str) -> Path:
