@@ -1,6 +1,5 @@
 """Lists and comparisons of results: means, the best, and paired differences where they may be paired."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -240,8 +239,6 @@ def test_the_commands(vitflow_here: Vitflow, store: Store) -> None:
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
     same = vitflow_here("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
     assert "not shown: 2 measurements that A and B share" in " ".join(same.split()) and "(+0.0 to" not in same
-    (line,) = json.loads(vitflow_here("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout)
-    assert line["key"] == "seed"
     refused = vitflow_here("report", "compare", "nope", "aa", "--store", store.uri, check=2)
     assert "Traceback" not in refused.stderr
 
