@@ -107,9 +107,10 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
         draft = pretrained.draft(examined, backbones, machine, say)
     else:
         draft = _from_scratch(examined, machine, say)
-    options = pretrained.options(backbones)
+    options, why = pretrained.settings(backbones)
     write_checked(file, examined.recipe(file, draft, options))
-    pretrained.say_settings(backbones, say)
+    if why:
+        say(why)
     say(f"wrote {file}; next: vitflow run {file}{options}")
 
 

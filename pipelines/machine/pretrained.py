@@ -167,24 +167,16 @@ def _read(name: str, given: str, config: Import) -> Backbone:
     return Backbone(name, config, contract.architecture, states)
 
 
-def options(backbones: Sequence[Backbone]) -> str:
-    """Return the options that a run needs for weights without mean and std."""
-    return "".join(f" --set {name}.preprocessing=half" for name in _silent(backbones))
-
-
-def _silent(backbones: Sequence[Backbone]) -> list[str]:
-    return [backbone.name for backbone in backbones if not backbone.states_preprocessing]
-
-
-def say_settings(backbones: Sequence[Backbone], say: Say) -> None:
-    """Say why a run needs options for weights without mean and std, if there are any."""
-    silent = _silent(backbones)
-    if silent:
-        say(
-            f"{', '.join(silent)}: the weights do not state the mean and std of their images, and wrong values lower "
-            "the accuracy without an error. Set preprocessing in each of these stages: half (Google's, AugReg's and "
-            "most of timm's ViTs) or imagenet (DeiT, DINO, torchvision); the next command uses half"
-        )
+def settings(backbones: Sequence[Backbone]) -> tuple[str, str]:
+    """Return the options that a run needs for weights without mean and std, and why; both empty if there are none."""
+    silent = [backbone.name for backbone in backbones if not backbone.states_preprocessing]
+    if not silent:
+        return "", ""
+    return "".join(f" --set {name}.preprocessing=half" for name in silent), (
+        f"{', '.join(silent)}: the weights do not state the mean and std of their images, and wrong values lower the"
+        " accuracy without an error. Set preprocessing in each of these stages: half (Google's, AugReg's and most of"
+        " timm's ViTs) or imagenet (DeiT, DINO, torchvision); the next command uses half"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- recipes
