@@ -127,6 +127,7 @@ def test_a_model_without_results_says_so(store: Store, photos: list[Path]) -> No
     with committed(store, "import", "ia", kind="model", stage="vit", config={"path": "hf:org/vit"}) as folder:
         save_model(folder, randomised(CONFIG), contract_for(CONFIG, NAMES, "mit"))
     _, card = exported(store, read_manifest(store, "import", "ia"), "timm")  # type: ignore[arg-type]
+    assert "# vit, a Vision Transformer exported with vitflow" in card
     assert "Not evaluated: the store has no test results" in card
     assert "was taught by, the weights hf:org/vit, licence mit" in card
 
