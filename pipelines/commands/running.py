@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from pipelines.cluster.jobs_client import ClusterUnreachable, connect
+from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
@@ -189,7 +189,7 @@ def carry_out(
         planned = request.plan(current)
         if _is_complete(current, planned, request.forced):
             return planned
-    connection = _connection(address, token_file)
+    connection = _connection(submission.reach(address, token_file) if address is not None else None)
     opened = open_(store)
     started = request.start(opened)
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
@@ -229,17 +229,13 @@ def drive(
     local_ray: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
-    from pipelines.cluster.local import LocalConnection
-
     opened = wait_for_store(lambda: open_(store, create=False), say)
     started = wait_for_store(lambda: runs.load_run(opened, run), say)
     # an earlier driver may have finished the run before this one was submitted
     if wait_for_store(lambda: is_over(opened, run), say):
         console.print(f"{run} has already ended")
         return
-    connecting: AbstractContextManager[Connection] = LocalConnection(say, local_ray)
-    if local_ray is None:
-        connecting = nullcontext(submission.ClusterConnection(connect()))
+    connecting = _connection(connect() if local_ray is None else None, local_ray)
     _drive(opened, started, connecting, parallel, f"vitflow submit {started.pipeline.name} ...")
 
 
@@ -316,12 +312,13 @@ def _planning_store(store: str, address: str | None = None) -> Iterator[Store]:
         yield opened
 
 
-def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
-    if address is not None:
-        return nullcontext(submission.ClusterConnection(submission.reach(address, token_file)))
+def _connection(cluster: Cluster | None, ray_folder: Path | None = None) -> AbstractContextManager[Connection]:
+    """Return the connection to a cluster; without one, to the local Ray in this folder, or in the usual one."""
+    if cluster is not None:
+        return nullcontext(submission.ClusterConnection(cluster))
     from pipelines.cluster.local import LocalConnection
 
-    return LocalConnection(say)
+    return LocalConnection(say, ray_folder)
 
 
 def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
