@@ -8,7 +8,6 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +28,7 @@ from pipelines.commands.running import Request, carry_out
 from pipelines.engine.plan import plan_pipeline
 from pipelines.recipe.pipeline import pin
 from pipelines.results import explain as explaining
+from pipelines.results.accuracies import labels_of, table_with_title
 from pipelines.results.explain import Difference, Repetitions, Side
 from pipelines.results.published import find_published, repetition, verdict
 from pipelines.spec import RecipeError, quantity
@@ -181,12 +181,11 @@ def _seconds(sides: tuple[Side, Side]) -> float:
 
 def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
     """Return a table in percentage points: a row per field, a column per setting."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = table_with_title(None)
     metrics = " or ".join(dict.fromkeys(line["metric"] for line in lines))
     table.add_column(f"{metrics} %, and what each field of B changes in A", overflow="fold")
     for line in lines:
-        labels = "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
-        heading = ", ".join(filter(None, (line["protocol"], labels, line["scored"])))
+        heading = ", ".join(filter(None, (line["protocol"], labels_of(line), line["scored"])))
         heading += f", {line['metric']}" * (" or " in metrics)
         table.add_column(Text(heading), justify="right")
     table.add_row("A", *(_percent(line["a"]) for line in lines))
