@@ -27,10 +27,9 @@ from tests.support.records import committed, make_manifest, make_plan
 from tests.support.s3 import Bucket, Server, used
 from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import ResNetConfig, ViTConfig
+from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
-from vit_model.resnet import ResNet
 from vit_model.weights import save_model
 
 
@@ -313,16 +312,6 @@ def test_a_checkpoint_can_be_exported_and_asked(store: Store, tmp_path: Path, pr
     ask = ("predict", "pa", image, "--store", store.uri, "--json")
     answers = [json.loads(printed(*ask, "--checkpoint", name)) for name in ("last", "best", "step:5")]
     assert answers[0] == json.loads(printed(*ask)) != answers[1] == answers[2]
-
-
-def test_an_exported_resnet_says_which_code_it_is_exact_for(
-    store: Store, tmp_path: Path, printed: Callable[..., str]
-) -> None:
-    config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
-    with committed(store, "pretrain", "ra", stage="resnet") as folder:
-        save_model(folder, ResNet(config), contract_for(config))
-    said = printed("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
-    assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said
 
 
 def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
