@@ -62,11 +62,6 @@ class Examined(NamedTuple):
             kind = f"with masks of {quantity(len(of_pixels), 'class', 'classes')}" if of_pixels else "with masks"
         return f"{quantity(len(self.listing.entries), 'image')} {kind}"
 
-    @property
-    def is_multi_label(self) -> bool:
-        """Whether an image can have several labels."""
-        return self.source.has_several_labels
-
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
         for member in self.listing.unusable[:1]:

@@ -116,7 +116,7 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
 
 def _from_scratch(images: Examined, machine: Machine, say: Say) -> Draft:
     """Draft a recipe that trains a new ViT."""
-    smoothing = "" if images.is_multi_label else "\n    label_smoothing: 0.1"
+    smoothing = "" if images.source.has_several_labels else "\n    label_smoothing: 0.1"
     rates, trials, comment = pretrained.sweep(images, LEARNING_RATES)
     choice = _chosen(images, machine, trials, say)
     stages = f"""\

@@ -184,7 +184,7 @@ def settings(backbones: Sequence[Backbone]) -> tuple[str, str]:
 
 def draft(images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Say) -> Draft:
     """Draft a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
-    if images.is_multi_label and len(backbones) > 1:
+    if images.source.has_several_labels and len(backbones) > 1:
         raise RecipeError(f"--from: {len(backbones)} weights, but a comparison needs one label per image; give one")
     for backbone in backbones:
         say(f"{backbone.name}: {described(backbone.architecture)}")
@@ -199,12 +199,12 @@ def sweep(images: Examined, rates: Sequence[str]) -> tuple[Sequence[str], int, s
         comment = "Dev chooses the learning rate, the final model is trained on train and dev, and test is scored once."
         return rates, len(rates), comment
     comment = f"Dev has too few images to choose a learning rate; [{', '.join(rates)}] would try {len(rates)}."
-    return rates[len(rates) // 2 :][:1], int(images.is_multi_label), comment  # a trial for the thresholds
+    return rates[len(rates) // 2 :][:1], int(images.source.has_several_labels), comment  # a trial for the thresholds
 
 
 def references(images: Examined) -> str:
     """Return the stage `pixels` as YAML."""
-    return PIXELS.format("logistic regression" if images.is_multi_label else "RBF SVM")
+    return PIXELS.format("logistic regression" if images.source.has_several_labels else "RBF SVM")
 
 
 def _one(images: Examined, backbone: Backbone, machine: Machine, say: Say) -> Draft:
