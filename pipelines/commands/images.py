@@ -42,7 +42,8 @@ def init(
     images: Annotated[
         Path,
         typer.Option(
-            help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl; or a zip or tar of it"
+            help="class folders, train/val/test folders, a folder with a metadata.csv, .jsonl or .parquet, boxes or"
+            " masks, or images alone; or a zip or tar of these"
         ),
     ],
     source: Annotated[
