@@ -93,7 +93,7 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
         )
     number = len(examined.listing.entries)
     if not weights and number < FEW_IMAGES:
-        backbones = pretrained.imported_before(store)
+        backbones = pretrained.imported_before(store, examined.source.has_masks)
         say(
             f"starting from {backbones[0].name}, which is in {store}; --from takes other weights"
             if backbones

@@ -100,8 +100,8 @@ def read_all(weights: Sequence[str], store: str) -> list[Backbone]:
     return [_read(name, given, config) for name, (given, _, config) in zip(names, found.values(), strict=True)]
 
 
-def imported_before(store: str) -> list[Backbone]:
-    """Return the newest weights for colour images that were imported into the store, if there are any."""
+def imported_before(store: str, has_masks: bool) -> list[Backbone]:
+    """Return the newest weights for colour images that were imported into the store, if any; for masks, a ViT's."""
     try:
         opened = open_store(store, create=False)
     except StoreAbsent:
@@ -109,7 +109,8 @@ def imported_before(store: str) -> list[Backbone]:
     for manifest in reversed([*all_manifests(opened, "import")]):
         with suppress(RecipeError):
             backbone = _read(_names([manifest.stage])[0], manifest.stage, _import_of(opened, manifest))
-            if backbone.architecture.in_channels == 3 and backbone.resolution >= MIN_SIDE:
+            fits = isinstance(backbone.architecture, ViTConfig) or not has_masks
+            if fits and backbone.architecture.in_channels == 3 and backbone.resolution >= MIN_SIDE:
                 return [backbone]
     return []
 
