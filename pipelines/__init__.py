@@ -14,7 +14,7 @@ __all__ = ["open_store"]
 
 
 def open_store(uri: str) -> Library:
-    """Open the results in a folder or at s3://bucket/prefix for reading: `.model(KEY)`, `.dataset(KEY)`, `.table(NAME)`.
+    """Open the results in a folder or at s3://bucket/prefix: `.model(KEY)`, `.dataset(KEY)`, `.table(NAME)`.
 
     Raises:
         StoreError: there is no store, or it cannot be read.
