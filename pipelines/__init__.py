@@ -1,6 +1,6 @@
 """What runs, in which order, where: recipes, keys, the store, the plan, the driver. Imports neither torch nor ray.
 
-For a notebook: `pipelines.open_store(uri)` gives models, datasets and rows; nothing else here is public.
+For a notebook: `pipelines.open_store(uri)` gives models, datasets and tables; nothing else here is public.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["open_store"]
 
 
 def open_store(uri: str) -> Library:
-    """Open the results in a folder or at s3://bucket/prefix for reading: `.model(KEY)`, `.dataset(KEY)`, `.rows()`.
+    """Open the results in a folder or at s3://bucket/prefix: `.model(KEY)`, `.dataset(KEY)`, `.table(NAME)`.
 
     Raises:
         StoreError: there is no store, or it cannot be read.

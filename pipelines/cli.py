@@ -3,7 +3,8 @@
 Exit codes:
 0    done
 1    a stage failed, the run was stopped, the store is damaged, the store or the cluster does not answer, `doctor` or
-     `verify` found a problem, `report compare --gate` refused, or `predict` could not read an image
+     `verify` found a problem, `report compare --gate` refused, `verify-protocol` found another accuracy, or `predict`
+     could not read an image
 2    the request is invalid and nothing was started; the same request will fail again
 130  Ctrl-C, or the terminal was closed
 

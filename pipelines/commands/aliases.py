@@ -13,8 +13,7 @@ from pipelines.commands.common import (
     StoreOption,
     named_weights,
     open_,
-    print_json,
-    print_table,
+    print_rows,
     say,
 )
 from pipelines.results.lookup import alias_record, recipe_and_stage
@@ -44,10 +43,7 @@ def alias_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False) 
     opened = open_(store, create=False)
     records = {name: read_alias(opened, name) for name in alias_names(opened)}
     rows = [_row(opened, name, record) for name, record in records.items() if record is not None]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, ("alias", "recipe/stage", "key", "moved", "why", "who"))
+    print_rows(rows, ("alias", "recipe/stage", "key", "moved", "why", "who"), as_json)
 
 
 @app.command("set")
@@ -69,10 +65,7 @@ def alias_history_(name: NameArgument, store: StoreOption = DEFAULT_STORE, as_js
     opened, name = open_(store, create=False), name.removeprefix("@")
     alias_record(opened, name)
     rows = [_row(opened, name, record) for record in alias_history(opened, name)]
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, ("number", "recipe/stage", "key", "moved", "why", "who", "run"))
+    print_rows(rows, ("number", "recipe/stage", "key", "moved", "why", "who", "run"), as_json)
 
 
 @app.command("rollback")

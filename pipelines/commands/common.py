@@ -159,30 +159,13 @@ def named_run(store: Store, name: str | None) -> str:
     return run
 
 
-def named_model(store: Store, name: str) -> Manifest:
-    """Return the model that an argument names; say on stderr which one it is if that is not its key."""
-    return _named(store, name, "model")
-
-
-def named_weights(store: Store, name: str) -> Manifest:
-    """Return the model or the detector that an argument names, as `named_model`."""
-    return _named(store, name, *WEIGHTS)
-
-
-def _named(store: Store, name: str, *kinds: str) -> Manifest:
+def named_weights(store: Store, name: str, kinds: Iterable[str] = WEIGHTS) -> Manifest:
+    """Return the model or the detector that an argument names; say on stderr which one it is if that is not its key."""
     manifest = find_artifact(store, name, *kinds)
     if not manifest.key.startswith(name):
         which = f"{manifest.kind} {manifest.key[:12]} of run {manifest.run}"
         errors.print(plain(", ".join(filter(None, [f"{name}: {which}", score(manifest)]))), soft_wrap=True)
     return manifest
-
-
-def check_new(output: Path) -> None:
-    """Raise RecipeError unless a folder can be created here, or an empty one replaced."""
-    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
-        raise RecipeError(f"--output {output}: already exists; use a new name or an empty folder")
-    if not output.parent.is_dir():
-        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
 
 
 @contextmanager
@@ -192,7 +175,10 @@ def new_folder(output: Path) -> Iterator[Path]:
     Raises:
         RecipeError: `output` exists, or cannot be written.
     """
-    check_new(output)
+    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
+        raise RecipeError(f"--output {output}: already exists; use a new name or an empty folder")
+    if not output.parent.is_dir():
+        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
     temporary = output.parent / f".{output.name}.{secrets.token_hex(8)}.tmp"
     try:
         temporary.mkdir()
@@ -210,11 +196,6 @@ def store_option(uri: str) -> str:
     """Return " --store URI" for a command to print; nothing for the store that commands use without the option."""
     default = os.environ.get("VITFLOW_STORE", DEFAULT_STORE)
     return "" if uri in (default, str(Path(default).absolute())) else f" --store {shlex.quote(uri)}"
-
-
-def width(names: tuple[str, ...]) -> int:
-    """Return the length of the longest name."""
-    return max(len(name) for name in names)
 
 
 def plain(text: str) -> str:
@@ -239,8 +220,16 @@ def print_csv(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     writer.writerows(rows)
 
 
+def print_rows(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) -> None:
+    """Print rows as JSON, or these columns of them as a table."""
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, columns)
+
+
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    """Print a table to stdout; keys are shortened to 12 characters.
+    """Print a table to stdout; keys are shortened to 12 characters, and fractions have four digits.
 
     On a narrow terminal, values that all rows share are printed once, above the table. If that is not enough, text is
     folded, but never ids.
@@ -287,5 +276,7 @@ def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, 
 
 
 def _cell(column: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{round(value, 4) + 0.0:.4f}"  # + 0.0: not -0.0000
     text = "" if value is None else str(value)
     return text[:12] if column == "key" else text

@@ -24,7 +24,7 @@ from pipelines.commands.common import (
     say,
 )
 from pipelines.engine.runs import run_status
-from pipelines.engine.trainings import Trainings, by_fit
+from pipelines.engine.trainings import Trainings
 from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Store, wait_for_store
@@ -58,7 +58,8 @@ def tensorboard(
     try:
         from pipelines.results.event_files import EventFiles
     except ImportError as error:
-        raise RecipeError(_missing(error)) from None
+        remedy = "Install vitflow again, or only this: pip install tensorboard"
+        raise RecipeError(f"{error.name} is not installed. {remedy}") from None
     opened = open_(store, create=False)
     run_id = named_run(opened, run)
     trainings = Trainings(opened, run_id)
@@ -103,8 +104,7 @@ def mlflow(
     try:
         runs = MlflowRuns(to, status["pipeline"])
         for training in Trainings(opened, run_id).of(status):
-            for fit, lines in by_fit(training.log(opened)).items():
-                name = "/".join(filter(None, (training.stage, training.title(fit))))
+            for fit, name, lines in training.fits(opened):
                 tags = {"vitflow.run": run_id, "vitflow.stage": training.stage, "vitflow.key": training.key}
                 new = runs.update(f"{training.key}/{fit or ''}", name, training.config, tags, lines)
                 say(f"{name}: {new} new of {len(lines)} lines")
@@ -116,12 +116,10 @@ def serve(folder: Path, port: int | None) -> str:
     """Serve TensorBoard on loopback in threads of this process, and return its address.
 
     Raises:
-        RecipeError: it is not installed, or the port is taken.
+        RecipeError: the port is taken.
     """
-    try:
-        from tensorboard import program
-    except ImportError as error:
-        raise RecipeError(_missing(error)) from None
+    from tensorboard import program
+
     board = program.TensorBoard()
     # load_fast would start another process, which serves the files on a separate port.
     argv = ["tensorboard", f"--logdir={folder}", "--host=127.0.0.1", "--load_fast=false"]
@@ -136,12 +134,10 @@ def serve(folder: Path, port: int | None) -> str:
 
 def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> int:
     """Write the new lines of the logs; return the number of trainings with a log."""
-    count = 0
-    for training in trainings.of(run_status(store, run)):
-        for fit, lines in by_fit(training.log(store)).items():
-            files.update("/".join(filter(None, (training.stage, training.title(fit)))), lines)
-            count += 1
-    return count
+    fits = [fit for training in trainings.of(run_status(store, run)) for fit in training.fits(store)]
+    for _, name, lines in fits:
+        files.update(name, lines)
+    return len(fits)
 
 
 def _folder(to: Path, run: str) -> Path:
@@ -153,7 +149,3 @@ def _folder(to: Path, run: str) -> Path:
     except OSError as error:
         raise RecipeError(f"--to {to}: cannot create {folder}: {error.strerror}") from None
     return folder
-
-
-def _missing(error: ImportError) -> str:
-    return f"{error.name} is not installed. Install vitflow again, or only this: pip install tensorboard"

@@ -27,17 +27,21 @@ from pipelines.spec import RecipeError, quantity
 from pipelines.store import Garbage
 
 app = Commands()
-SHORTEST_GRACE = 2  # hours; a driver looks for a new record once an hour
+GRACE, SHORTEST_GRACE = 24.0, 2.0  # hours; a driver looks for a new record once an hour
 
 
 @app.command("gc")
 def gc(
     store: StoreOption = DEFAULT_STORE,
-    keep_runs: Annotated[int, typer.Option(min=1, help="keep what the last runs of each recipe used")] = 5,
-    keep_days: Annotated[float, typer.Option(min=1, max=36_500, help="keep what is younger, in days")] = 30,
+    keep_runs: Annotated[
+        int, typer.Option(min=1, help="keep what the last runs of each recipe used")
+    ] = Policy.keep_runs,
+    keep_days: Annotated[
+        float, typer.Option(min=1, max=36_500, help="keep what is younger, in days")
+    ] = Policy.keep_days,
     grace: Annotated[
         float, typer.Option(min=0, max=8_760, help="hours between listing and deleting; 0 only while nothing runs")
-    ] = 24,
+    ] = GRACE,
     delete: Annotated[
         bool, typer.Option("--delete", help="list what nothing needs, and delete what was listed long enough ago")
     ] = False,
@@ -49,10 +53,11 @@ def gc(
     """Show what nothing needs and, with --delete, delete it at least --grace hours later."""
     if 0 < grace < SHORTEST_GRACE:
         raise RecipeError(
-            f"--grace {grace:g}: expected 0, or at least {SHORTEST_GRACE} hours, within which runs see it"
+            f"--grace {grace:g}: expected 0, or at least {SHORTEST_GRACE:g} hours, within which runs see it"
         )
+    days = f" --keep-days {keep_days:g}" * (keep_days != Policy.keep_days)
     if caches:
-        _collect_caches(keep_days, delete, as_json)
+        _collect_caches(keep_days, delete, as_json, f"vitflow gc --caches --delete{days}")
         return
     opened = open_(store, create=False)
     found = collect(opened, Policy(keep_runs, keep_days), grace if delete else None)
@@ -67,10 +72,13 @@ def gc(
             }
         )
     else:
-        _show(found, delete, store_option(opened.uri))
+        runs = f" --keep-runs {keep_runs}" * (keep_runs != Policy.keep_runs)
+        hours = f" --grace {grace:g}" * (grace != GRACE)
+        _show(found, delete, grace, f"vitflow gc --delete{store_option(opened.uri)}{runs}{days}{hours}")
 
 
-def _show(found: Collection, delete: bool, where: str) -> None:
+def _show(found: Collection, delete: bool, grace: float, command: str) -> None:
+    """Print what was found; `command` deletes it."""
     rows: list[dict[str, Any]] = [{"kept": why} | _shown(_total(kept)) for why, kept in found.kept.items()]
     if rows:
         print_table(rows, ("kept", "artifacts", "size"))
@@ -84,9 +92,10 @@ def _show(found: Collection, delete: bool, where: str) -> None:
     say(f"{quantity(len(found.unneeded), 'artifact')} that nothing needs, {total['size']}")
     if found.due is not None:
         due = f"{datetime.fromisoformat(found.due):%Y-%m-%d %H:%M} UTC"
-        say(f"gc/{found.record}.json lists what is deleted by `vitflow gc --delete{where}` after {due}")
+        say(f"gc/{found.record}.json lists what is deleted by `{command}` after {due}")
     elif found.unneeded and not delete:
-        say(f"`vitflow gc --delete{where}` lists them; the same command deletes them a day later")
+        later = f"lists them; the same command deletes them {grace:g} hours later" if grace else "deletes them"
+        say(f"`{command}` {later}")
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -114,7 +123,7 @@ def _by_stage(artifacts: Iterable[Garbage]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _collect_caches(days: float, delete: bool, as_json: bool) -> None:
+def _collect_caches(days: float, delete: bool, as_json: bool, command: str) -> None:
     files = [cached for cached in unread(days) if not delete or remove(cached, days)]
     rows: list[dict[str, Any]] = [
         {"cache": cache, "files": len(sizes), "bytes": sum(sizes)}
@@ -126,6 +135,4 @@ def _collect_caches(days: float, delete: bool, as_json: bool) -> None:
         return
     for row in rows:
         say(f"{CACHES[row['cache']]}: {quantity(row['files'], 'file')}, {row['bytes'] / 1e6:,.1f} MB")
-    say(
-        "deleted" if delete and rows else "`vitflow gc --caches --delete` deletes them" if rows else "nothing to delete"
-    )
+    say("nothing to delete" if not rows else "deleted" if delete else f"`{command}` deletes them")

@@ -29,7 +29,6 @@ from pipelines.spec import LAST, RecipeError
 from pipelines.store import model_folder
 from vit_model.contract import is_segmenter
 from vit_model.detection.contract import SHOWN, is_detector
-from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.data.shards import Split
@@ -43,7 +42,8 @@ def init(
     images: Annotated[
         Path,
         typer.Option(
-            help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl; or a zip or tar of it"
+            help="class folders, train/val/test folders, a folder with a metadata.csv, .jsonl or .parquet, boxes or"
+            " masks, or images alone; or a zip or tar of these"
         ),
     ],
     source: Annotated[
@@ -137,12 +137,9 @@ def predict(
     """
     if as_csv and as_json:
         raise RecipeError("--csv and --json cannot be combined; use one of them")
-    try:
-        with nullcontext() if output is None else new_folder(output) as folder:
-            predicted = _predicted(model, images or [], split, checkpoint, store, folder)
-            rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
-    except UserError as error:
-        raise RecipeError(str(error)) from None
+    with nullcontext() if output is None else new_folder(output) as folder:
+        predicted = _predicted(model, images or [], split, checkpoint, store, folder)
+        rows = list(_printed(predicted, as_text=not (as_csv or as_json)))
     if as_json:
         print_json(rows)
     if as_csv:

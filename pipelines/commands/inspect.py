@@ -28,6 +28,7 @@ from pipelines.commands.common import (
     open_,
     plain,
     print_json,
+    print_rows,
     print_table,
     say,
 )
@@ -123,12 +124,9 @@ def list_(
     kind: Annotated[str, typer.Option(help=" | ".join(COLUMNS))] = "runs",
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, datasets, models, checkpoints, evaluations, audits, embeddings, predictions or reports."""
+    """List runs, checkpoints, or results of one kind."""
     rows = list_kind(open_(store, create=False), kind)
-    if as_json:
-        print_json(rows)
-    else:
-        print_table(rows, COLUMNS[kind])
+    print_rows(rows, COLUMNS[kind], as_json)
 
 
 @app.command("lineage")
@@ -213,7 +211,7 @@ def verify(
         counts = {"damaged": len(verified.damage), "not read": len(verified.unread)}
         problems = ", ".join(f"{count:,} {label}" for label, count in counts.items() if count)
         console.print(
-            f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
+            f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB: "
             f"{problems or 'nothing is damaged'}"
         )
     if verified.damage or verified.unread:

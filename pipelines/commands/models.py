@@ -17,19 +17,17 @@ from pipelines.commands.common import (
     StoreOption,
     TokenOption,
     console,
-    named_model,
     named_weights,
     new_folder,
     open_,
     say,
     store_option,
 )
-from pipelines.commands.running import carry_out
+from pipelines.commands.running import Request, carry_out
 from pipelines.files import hub
 from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.recipe.pipeline import pin, stage_name
 from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
-from pipelines.store import Manifest, Store
 
 Format = Literal["hf", "timm", "npz", "onnx"]
 ModelArgument = Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, RUN/STAGE or @ALIAS")]
@@ -67,8 +65,8 @@ def import_(
     setting = None if preprocessing is None else _read_preprocessing(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": setting}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
-    forced = (stage,) if force else ()
-    [planned] = carry_out(pipeline, (stage,), store, address, token_file, forced, verbose=True)
+    request = Request(pipeline, (stage,), (stage,) if force else ())
+    [planned] = carry_out(request, store, address, token_file, verbose=True)
     assert planned.manifest is not None and isinstance(planned.config, Import)
     key = planned.manifest.key[:12]
     where = store_option(store)
@@ -112,9 +110,16 @@ def export(
     manifest = named_weights(opened, model)
     if manifest.kind == "detector" and (to != "onnx" or int8 or checkpoint != LAST):
         raise RecipeError(f"{model} is a detector, which --format onnx exports, without --int8 and --checkpoint")
+    lines: list[str] = []
     with new_folder(output) as folder:
-        place = f"local-dir:{output.name}" if to == "timm" else output.name
-        lines = _written(opened, manifest, checkpoint, to, folder, place, max_drop if int8 else None)
+        exporting = _exporting()
+        if manifest.kind == "detector":
+            exporting.write_detector(opened, manifest, folder, output.name)
+        elif int8:
+            lines = exporting.load(opened, manifest, checkpoint).write_int8(folder, output.name, max_drop)
+        else:
+            place = f"local-dir:{output.name}" if to == "timm" else output.name
+            lines = exporting.load(opened, manifest, checkpoint).write(to, folder, place)
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
             # safetensors makes files private to their owner
@@ -142,7 +147,7 @@ def push(
     """Upload a model to the Hugging Face hub; needs HF_TOKEN."""
     repository = hub.pushable(target)
     opened = open_(store, create=False)
-    loaded = _exporting().load(opened, named_model(opened, model), checkpoint).licensed(license_)
+    loaded = _exporting().load(opened, named_weights(opened, model, ["model"]), checkpoint).licensed(license_)
     with TemporaryDirectory() as folder:
         lines = loaded.write(to, Path(folder), f"hf-hub:{repository}" if to == "timm" else repository)
         title = f"{loaded.facts.manifest.stage}, vitflow {loaded.facts.manifest.key[:12]}"
@@ -158,18 +163,3 @@ def _exporting() -> ModuleType:
     from pipelines.machine import export  # with torch
 
     return export
-
-
-def _written(
-    store: Store, manifest: Manifest, checkpoint: str, to: Format, folder: Path, place: str, max_drop: float | None
-) -> list[str]:
-    """Export a model or a detector; return lines about it. `max_drop`: of 8-bit weights."""
-    exporting = _exporting()
-    if manifest.kind == "detector":
-        exporting.write_detector(store, manifest, folder, place)
-        return []
-    loaded = exporting.load(store, manifest, checkpoint)
-    lines: list[str] = (
-        loaded.write(to, folder, place) if max_drop is None else loaded.write_int8(folder, place, max_drop)
-    )
-    return lines

@@ -8,7 +8,6 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -25,10 +24,11 @@ from pipelines.commands.common import (
     print_json,
     say,
 )
-from pipelines.commands.running import carry_out
+from pipelines.commands.running import Request, carry_out
 from pipelines.engine.plan import plan_pipeline
 from pipelines.recipe.pipeline import pin
 from pipelines.results import explain as explaining
+from pipelines.results.accuracies import labels_of, table_with_title
 from pipelines.results.explain import Difference, Repetitions, Side
 from pipelines.results.published import find_published, repetition, verdict
 from pipelines.spec import RecipeError, quantity
@@ -59,7 +59,7 @@ def verify_protocol(
     """
     row = find_published(name)
     pipeline = pin(repetition(row, archive, weights, tuple(changes or ())), (row.stage, "backbone"))
-    planned = carry_out(pipeline, (row.stage,), store, address, token_file)
+    planned = carry_out(Request(pipeline, (row.stage,)), store, address, token_file)
     (manifest,) = (stage.manifest for stage in planned if stage.name == row.stage and stage.manifest)
     result = verdict(row, manifest, accuracy)
     say(f"{row.name}: {row.weights}; {row.source}")
@@ -110,7 +110,7 @@ def explain(
         raise
     wanted = _affordable(plan, sides, minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if len(wanted) > 2 else []
+        planned = carry_out(Request(plan.pipeline, wanted), store, address, token_file) if len(wanted) > 2 else []
     repeated = {stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted}
     is_shared = _show(opened, sides, plan, fields, repeated, as_json)
     if as_json:
@@ -181,12 +181,11 @@ def _seconds(sides: tuple[Side, Side]) -> float:
 
 def _table(lines: list[dict[str, Any]], fields: list[Difference]) -> Table:
     """Return a table in percentage points: a row per field, a column per setting."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = table_with_title(None)
     metrics = " or ".join(dict.fromkeys(line["metric"] for line in lines))
     table.add_column(f"{metrics} %, and what each field of B changes in A", overflow="fold")
     for line in lines:
-        labels = "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
-        heading = ", ".join(filter(None, (line["protocol"], labels, line["scored"])))
+        heading = ", ".join(filter(None, (line["protocol"], labels_of(line), line["scored"])))
         heading += f", {line['metric']}" * (" or " in metrics)
         table.add_column(Text(heading), justify="right")
     table.add_row("A", *(_percent(line["a"]) for line in lines))

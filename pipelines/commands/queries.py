@@ -26,7 +26,7 @@ from pipelines.commands.common import (
     plain,
     print_csv,
     print_json,
-    print_table,
+    print_rows,
     say,
     store_option,
 )
@@ -45,7 +45,7 @@ from pipelines.results.listing import COLUMNS, list_kind
 from pipelines.results.lookup import find_artifact
 from pipelines.results.sql.columns import described_tables
 from pipelines.results.sql.query import query
-from pipelines.spec import RecipeError
+from pipelines.spec import RecipeError, quantity
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
 
@@ -85,15 +85,12 @@ def report_list(
     else:
         rows = list_results(opened, task, stage, best)
         columns = RESULT_COLUMNS if best is None else BEST_COLUMNS
-    if as_json:
-        print_json(rows)
-    else:
-        print_table([{name: _rounded(value) for name, value in row.items()} for row in rows], columns)
-        if best is not None:
-            say(
-                "judged: results on this test set in the same setting, of which this is the best; optimism: at most so"
-                " much of its accuracy is expected to be luck of this choice"
-            )
+    print_rows(rows, columns, as_json)
+    if best is not None and not as_json:
+        say(
+            "judged: results on this test set in the same setting, of which this is the best; optimism: at most so much"
+            " of its accuracy is expected to be luck of this choice"
+        )
 
 
 @app.command("query")
@@ -115,10 +112,8 @@ def report_query(
         listed = described_tables()
         if as_csv:
             print_csv(tuple(listed[0]), (tuple(row.values()) for row in listed))
-        elif as_json:
-            print_json(listed)
         else:
-            print_table(listed, tuple(listed[0]))
+            print_rows(listed, tuple(listed[0]), as_json)
         return
     _limit_process()
     with query(open_(store, create=False), sql) as answer:
@@ -193,8 +188,8 @@ def report_compare(
     metric: Annotated[
         str,
         typer.Option(
-            help="what to compare: a metric computed from predictions, or accuracy, which with several labels per image"
-            " means mAP"
+            help="what to compare: a metric computed from predictions, or accuracy; for results without one, that means"
+            " mAP (several labels per image), AP (boxes) or mIoU (masks)"
         ),
     ] = "accuracy",
     max_loss: Annotated[
@@ -261,13 +256,16 @@ def report_show(
 def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> None:
     """Print a report's tables (VTAB's too), its verdict, and the address of its page.
 
-    A brief report has only the accuracies or mAP that its answer is about, or VTAB's, and the answer.
+    A brief report has only the accuracies or mAP that its answer is about, or VTAB's, and the answer. More than
+    MOST_LINES accuracies are only on the page.
     """
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
     scores = [score for score in report.get("vtab", []) if score["trained"]]
-    lines = report["accuracies"] if not is_brief else [] if scores else answering(report)
-    if lines and len(lines) <= MOST_LINES:
+    everything = report["accuracies"]
+    whole = everything if len(everything) <= MOST_LINES else []
+    lines = whole if not is_brief else [] if scores else answering(report)
+    if lines:
         console.print(accuracy_table(report | {"accuracies": lines}))
     compared = {verdict.get("metric") for verdict in report["verdicts"]}
     metrics = report.get("other_metrics", [])
@@ -277,15 +275,10 @@ def show_report(store: Store, manifest: Manifest, is_brief: bool = False) -> Non
         console.print(vtab_table(score))
     for line in verdict_lines(report, is_brief):
         console.print(plain(line))
-    if rest := len(report["accuracies"]) - len(lines):
-        console.print(
-            f"{rest:,} more accuracies: vitflow report show {manifest.key[:12]}{plain(store_option(store.uri))}",
-            soft_wrap=True,
-        )
+    if rest := len(everything) - len(lines):
+        command = f"vitflow report show {manifest.key[:12]}{store_option(store.uri)}"
+        more = quantity(rest, "more accuracy", "more accuracies")
+        say(f"{more}: {command}" if whole else f"{more} on the report's page")
     if (groups := folder / "groups.csv").is_file():
         console.print(f"the group of each image: {plain(groups.as_uri())}", soft_wrap=True)
     console.print(f"report: [bold]{plain((folder / 'report.html').as_uri())}[/]", soft_wrap=True)
-
-
-def _rounded(value: Any) -> Any:
-    return f"{round(value, 4) + 0.0:.4f}" if isinstance(value, float) else value  # + 0.0: not -0.0000

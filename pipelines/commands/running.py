@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from pipelines.cluster.jobs_client import ClusterUnreachable, connect
+from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
@@ -37,7 +37,6 @@ from pipelines.commands.common import (
     print_json,
     print_table,
     say,
-    width,
     with_options,
 )
 from pipelines.commands.ending import best_lines, next_commands, promotion_lines, time_line
@@ -48,9 +47,9 @@ from pipelines.engine.durations import in_hours, last_seconds, longest
 from pipelines.engine.history import is_over
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.promotion import is_unsettled
-from pipelines.engine.runs import Run, stop_run
+from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
-from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
+from pipelines.engine.submission import Connection
 from pipelines.machine.budget import estimate_unmeasured
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, base, members, pin
@@ -67,17 +66,9 @@ from pipelines.store import (
 from pipelines.terminal import ends_once
 from vit_model.errors import UserError
 
-if TYPE_CHECKING:
-    from pipelines.engine.submission import Connection
-
 ParallelOption = Annotated[
     int | None,
-    typer.Option(
-        "--parallel",
-        "-p",
-        min=1,
-        help="stages to run in parallel, at most the number of cores; default: that",
-    ),
+    typer.Option("--parallel", "-p", min=1, help="stages to run in parallel; default: the number of cores"),
 ]
 StrictCodeOption = Annotated[
     bool,
@@ -130,9 +121,10 @@ def run(options: WatchedRunOptions) -> None:
 
     Ctrl-C, SIGTERM or closing the terminal stops the run; the same command continues it. `submit` needs no terminal.
     """
-    loaded, _, forced = _requested(options.pipeline, options.only, options.force, options.changes)
-    targets = tuple(options.only or ()) or tuple(loaded.stages)
-    planned = _carry_out(loaded, targets, options, forced)
+    request = _requested(options.pipeline, options.only, options.force, options.changes, options.strict_code)
+    planned = carry_out(
+        request, options.store, options.address, options.token_file, options.parallel, verbose=options.verbose
+    )
     _print_notes(planned)
     store = open_(options.store)
     for line in promotion_lines(planned):
@@ -140,67 +132,87 @@ def run(options: WatchedRunOptions) -> None:
     if not any(stage.config.job == "report" for stage in planned):
         for line in wait_for_store(lambda: list(best_lines(store, planned)), say):
             say(line)
-    if commands := list(next_commands(store, loaded, planned)):
+    if commands := list(next_commands(store, request.pipeline, planned)):
         say("next:")
     for command in commands:
         say(f"  {command}")
 
 
+class Request(NamedTuple):
+    """The stages of a pipeline to make, and which of them to rerun though they are cached."""
+
+    pipeline: Pipeline
+    targets: tuple[str, ...]
+    forced: tuple[str, ...] = ()
+    strict_code: bool = False
+
+    def plan(self, store: Store) -> list[PlannedStage]:
+        """Plan the targets and the stages that they need."""
+        names = self.pipeline.needed_for(self.targets)
+        latest = runs.latest_models(store, self.pipeline, self.targets, self.forced, self.strict_code)
+        return planning.plan_pipeline(store, self.pipeline, names, self.strict_code, self.forced, latest)
+
+    def start(self, store: Store) -> Run:
+        """Start the run, or continue it."""
+        return runs.start_run(store, self.pipeline, self.targets, self.forced, strict_code=self.strict_code)
+
+
+def _requested(
+    pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None, strict_code: bool
+) -> Request:
+    """Return what the arguments of a command request."""
+    loaded = load_pipeline(pipeline, tuple(changes or ()))
+    targets = tuple(only or loaded.stages)
+    names = loaded.needed_for(targets)
+    try:
+        jobs = {name: loaded.stages[name].job for name in names}
+        forced = dict.fromkeys(name for stage in force or () for name in members(stage, jobs))
+    except RecipeError as error:
+        raise RecipeError(f"--force: {error}") from None
+    return Request(pin(loaded, names), targets, tuple(forced), strict_code)
+
+
 def carry_out(
-    pipeline: Pipeline,
-    targets: tuple[str, ...],
+    request: Request,
     store: str,
     address: str | None,
     token_file: Path | None,
-    forced: tuple[str, ...] = (),
+    parallel: int | None = None,
     verbose: bool = False,
 ) -> list[PlannedStage]:
-    """Run the targets of a pipeline and the stages that they need, and print the outcome.
+    """Make what is requested, and print the outcome.
 
     Returns:
         The stages with their manifests. If a stage could not be built, the command exits instead.
     """
-    options = WatchedRunOptions(pipeline.name, store, address, token_file, verbose=verbose)
-    return _carry_out(pipeline, targets, options, forced)
-
-
-def _carry_out(
-    pipeline: Pipeline, targets: tuple[str, ...], options: WatchedRunOptions, forced: tuple[str, ...]
-) -> list[PlannedStage]:
-    strict_code = options.strict_code
-    with _planning_store(options.store, options.address) as current:
-        names = pipeline.needed_for(targets)
-        latest = runs.latest_models(current, pipeline, targets, forced, strict_code)
-        planned = planning.plan_pipeline(current, pipeline, names, strict_code, forced, latest)
-        if _is_complete(current, planned, forced):
+    with _planning_store(store, address) as current:
+        planned = request.plan(current)
+        if _is_complete(current, planned, request.forced):
             return planned
-    connection = _connection(options.address, options.token_file)
-    opened = open_(options.store)
-    started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
+    connection = _connection(submission.reach(address, token_file) if address is not None else None)
+    opened = open_(store)
+    started = request.start(opened)
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]")
     again = shlex.join(["vitflow", *sys.argv[1:]])
     with ends_once():
-        return _drive(opened, started, connection, options.parallel, again, options.verbose)
+        return _drive(opened, started, connection, parallel, again, verbose)
 
 
 @app.command("submit")
 @with_options(RunOptions)
 def submit(options: RunOptions) -> None:
     """Submit a pipeline to a Ray cluster, or to the local Ray, and return immediately."""
-    loaded, names, forced = _requested(options.pipeline, options.only, options.force, options.changes)
-    targets = tuple(options.only or ()) or tuple(loaded.stages)
-    address, token_file, strict_code = options.address, options.token_file, options.strict_code
+    request = _requested(options.pipeline, options.only, options.force, options.changes, options.strict_code)
+    address, token_file = options.address, options.token_file
     with _planning_store(options.store, address) as current:
-        latest = runs.latest_models(current, loaded, targets, forced, strict_code)
-        planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
-        if _is_complete(current, planned, forced):
+        if _is_complete(current, request.plan(current), request.forced):
             return
     if address is not None:
         submission.reach(address, token_file)  # fail before anything is written if the cluster refuses us
     opened = open_(options.store)
     with translate_errors(), submission.target(address, token_file) as (cluster, ray_folder):
-        started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
+        started = request.start(opened)
         submission.submit_driver(opened, started, cluster, options.parallel, ray_folder)
     console.print(f"submitted [bold]{started.id}[/]")
     again = ["--store", opened.uri, *(["--address", address] if address else [])]
@@ -217,17 +229,13 @@ def drive(
     local_ray: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
-    from pipelines.cluster.local import LocalConnection
-
     opened = wait_for_store(lambda: open_(store, create=False), say)
     started = wait_for_store(lambda: runs.load_run(opened, run), say)
     # an earlier driver may have finished the run before this one was submitted
     if wait_for_store(lambda: is_over(opened, run), say):
         console.print(f"{run} has already ended")
         return
-    connecting: AbstractContextManager[Connection] = LocalConnection(say, local_ray)
-    if local_ray is None:
-        connecting = nullcontext(submission.ClusterConnection(connect()))
+    connecting = _connection(connect() if local_ray is None else None, local_ray)
     _drive(opened, started, connecting, parallel, f"vitflow submit {started.pipeline.name} ...")
 
 
@@ -253,7 +261,7 @@ def _drive(
 
     names = run.pipeline.needed_for(run.targets)
     with translate_errors():
-        with RunDisplay(console, width(names), verbose) as display, connecting as connection:
+        with RunDisplay(console, max(map(len, names)), verbose) as display, connecting as connection:
             driver = Driver(store, run, connection, display, parallel or CORES)
             try:
                 status, committed = driver.walk()
@@ -295,7 +303,7 @@ def translate_errors() -> Iterator[None]:
 def _planning_store(store: str, address: str | None = None) -> Iterator[Store]:
     """Yield the store to plan with, an empty one if there is none yet; the cluster at `address` must see it, too."""
     if address is not None:
-        check_store(store, address)
+        submission.check_store(store, address)
     with scratch_folder() as empty:
         try:
             opened = open_(store, create=False)
@@ -304,12 +312,13 @@ def _planning_store(store: str, address: str | None = None) -> Iterator[Store]:
         yield opened
 
 
-def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
-    if address is not None:
-        return nullcontext(ClusterConnection(reach(address, token_file)))
+def _connection(cluster: Cluster | None, ray_folder: Path | None = None) -> AbstractContextManager[Connection]:
+    """Return the connection to a cluster; without one, to the local Ray in this folder, or in the usual one."""
+    if cluster is not None:
+        return nullcontext(submission.ClusterConnection(cluster))
     from pipelines.cluster.local import LocalConnection
 
-    return LocalConnection(say)
+    return LocalConnection(say, ray_folder)
 
 
 def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
@@ -324,7 +333,7 @@ def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, .
         raise StoreDamaged("\n".join(damaged))
     if forced or any(stage.state in {"run", "pending"} or is_unsettled(store, stage) for stage in planned):
         return False
-    name_width = width(tuple(stage.name for stage in planned))
+    name_width = max(len(stage.name) for stage in planned)
     labels = {
         "cached": "[dim]CACHED[/]   ",
         "missing": "[red]FAILED[/]   ",
@@ -369,15 +378,12 @@ def plan(
     `took` is the duration of the last similar result: of this stage, or of a training with the same work.
     Other trainings are estimated at the speed that `init` measured on this machine.
     """
-    loaded, names, forced = _requested(pipeline, only, force, changes)
+    request = _requested(pipeline, only, force, changes, strict_code)
     with _planning_store(store) as current:
-        targets = tuple(only or ()) or tuple(loaded.stages)
-        latest = runs.latest_models(current, loaded, targets, forced, strict_code)
-        planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
-        planned = list(planning.rerun(planned, forced))
+        planned = list(planning.rerun(request.plan(current), request.forced))
         to_make = [stage for stage in planned if stage.state in {"run", "pending"}]
-        previous = planning.previous_results(current, loaded.name, planned)
-        why = planning.reasons(planned, previous, forced)
+        previous = planning.previous_results(current, request.pipeline.name, planned)
+        why = planning.reasons(planned, previous, request.forced)
         seconds = last_seconds(previous, to_make)
     rows = [
         {
@@ -402,23 +408,9 @@ def plan(
         counts = Counter(map(base, unmeasured))
         named = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
         say(f"time not yet measured: {named}")
-        if estimated := estimate_unmeasured({name: loaded.stages[name] for name in unmeasured}):
+        if estimated := estimate_unmeasured({name: request.pipeline.stages[name] for name in unmeasured}):
             say(estimated)
     _print_notes(planned)
-
-
-def _requested(
-    pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
-) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
-    """Return the pipeline, the requested stages in running order, and the forced stages, by name."""
-    loaded = load_pipeline(pipeline, tuple(changes or ()))
-    names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
-    try:
-        jobs = {name: loaded.stages[name].job for name in names}
-        forced = dict.fromkeys(name for stage in force or () for name in members(stage, jobs))
-    except RecipeError as error:
-        raise RecipeError(f"--force: {error}") from None
-    return pin(loaded, names), names, tuple(forced)
 
 
 @app.command("stop")
@@ -434,6 +426,6 @@ def stop(
     if is_over(opened, run_id):
         console.print(f"{run_id} has already ended")
         return
-    for line in stop_run(opened, run_id, reached(address, token_file)):
+    for line in runs.stop_run(opened, run_id, submission.reached(address, token_file)):
         console.print(plain(line))
     console.print(f"stopped {run_id}; `vitflow run` with the same recipe continues it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +32,12 @@ class Training:
     has_folds: bool = False
     segments: dict[str, list[LogLine]] = field(default_factory=dict)
 
-    def log(self, store: Store) -> list[LogLine]:
-        """Read its log."""
-        return read_log(store, self.job, self.key, self.segments)
+    def fits(self, store: Store) -> list[tuple[str | None, str, list[LogLine]]]:
+        """Read its log; return each fit's name in it, its title with the stage's name, and its lines."""
+        lines: dict[str | None, list[LogLine]] = {}
+        for line in read_log(store, self.job, self.key, self.segments):
+            lines.setdefault(line.fit, []).append(line)
+        return [(fit, "/".join(filter(None, (self.stage, self.title(fit)))), own) for fit, own in lines.items()]
 
     def title(self, fit: str | None) -> str:
         """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0` or a single `refit`; empty for a pretraining.
@@ -122,11 +124,3 @@ def _has_folds(store: Store, key: str, config: dict[str, Any]) -> bool:
     except StoreDamaged:  # `verify` reports it; here only the word "fold" is missing
         return False
     return manifest is not None and manifest.metrics.get("dev") == 0
-
-
-def by_fit(lines: Sequence[LogLine]) -> dict[str | None, list[LogLine]]:
-    """Return the lines of each fit."""
-    fits: dict[str | None, list[LogLine]] = {}
-    for line in lines:
-        fits.setdefault(line.fit, []).append(line)
-    return fits

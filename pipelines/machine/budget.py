@@ -118,7 +118,7 @@ def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None =
     finetuning = compute.train_flops(architecture)
     batch_size = min(64, max(8, round(MEASURED_FLOPS / finetuning)))
     resolution = architecture.image_shape[0]
-    trials, fits = stages[0].trials, sum(stage.trials + 1 for stage in stages)
+    trials, fits = max(stage.trials for stage in stages), sum(stage.trials + 1 for stage in stages)
     together = max(1, trials)  # a single training has no trials
     size, parallel = size_of(architecture, head=True), machine.parallel(together)
     setting = (size, resolution, batch_size, machine.threads(together), cheapest.dtype)
@@ -136,10 +136,11 @@ def estimate(stages: Sequence[Fits], machine: Machine, measure: Measure | None =
     images = sum(stage.flops for stage in stages) / per_image * rounds / fits
     range_ = _between(images / fastest + OTHER_SECONDS[0], SLOWER * images / slowest + OTHER_SECONDS[1])
     busy = ", the first if nothing else runs, the last if other programs run as now" * (fastest > 1.3 * slowest)
+    lengths = {f" of {stage.steps:,} steps of {stage.batch_size} images" for stage in stages}
     return (
-        f"about {range_} in all on {machine}{busy}: {quantity(fits, 'training')} of {stages[0].steps:,} steps of"
-        f" {stages[0].batch_size} images, the {'smallest model' if len(stages) > 1 else 'model'} at {slowest:,.3g} to"
-        f" {fastest:,.3g} images/s measured here"
+        f"about {range_} in all on {machine}{busy}: {quantity(fits, 'training')}"
+        f"{lengths.pop() if len(lengths) == 1 else ''}, the {'smallest model' if len(stages) > 1 else 'model'} at"
+        f" {slowest:,.3g} to {fastest:,.3g} images/s measured here"
     )
 
 

@@ -23,7 +23,7 @@ from pipelines.cluster.local import state_folder
 from pipelines.engine.submission import check_address, check_store
 from pipelines.files.hashing import cache_folder
 from pipelines.machine.findings import Finding, machine_findings, nearest_folder
-from pipelines.spec import RecipeError
+from pipelines.spec import RecipeError, quantity
 from pipelines.store import StoreAbsent, StoreError, all_keys, open_store
 from vit_model.errors import UserError
 
@@ -54,8 +54,9 @@ def store_findings(uri: str) -> Iterator[Finding]:
     """Check that an address is a store, or that its folder can become one."""
     try:
         store = open_store(uri, create=False)
-        size = f"{len(store.names('runs'))} runs and {len(all_keys(store))} artifacts"
-        yield Finding("store", "ok", f"{store.uri}, with {size}; `vitflow verify` reads them")
+        runs, artifacts = quantity(len(store.names("runs")), "run"), quantity(len(all_keys(store)), "artifact")
+        text = f"{store.uri}, with {runs} and {artifacts}, finished or not; `vitflow verify` reads them"
+        yield Finding("store", "ok", text)
     except StoreAbsent as error:
         yield Finding("store", "ok", f"{error} yet; the first run creates it")
     except StoreError as error:

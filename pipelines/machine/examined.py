@@ -7,7 +7,7 @@ import os
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -31,6 +31,16 @@ from vit_model.preprocessing import open_image
 # beside images: likely their labels
 LABEL_FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xml", ".txt")
 SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
+Say = Callable[[str], None]
+
+
+class Draft(NamedTuple):
+    """What a recipe says besides its images: its stages as YAML, and a report of the stages `of`."""
+
+    description: str
+    stages: str
+    title: str
+    of: Sequence[str]
 
 
 class Examined(NamedTuple):
@@ -52,11 +62,6 @@ class Examined(NamedTuple):
             kind = f"with masks of {quantity(len(of_pixels), 'class', 'classes')}" if of_pixels else "with masks"
         return f"{quantity(len(self.listing.entries), 'image')} {kind}"
 
-    @property
-    def is_multi_label(self) -> bool:
-        """Whether an image can have several labels."""
-        return self.source.has_several_labels
-
     def summary(self) -> Iterator[str]:
         """Yield lines about the images, their classes and splits, and about files that are left out."""
         for member in self.listing.unusable[:1]:
@@ -70,7 +75,7 @@ class Examined(NamedTuple):
             yield from self.listing.notes
             return
         if not self.listing.class_names:
-            yield f"found {len(self.listing.entries)} files; " + "; ".join(self.listing.notes)
+            yield "; ".join([f"found {quantity(len(self.listing.entries), 'file')}", *self.listing.notes])
             if (sibling := _sibling_class(self.root.expanduser().resolve())) is not None:
                 yield f"if {self.name} and {sibling.name} are classes, give their parent: --images {sibling.parent}"
             return
@@ -87,30 +92,24 @@ class Examined(NamedTuple):
         """The name of the folder or archive."""
         return self.root.expanduser().resolve().name
 
-    def recipe(
-        self, file: Path, description: str, stages: str, title: str, of: Sequence[str], options: str = ""
-    ) -> str:
-        """Return a recipe: an ingest of these images, `stages` as YAML, and a report of the stages `of`.
-
-        Args:
-            options: of its run.
-        """
+    def recipe(self, file: Path, draft: Draft, options: str) -> str:
+        """Return a recipe: an ingest of these images, the draft's stages, and their report; `options`: of its run."""
         return f"""\
 # Written by `vitflow init` for {self.classes}. Edit it freely.
 #   vitflow run {file}{options}
 name: {_pipeline_name(file)}
-description: {yaml_text(description)}
+description: {yaml_text(draft.description)}
 
 stages:
   images:
     job: ingest
     source: {_as_yaml(self.fields)}
 
-{stages}
+{draft.stages}
   report:
     job: report
-    title: {yaml_text(title)}
-    of: [images, {", ".join(of)}]
+    title: {yaml_text(draft.title)}
+    of: [images, {", ".join(draft.of)}]
 """
 
     def shots(self) -> Sequence[int]:

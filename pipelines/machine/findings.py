@@ -114,13 +114,11 @@ def _disks(places: dict[str, Path]) -> Iterator[Finding]:
         what = f"disk of {path}"
         text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.0f} GiB are free, for {', '.join(names)}"
         full = usage.used / max(1, usage.used + usage.free)
-        if usage.free < DISK_NEEDED or full > RAY_STOPS_AT:
-            status: Literal["warning", "problem"] = "problem" if usage.free < DISK_NEEDED else "warning"
-            reason = f" ({full:.0%} full: Ray spills nothing above {RAY_STOPS_AT:.0%})" * (full > RAY_STOPS_AT)
-            yield Finding(what, status, text + reason, _MAKE_SPACE)
+        text += f" ({full:.0%} full: Ray spills nothing above {RAY_STOPS_AT:.0%})" * (full > RAY_STOPS_AT)
+        if usage.free >= DISK_WANTED and full <= RAY_STOPS_AT:
+            yield Finding(what, "ok", text)
         else:
-            scarce = usage.free < DISK_WANTED
-            yield Finding(what, "warning" if scarce else "ok", text, _MAKE_SPACE if scarce else "")
+            yield Finding(what, "problem" if usage.free < DISK_NEEDED else "warning", text, _MAKE_SPACE)
 
 
 _MAKE_SPACE = "free space, or use another disk: `--store` for results, TMPDIR for temporary files, XDG_CACHE_HOME"

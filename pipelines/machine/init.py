@@ -5,7 +5,7 @@ The recipe is an ordinary file to edit; `init` keeps no other state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from pipelines.machine import pretrained
 from pipelines.machine.budget import Fits, Machine, described, estimate, this_machine
-from pipelines.machine.examined import Examined, examine, write_checked
+from pipelines.machine.examined import Draft, Examined, Say, examine, write_checked
 from pipelines.spec import ModelSize, RecipeError
 from ray_jobs.training.cost import images_per_second
 from vit_model.config import MaeOptions, ViTConfig
@@ -93,28 +93,30 @@ def write_recipe(file: Path, images: Path, source: str, weights: Sequence[str], 
         )
     number = len(examined.listing.entries)
     if not weights and number < FEW_IMAGES:
-        backbones = pretrained.imported_before(store)
+        backbones = pretrained.imported_before(store, examined.source.has_masks)
         say(
             f"starting from {backbones[0].name}, which is in {store}; --from takes other weights"
             if backbones
             else ADVICE.format(number=number, weights=pretrained.EXAMPLES[machine.gpus > 0])
         )
     if examined.source.has_boxes or examined.source.has_masks:
-        text = _of_places(file, examined, backbones, machine, say)
+        draft = _of_places(examined, backbones, machine, say)
     elif not examined.listing.class_names:
-        text = _without_labels(file, examined, backbones, machine, say)
+        draft = _without_labels(examined, backbones, machine, say)
     elif backbones:
-        text = pretrained.recipe(file, examined, backbones, machine, say)
+        draft = pretrained.draft(examined, backbones, machine, say)
     else:
-        text = _from_scratch(file, examined, machine, say)
-    write_checked(file, text)
-    pretrained.say_settings(backbones, say)
-    say(f"wrote {file}; next: vitflow run {file}{pretrained.options(backbones)}")
+        draft = _from_scratch(examined, machine, say)
+    options, why = pretrained.settings(backbones)
+    write_checked(file, examined.recipe(file, draft, options))
+    if why:
+        say(why)
+    say(f"wrote {file}; next: vitflow run {file}{options}")
 
 
-def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
-    """Return a recipe that trains a new ViT."""
-    smoothing = "" if images.is_multi_label else "\n    label_smoothing: 0.1"
+def _from_scratch(images: Examined, machine: Machine, say: Say) -> Draft:
+    """Draft a recipe that trains a new ViT."""
+    smoothing = "" if images.source.has_several_labels else "\n    label_smoothing: 0.1"
     rates, trials, comment = pretrained.sweep(images, LEARNING_RATES)
     choice = _chosen(images, machine, trials, say)
     stages = f"""\
@@ -132,17 +134,11 @@ def _from_scratch(file: Path, images: Examined, machine: Machine, say: Callable[
 
 {pretrained.references(images)}"""
     description = f"A ViT trained on {images.name}, beside baselines on pixels."
-    return images.recipe(file, description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
+    return Draft(description, stages, f"A ViT for {images.name}", ["vit", "pixels"])
 
 
-def _of_places(
-    file: Path,
-    images: Examined,
-    backbones: Sequence[pretrained.Backbone],
-    machine: Machine,
-    say: Callable[[str], None],
-) -> str:
-    """Return a recipe that detects objects or, with masks, classifies pixels: with pretrained weights or a new ViT.
+def _of_places(images: Examined, backbones: Sequence[pretrained.Backbone], machine: Machine, say: Say) -> Draft:
+    """Draft a recipe that detects objects or, with masks, classifies pixels: with pretrained weights or a new ViT.
 
     Raises:
         RecipeError: there are several backbones, or one that is not a ViT.
@@ -193,8 +189,7 @@ channels: {256 if has_gpu else 64}
     {more}
     threads: {machine.threads(2 if backbones else 1)}{machine.dtype_line}
 """
-    options = pretrained.options(backbones)
-    return images.recipe(file, f"{description} {images.name}.", stages, title, [name], options)
+    return Draft(f"{description} {images.name}.", stages, title, [name])
 
 
 def _scales(backbone: pretrained.Backbone) -> tuple[float, ...]:
@@ -209,14 +204,8 @@ def _scales(backbone: pretrained.Backbone) -> tuple[float, ...]:
     return SCALES[:-1]
 
 
-def _without_labels(
-    file: Path,
-    images: Examined,
-    backbones: Sequence[pretrained.Backbone],
-    machine: Machine,
-    say: Callable[[str], None],
-) -> str:
-    """Return a recipe that groups images by their features: of pretrained weights, or of a ViT that learns from them.
+def _without_labels(images: Examined, backbones: Sequence[pretrained.Backbone], machine: Machine, say: Say) -> Draft:
+    """Draft a recipe that groups images by their features: of pretrained weights, or of a ViT that learns from them.
 
     Raises:
         RecipeError: there are several backbones, which cannot be compared without labels.
@@ -241,10 +230,10 @@ def _without_labels(
 """
     title = f"Groups in {images.name}"
     description = f"Features of {images.name}, which has no labels, and groups of images that are alike."
-    return images.recipe(file, description, stages, title, [model, "embed"], pretrained.options(backbones))
+    return Draft(description, stages, title, [model, "embed"])
 
 
-def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None]) -> str:
+def _pretraining(images: Examined, machine: Machine, say: Say) -> str:
     """Return the stage of a pretraining without labels, as YAML."""
     choice = _chosen(images, machine, 0, say, is_masked=True)
     decoder = choice.decoder().model_dump(exclude_defaults=True)
@@ -265,9 +254,7 @@ def _pretraining(images: Examined, machine: Machine, say: Callable[[str], None])
     augment: resized_crop_flip{workers}"""
 
 
-def _chosen(
-    images: Examined, machine: Machine, trials: int, say: Callable[[str], None], is_masked: bool = False
-) -> Choice:
+def _chosen(images: Examined, machine: Machine, trials: int, say: Say, is_masked: bool = False) -> Choice:
     """Choose a model for images and `trials` trainings and a refit, or one training; print both, and the run time."""
     side = images.typical_side()
     choice = _choose(side, len(images.listing.entries), machine.gpus)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pipelines.files.fetch import fetched
 from pipelines.identity import source_fingerprint
 from pipelines.machine.budget import Fits, Machine, described, estimate, name_of
-from pipelines.machine.examined import Examined
+from pipelines.machine.examined import Draft, Examined, Say
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lookup import find_artifact
@@ -100,8 +100,8 @@ def read_all(weights: Sequence[str], store: str) -> list[Backbone]:
     return [_read(name, given, config) for name, (given, _, config) in zip(names, found.values(), strict=True)]
 
 
-def imported_before(store: str) -> list[Backbone]:
-    """Return the newest weights for colour images that were imported into the store, if there are any."""
+def imported_before(store: str, has_masks: bool) -> list[Backbone]:
+    """Return the newest weights for colour images that were imported into the store, if any; for masks, a ViT's."""
     try:
         opened = open_store(store, create=False)
     except StoreAbsent:
@@ -109,7 +109,8 @@ def imported_before(store: str) -> list[Backbone]:
     for manifest in reversed([*all_manifests(opened, "import")]):
         with suppress(RecipeError):
             backbone = _read(_names([manifest.stage])[0], manifest.stage, _import_of(opened, manifest))
-            if backbone.architecture.in_channels == 3 and backbone.resolution >= MIN_SIDE:
+            fits = isinstance(backbone.architecture, ViTConfig) or not has_masks
+            if fits and backbone.architecture.in_channels == 3 and backbone.resolution >= MIN_SIDE:
                 return [backbone]
     return []
 
@@ -167,38 +168,30 @@ def _read(name: str, given: str, config: Import) -> Backbone:
     return Backbone(name, config, contract.architecture, states)
 
 
-def options(backbones: Sequence[Backbone]) -> str:
-    """Return the options that a run needs for weights without mean and std."""
-    return "".join(f" --set {name}.preprocessing=half" for name in _silent(backbones))
-
-
-def _silent(backbones: Sequence[Backbone]) -> list[str]:
-    return [backbone.name for backbone in backbones if not backbone.states_preprocessing]
-
-
-def say_settings(backbones: Sequence[Backbone], say: Callable[[str], None]) -> None:
-    """Say why a run needs options for weights without mean and std, if there are any."""
-    silent = _silent(backbones)
-    if silent:
-        say(
-            f"{', '.join(silent)}: the weights do not state the mean and std of their images, and wrong values lower "
-            "the accuracy without an error. Set preprocessing in each of these stages: half (Google's, AugReg's and "
-            "most of timm's ViTs) or imagenet (DeiT, DINO, torchvision); the next command uses half"
-        )
+def settings(backbones: Sequence[Backbone]) -> tuple[str, str]:
+    """Return the options that a run needs for weights without mean and std, and why; both empty if there are none."""
+    silent = [backbone.name for backbone in backbones if not backbone.states_preprocessing]
+    if not silent:
+        return "", ""
+    return "".join(f" --set {name}.preprocessing=half" for name in silent), (
+        f"{', '.join(silent)}: the weights do not state the mean and std of their images, and wrong values lower the"
+        " accuracy without an error. Set preprocessing in each of these stages: half (Google's, AugReg's and most of"
+        " timm's ViTs) or imagenet (DeiT, DINO, torchvision); the next command uses half"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- recipes
 
 
-def recipe(
-    file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
-) -> str:
-    """Return a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
-    if images.is_multi_label and len(backbones) > 1:
+def draft(images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Say) -> Draft:
+    """Draft a recipe that fine-tunes the backbone, or compares several. Raises RecipeError if these take one label."""
+    if images.source.has_several_labels and len(backbones) > 1:
         raise RecipeError(f"--from: {len(backbones)} weights, but a comparison needs one label per image; give one")
     for backbone in backbones:
         say(f"{backbone.name}: {described(backbone.architecture)}")
-    return (_comparison if len(backbones) > 1 else _one)(file, images, backbones, machine, say)
+    if len(backbones) > 1:
+        return _comparison(images, backbones, machine, say)
+    return _one(images, backbones[0], machine, say)
 
 
 def sweep(images: Examined, rates: Sequence[str]) -> tuple[Sequence[str], int, str]:
@@ -207,18 +200,16 @@ def sweep(images: Examined, rates: Sequence[str]) -> tuple[Sequence[str], int, s
         comment = "Dev chooses the learning rate, the final model is trained on train and dev, and test is scored once."
         return rates, len(rates), comment
     comment = f"Dev has too few images to choose a learning rate; [{', '.join(rates)}] would try {len(rates)}."
-    return rates[len(rates) // 2 :][:1], int(images.is_multi_label), comment  # a trial for the thresholds
+    return rates[len(rates) // 2 :][:1], int(images.source.has_several_labels), comment  # a trial for the thresholds
 
 
 def references(images: Examined) -> str:
     """Return the stage `pixels` as YAML."""
-    return PIXELS.format("logistic regression" if images.is_multi_label else "RBF SVM")
+    return PIXELS.format("logistic regression" if images.source.has_several_labels else "RBF SVM")
 
 
-def _one(
-    file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
-) -> str:
-    (backbone,), side = backbones, images.typical_side()
+def _one(images: Examined, backbone: Backbone, machine: Machine, say: Say) -> Draft:
+    side = images.typical_side()
     resolution = _resolution(backbone, side, machine.gpus)
     rates, trials, comment = sweep(images, LEARNING_RATES if machine.gpus else CPU_RATES)
     train = round(len(images.listing.entries) * TRAIN_SHARE)
@@ -246,8 +237,7 @@ def _one(
 
 {references(images)}"""
     description = f"A pretrained {name_of(tuned)}, fine-tuned on {images.name}, beside baselines on pixels."
-    title, of = f"A ViT for {images.name}", [backbone.name, "vit", "pixels"]
-    return images.recipe(file, description, stages, title, of, options(backbones))
+    return Draft(description, stages, f"A ViT for {images.name}", [backbone.name, "vit", "pixels"])
 
 
 def _resolution(backbone: Backbone, side: int, gpus: int) -> int:
@@ -270,9 +260,7 @@ def common_resolution(backbones: Sequence[Backbone]) -> int:
     return next((resolution for resolution in trained_at if resolution % multiple == 0), nearest)
 
 
-def _comparison(
-    file: Path, images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Callable[[str], None]
-) -> str:
+def _comparison(images: Examined, backbones: Sequence[Backbone], machine: Machine, say: Say) -> Draft:
     resolution = common_resolution(backbones)
     steps = max(MIN_STEPS, min(MAX_STEPS, PASSES * len(images.listing.entries) // BATCH_SIZE))
     say(f"chose resolution {resolution} for all")
@@ -307,5 +295,4 @@ def _comparison(
     augment: crop_flip{machine.dtype_line}
 """
     description = f"Imported backbones on {images.name}, under one protocol, accuracy beside cost."
-    title = f"Which backbone for {images.name}?"
-    return images.recipe(file, description, stages, title, [*names, "features", "finetune"], options(backbones))
+    return Draft(description, stages, f"Which backbone for {images.name}?", [*names, "features", "finetune"])

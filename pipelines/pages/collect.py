@@ -21,7 +21,7 @@ from pipelines.results.compare import measured_files, measured_line, measurement
 from pipelines.results.lookup import recipe_and_stage, score
 from pipelines.schedules.schedule import Schedule, all_schedules
 from pipelines.schedules.ticks import Position, history, read_end, refresh
-from pipelines.spec import WEIGHTS, RecipeError
+from pipelines.spec import WEIGHTS
 from pipelines.store import (
     Alias,
     Found,
@@ -37,6 +37,7 @@ from pipelines.store import (
 )
 from ray_jobs.evaluation.rows import ACCURACY, is_apart, is_reference
 from ray_jobs.reporting.verdicts import AnyEntry
+from vit_model.errors import UserError
 from vit_model.fields import Frozen
 
 TICKS = 50  # of each schedule, the newest
@@ -238,7 +239,7 @@ def _measured(store: Store, manifests: list[Manifest]) -> list[Measured]:
         for key in keys:
             try:
                 found = measurements(store, [measured[key]])
-            except (RecipeError, StoreDamaged) as error:
+            except (UserError, StoreDamaged) as error:
                 warn(f"{error}; leaving it out")
                 continue
             lines = tuple(map(_line, [*found.entries, *found.scored]))

@@ -39,7 +39,6 @@ from ray_jobs.evaluation.rows import (
 )
 from ray_jobs.reporting import measures, multi_label, verdicts
 from ray_jobs.reporting.verdicts import AnyEntry
-from vit_model.errors import UserError
 
 _TABLES = ("rows.parquet", "predictions.parquet", SCORES_FILE, DETECTIONS_FILE, CONFUSION_FILE)
 _NAMES = ("protocol", "method", "labels_per_class")
@@ -205,12 +204,13 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         if heading != last_heading:
             add_headings(table, *heading)
         last_heading = heading
-        cells = [_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
+        cells = [percent_interval(line.get(side), metric, "", "–") for side in ("a", "b")]
         if compared:
-            difference = _interval(line.get("difference"), "value", "+", " to ")
+            difference = percent_interval(line.get("difference"), "value", "+", " to ")
             cells.append(difference + "".join(f" {mark}" for mark in _marks(line)))
         table.add_row(*map(Text, (f"  {method}", *cells)))
-    notes = [UNPAIRED] if any("†" in _marks(line) for line in lines) else []
+    unpaired = "† not paired: different test images, annotations or draws of labels"
+    notes = [unpaired] if any("†" in _marks(line) for line in lines) else []
     for line in compared:
         if "§" in _marks(line):
             common, of_images = line["b"]["num_images"], line["of_images"]
@@ -221,9 +221,6 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         notes.append(f"not shown: {quantity(shared, 'measurement')} that A and B share")
     table.caption = "\n".join(dict.fromkeys([*notes, *comparison["reasons"]])) or None
     return table
-
-
-UNPAIRED = "† not paired: different test images or draws of labels"
 
 
 def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -247,7 +244,8 @@ def of_sides(line: Mapping[str, Any], name: Callable[[dict[str, Any]], str], bet
     return between.join(f"{side}: {text}" for side, text in names.items())
 
 
-def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
+def percent_interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
+    """Return a number, called `name`, and its interval in percent; empty without numbers."""
     if numbers is None:
         return ""
     value, low, high = (f"{100 * numbers[key]:{sign}.1f}" for key in (name, "low", "high"))
@@ -296,19 +294,16 @@ def measurements(store: Store, manifests: list[Manifest]) -> Measurements:
     """Return what artifacts measured on test.
 
     Raises:
-        RecipeError: a table has other columns than this version's.
+        UserError: a table has other columns than this version's.
     """
     parts = [
         (manifest.stage, manifest, local_files(store, manifest, measured_files(manifest))) for manifest in manifests
     ]
-    try:
-        rows = measures.join_tables(parts, "rows.parquet", ROWS)
-        predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
-        of_several = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
-        segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
-        detectors = detections.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
-    except UserError as error:
-        raise RecipeError(str(error)) from None
+    rows = measures.join_tables(parts, "rows.parquet", ROWS)
+    predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
+    of_several = multi_label.entries(measures.join_tables(parts, SCORES_FILE, SCORES))
+    segmented = measures.of_pixels(measures.join_tables(parts, CONFUSION_FILE, CONFUSION))
+    detectors = detections.entries(measures.join_tables(parts, DETECTIONS_FILE, DETECTIONS))
     seeds = {manifest.key: measures.draw_seed(manifest) for manifest in manifests}
     every: list[measures.ScoredEntry | detections.Entry] = [*of_several, *segmented, *detectors]
     scored = [entry for entry in every if entry.has_interval]

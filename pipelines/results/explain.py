@@ -324,30 +324,27 @@ def attributed(
     lines = []
     for setting in settings:
         start, end = (side.get(setting) for side in both)
-
-        def effect(stage: str | None, setting: Setting = setting, start: float | None = start) -> float | None:
-            value = values.get(stage or "", {}).get(setting)
-            return None if value is None or start is None else value - start
-
+        known = {stage: own[setting] for stage, own in values.items() if setting in own}
+        effects = {} if start is None else {stage: value - start for stage, value in known.items()}
         fields = [
             {
                 "field": field.name,
                 "a": field.a,
                 "b": field.b,
-                "effect": effect(plan.alone.get(field.name)),
+                "effect": effects.get(plan.alone.get(field.name, "")),
                 "note": plan.impossible.get(field.name),
             }
             for field in found
         ]
-        known = [field["effect"] for field in fields if field["effect"] is not None]
+        explained = sum(field["effect"] or 0.0 for field in fields)
         lines.append(
             {
                 **setting._asdict(),
                 "a": start,
                 "b": end,
                 "fields": sorted(fields, key=lambda field: -abs(field["effect"] or 0.0)),
-                "together": effect(plan.together),
-                "rest": None if start is None or end is None else end - start - sum(known),
+                "together": effects.get(plan.together or ""),
+                "rest": None if start is None or end is None else end - start - explained,
             }
         )
     return lines

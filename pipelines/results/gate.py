@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelines.results.accuracies import labels_of
-from pipelines.results.compare import Compared, Pair, as_json, measured_line, of_sides
+from pipelines.results.compare import Compared, Pair, as_json, measured_line, of_sides, percent_interval
 from pipelines.results.lookup import find_manifests
 from pipelines.spec import RecipeError
 from pipelines.store import Store, read_manifest
@@ -23,7 +23,6 @@ from ray_jobs.data.shards import open_artifact
 from ray_jobs.evaluation.intervals import rules_out
 from ray_jobs.evaluation.rows import ACCURACY, is_reference
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import AnyEntry
 
 _VERDICTS = {True: "passed", False: "worse", None: "not shown"}
 MOST_IMAGES, MOST_CLASSES = 20, 10  # in the table for a pull request
@@ -44,7 +43,7 @@ def gate(compared: Compared, max_loss: float) -> Gate:
     """
     judged: list[bool] = []
     lines = []
-    for line in _different(compared):
+    for _, line in _different(compared):
         difference = line["difference"]
         if not difference["paired"]:
             raise RecipeError(
@@ -64,29 +63,22 @@ def gate(compared: Compared, max_loss: float) -> Gate:
     return Gate(all(judged), lines)
 
 
-def _different(compared: Compared) -> list[dict[str, Any]]:
-    """Return the lines of a comparison that are about two models: not references, nor what both results share."""
+def _different(compared: Compared) -> list[tuple[Pair, dict[str, Any]]]:
+    """Return the pairs of two models and their lines: without references, and without what both results share."""
     return [
-        line
+        (pair, line)
         for pair, line in zip(compared.pairs, as_json(compared)["both"], strict=True)
-        if _is_of_two_models(*pair[:2])
+        if pair.a.artifact != pair.b.artifact and not (is_reference(pair.a.method) and is_reference(pair.b.method))
     ]
-
-
-def _is_of_two_models(a: AnyEntry, b: AnyEntry) -> bool:
-    return a.artifact != b.artifact and not (is_reference(a.method) and is_reference(b.method))
 
 
 def markdown(store: Store, compared: Compared) -> Iterator[str]:
     """Yield the lines of a table in Markdown, and for accuracies the images that flipped and the classes that lost."""
     yield f"| {compared.metric}, % (95% interval) | A | B | B − A | images |"
     yield "|---|---:|---:|---:|---:|"
-    pairs = [pair for pair in compared.pairs if _is_of_two_models(*pair[:2])]
-    for line in _different(compared):
-        sides = [
-            f"{100 * line[side][compared.metric]:.1f} ({100 * line[side]['low']:.1f}–{100 * line[side]['high']:.1f})"
-            for side in ("a", "b")
-        ]
+    different = _different(compared)
+    for _, line in different:
+        sides = [percent_interval(line[side], compared.metric, "", "–") for side in ("a", "b")]
         of = line["difference"]
         difference = f"{_points(of['value'])} ({_points(of['low'])} to {_points(of['high'])})"
         unpaired = "" if of["paired"] else ", not paired"
@@ -96,7 +88,7 @@ def markdown(store: Store, compared: Compared) -> Iterator[str]:
         yield f"| {_cell(name)} | {sides[0]} | {sides[1]} | {difference} | {images}{part} |"
     yield ""
     yield f"A: `{compared.a}`, B: `{compared.b}`"
-    for pair in pairs if compared.metric == ACCURACY else ():
+    for pair, _ in different if compared.metric == ACCURACY else ():
         if isinstance(pair.b, Entry) and isinstance(pair.a, Entry) and pair.a.sample_ids == pair.b.sample_ids:
             yield from _flips(store, pair)
 

@@ -39,12 +39,7 @@ class Library:
     store: Store
 
     def __repr__(self) -> str:
-        return f"Library({self.uri!r}): .model(KEY), .dataset(KEY), .rows(), .table(NAME)"
-
-    @property
-    def uri(self) -> str:
-        """The address of the store."""
-        return self.store.uri
+        return f"Library({self.store.uri!r}): .model(KEY), .dataset(KEY), .table(NAME)"
 
     def model(self, key: str | None = None, checkpoint: str = LAST) -> StoredModel:
         """Load a model; without a key, the newest.
@@ -68,10 +63,6 @@ class Library:
 
         manifest = find_artifact(self.store, key, "dataset")
         return StoredDataset(manifest, open_artifact(self.store, manifest))
-
-    def rows(self) -> duckdb.DuckDBPyRelation:
-        """Return the table `rows`: all measurements of this store's evaluations, baselines and fine-tunings."""
-        return self.table("rows")
 
     def table(self, name: str) -> duckdb.DuckDBPyRelation:
         """Return a table of `vitflow report query --tables`, such as accuracies or training_log, as a DuckDB relation.
@@ -114,7 +105,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class StoredDataset:
-    """A dataset; `info` is its dataset.json."""
+    """A dataset; `info` is its dataset.json, with `class_names` in the order of the labels."""
 
     manifest: Manifest
     data: Dataset
@@ -132,11 +123,6 @@ class StoredDataset:
     def info(self) -> DatasetInfo:
         """The dataset's name, its classes, and the number of images in each split."""
         return self.data.info
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of the labels."""
-        return self.info.class_names
 
     def samples(self, split: str = "train") -> pa.Table:
         """Return a split's images without their pixels, in the order of `images`.

@@ -27,6 +27,7 @@ SHORT = 12  # characters of a digest in text
 
 
 State = Literal["same", "made again", "other content", "gone", "damaged"]
+Found = tuple[Manifest, InputRef] | Literal["gone", "damaged"]
 _LOST = ("gone", "damaged")  # the inputs of such an artifact are unknown
 
 
@@ -73,23 +74,22 @@ def trace(store: Store, selector: str) -> Lineage:
             continue
         nodes[manifest.key] = manifest
         for field, references in manifest.inputs.items():
-            for reference in references:
-                source, sha = read_once(reference.job, reference.key)
-                if isinstance(source, Manifest):
-                    pending.append(source)
-                edges.append(_edge(manifest, field, reference, source, sha))
+            for used in references:
+                found = read_once(used.job, used.key)
+                if not isinstance(found, str):
+                    pending.append(found[0])
+                edges.append(_edge(manifest, field, used, found))
     replaced = {key: new for key, node in nodes.items() if (new := _replaced_by(store, node))}
     return Lineage(roots=tuple(manifest.key for manifest in roots), nodes=nodes, edges=tuple(edges), replaced=replaced)
 
 
-def _read_input(store: Store, job: str, key: str) -> tuple[Manifest | Literal["gone", "damaged"], str | None]:
-    """Return an input, and the sha256 of its manifest as it is now."""
+def _read_input(store: Store, job: str, key: str) -> Found:
+    """Return an input as it is now."""
     try:
-        found = read_with_reference(store, job, key)
+        return read_with_reference(store, job, key) or "gone"
     except StoreDamaged as error:
         warn(str(error))
-        return "damaged", None
-    return ("gone", None) if found is None else (found[0], found[1].manifest_sha256)
+        return "damaged"
 
 
 def _replaced_by(store: Store, node: Manifest) -> str | None:
@@ -100,26 +100,20 @@ def _replaced_by(store: Store, node: Manifest) -> str | None:
         return None
 
 
-def _edge(
-    consumer: Manifest,
-    field: str,
-    reference: InputRef,
-    source: Manifest | Literal["gone", "damaged"],
-    sha: str | None,
-) -> Edge:
+def _edge(consumer: Manifest, field: str, used: InputRef, found: Found) -> Edge:
     state: State = "same"
-    if not isinstance(source, Manifest):
-        state = source
-    elif source.content_digest != reference.content_digest:
+    if isinstance(found, str):
+        state = found
+    elif found[1].content_digest != used.content_digest:
         state = "other content"
-    elif sha != reference.manifest_sha256:
+    elif found[1].manifest_sha256 != used.manifest_sha256:
         state = "made again"
     checkpoint = recorded_checkpoint(consumer.config, field)
     return Edge(
         consumer=consumer.key,
         field=field,
-        input=reference.key,
-        content_digest=reference.content_digest,
+        input=used.key,
+        content_digest=used.content_digest,
         checkpoint=None if checkpoint == LAST else checkpoint,
         state=state,
     )
@@ -143,18 +137,14 @@ def _roots(store: Store, selector: str) -> list[Manifest]:
 def as_json(lineage: Lineage) -> dict[str, Any]:
     """Return nodes and edges as JSON, without the artifacts' files, which their manifests list."""
     nodes = [
-        {
-            "key": key,
-            **node.model_dump(mode="json", exclude=_NOT_IN_JSON),
-            "replaced_by": lineage.replaced.get(key),
-        }
+        node.model_dump(mode="json", exclude=_NOT_IN_JSON) | {"replaced_by": lineage.replaced.get(key)}
         for key, node in lineage.nodes.items()
     ]
     edges = [edge.model_dump(mode="json") for edge in lineage.edges]
     return {"roots": list(lineage.roots), "nodes": nodes, "edges": edges}
 
 
-_NOT_IN_JSON = {"layout_version", "key", "nonce", "files", "inputs", "environment", "own_sha256"}
+_NOT_IN_JSON = {"layout_version", "nonce", "files", "inputs", "environment", "own_sha256"}
 _NOTES = {
     "same": "",
     "made again": "  (rebuilt since, with the same content)",

@@ -101,10 +101,9 @@ def _checkpoints(store: Store) -> list[dict[str, Any]]:
     unfinished = [key for key in store.names("artifacts/pretrain") if key not in manifests]
     rows = []
     for key in (*manifests, *unfinished):
+        made = manifests.get(key)
         try:
-            rows += (
-                _named_checkpoints(store, manifests[key]) if key in manifests else _resumable_checkpoints(store, key)
-            )
+            rows += _resumable_checkpoints(store, key) if made is None else _named_checkpoints(store, made)
         except StoreDamaged as error:
             warn(f"{error}; ignoring its checkpoints")
     return rows
@@ -117,7 +116,7 @@ def _named_checkpoints(store: Store, manifest: Manifest) -> list[dict[str, Any]]
     if kept.best is not None:
         by_step[kept.best].append(BEST)
     return [
-        _checkpoint(manifest.key, manifest, step, ", ".join(names), names, dev_accuracies.get(step), manifest.finished)
+        _checkpoint(manifest.key, manifest, step, names, dev_accuracies.get(step), manifest.finished)
         for step, names in by_step.items()
     ]
 
@@ -134,26 +133,20 @@ def _resumable_checkpoints(store: Store, key: str) -> list[dict[str, Any]]:
     rows = []
     for checkpoint in reversed(checkpoints(store, "pretrain", key)):
         attempt = read_attempt(store, Layout.attempt("pretrain", key, checkpoint.attempt))
-        text = f"to resume at step {checkpoint.step:,}"
-        rows.append(_checkpoint(key, attempt, checkpoint.step, text, [], None, checkpoint.created))
+        rows.append(_checkpoint(key, attempt, checkpoint.step, [], None, checkpoint.created))
     return rows
 
 
 def _checkpoint(
-    key: str,
-    made: Manifest | Attempt | None,
-    step: int,
-    text: str,
-    names: list[str],
-    accuracy: float | None,
-    created: str,
+    key: str, made: Manifest | Attempt | None, step: int, names: list[str], accuracy: float | None, created: str
 ) -> dict[str, Any]:
+    """Return the row of a checkpoint; one without names is to resume from."""
     return {
         "key": key,
         "stage": made and made.stage,
         "recipe/stage": made and recipe_and_stage(made),
         "step": step,
-        "checkpoint": text,
+        "checkpoint": ", ".join(names) or f"to resume at step {step:,}",
         "names": names,
         "dev_accuracy": accuracy,
         "accuracy": None if accuracy is None else f"{accuracy:.1%} dev",

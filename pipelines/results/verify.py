@@ -71,7 +71,7 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Verified:
-    """The counts of objects read, the damage, the unreadable objects, and the manifests with unchecked keys."""
+    """What the manifests list, the damage, the unreadable objects, and the manifests with unchecked keys."""
 
     artifacts: int
     files: int

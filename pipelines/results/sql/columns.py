@@ -157,7 +157,7 @@ TABLES = {
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),
         Column("job", "VARCHAR", "the job that made it"),
-        Column("kind", "VARCHAR", "dataset, model, evaluation, audit or report"),
+        Column("kind", "VARCHAR", "what it is: dataset, model, detector, evaluation, audit, report, ..."),
         Column("stage", "VARCHAR", "its stage's name in the recipe"),
         Column("run", "VARCHAR", "the run that made it"),
         Column("attempt", "INTEGER", "the attempt that succeeded, from 1"),

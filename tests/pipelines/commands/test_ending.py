@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.commands import queries
 from tests.conftest import Vitflow
 from tests.support.documented import prepare
 
@@ -37,6 +38,9 @@ def test_the_quickstart_ends_with_an_answer_on_one_screen(
     monkeypatch.chdir("/")
     said = vitflow_here("run", "quickstart", "--store", workspace / "runs").stdout
     assert f"IMAGE... --store {workspace}/runs\n" in said
+    monkeypatch.setattr(queries, "MOST_LINES", 2)
+    said = vitflow_here("report", "show", "--store", workspace / "runs").stdout
+    assert re.search(r"^\d+ more accuracies on the report's page$", said, re.MULTILINE)
 
 
 def test_without_a_report_the_best_result_has_an_interval_and_a_protocol(

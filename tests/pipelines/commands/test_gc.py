@@ -27,7 +27,9 @@ def test_it_shows_what_nothing_needs_by_recipe_and_stage_and_deletes_it_when_tol
     shown = vitflow_here("gc", "--store", store.root).stdout
     assert "digits/images  2          2.0 MB" in shown
     assert "it is new  1          1.0 MB" in shown
-    assert f"`vitflow gc --delete --store {store.root}` lists them" in shown
+    assert f"`vitflow gc --delete --store {store.root}` lists them; the same command deletes them 24 hours" in shown
+    chosen = vitflow_here("gc", "--store", store.root, "--keep-days", "60", "--grace", "2").stdout
+    assert f"--store {store.root} --keep-days 60 --grace 2` lists them; the same command deletes them 2 h" in chosen
     asked = ("gc", "--store", store.root, "--json")
     stage = {"recipe": "digits", "stage": "images", "finished": True, "artifacts": 2, "bytes": 2 * 10**6}
     listed = json.loads(vitflow_here(*asked, "--delete").stdout)

@@ -1,6 +1,5 @@
 """Weights from outside: known by their content, refused where something is wrong, and out again in other formats."""
 
-import csv
 import json
 import os
 import shutil
@@ -28,10 +27,9 @@ from tests.support.records import committed, make_manifest, make_plan
 from tests.support.s3 import Bucket, Server, used
 from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import ResNetConfig, ViTConfig
+from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract
 from vit_model.model import ViT
-from vit_model.resnet import ResNet
 from vit_model.weights import save_model
 
 
@@ -203,10 +201,7 @@ def printed(vitflow_here: Vitflow) -> Callable[..., str]:
 
 
 def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, ModelContract]:
-    """A model of the store, like one that was fine-tuned: exact GELU, as everyone's readers know it.
-
-    `fields` are of its manifest (run, metrics) and of its configuration.
-    """
+    """A model of the store, like one that was fine-tuned; `fields` are of its manifest and of its configuration."""
     torch.manual_seed(0)
     stated = {field: fields.pop(field) for field in ("run", "metrics") if field in fields}
     config = ViTConfig.model_validate(CONTRACT.architecture.model_dump() | fields)
@@ -235,39 +230,32 @@ def test_a_stage_is_called_after_its_file(path: str, name: str) -> None:
     parse_pipeline({"name": "import", "stages": {name: {"job": "import", "path": path}}}, "x")
 
 
-@pytest.mark.parametrize(
-    ("to", "file", "kind"),
-    [
-        ("hf", "model.safetensors", "new"),
-        ("timm", "model.safetensors", "new"),
-        ("npz", "model.npz", "new"),
-        ("npz", "model.npz", "empty"),
-        pytest.param("onnx", "model.onnx", "new", marks=pytest.mark.slow),
-    ],
-)
-def test_an_export_is_the_same_model_to_those_who_read_it(
-    store: Store, tmp_path: Path, to: str, file: str, kind: str, printed: Callable[..., str]
+@pytest.mark.parametrize("to", ["hf", "timm", "npz", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_an_export_predicts_as_the_model_in_the_store(
+    store: Store, tmp_path: Path, to: str, printed: Callable[..., str]
 ) -> None:
-    model, _ = put_model(store)
-    output = tmp_path / "out"
-    if kind == "empty":
-        output.mkdir()
-    said = printed("export", "ma", "--format", to, "--output", output, "--store", store.uri)
-    assert file in {path.name for path in output.iterdir()}
-    assert f"wrote {output}: " in said and file in said
-    assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}, "nothing is left beside it"
-    assert output.stat().st_mode & 0o777 == (tmp_path / "store").stat().st_mode & 0o777, "for others to read"
-    assert all(path.stat().st_mode & 0o777 == output.stat().st_mode & 0o666 for path in output.iterdir())
+    put_model(store)
+    out, image = tmp_path / "out", tmp_path / "a.png"
+    Image.new("RGB", (8, 8), (200, 40, 0)).save(image)
+    if to == "npz":
+        out.mkdir()  # an empty folder is replaced
+    said = printed("export", "ma", "--format", to, "--output", out, "--store", store.uri)
+    assert f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "out", "a.png"}, "nothing is left beside it"
+    assert out.stat().st_mode & 0o777 == (tmp_path / "store").stat().st_mode & 0o777, "for others to read"
+    assert all(path.stat().st_mode & 0o777 == out.stat().st_mode & 0o666 for path in out.iterdir())
     if to == "onnx":
         return
     assert "for the digest sha256:0" in said
-    found = formats.read(output / file if to == "npz" else output)
-    theirs, ours = (one.model_dump(exclude={"position_resize"}) for one in (found.architecture, model.config))
-    assert theirs == ours
-    assert found.preprocessing is not None and found.preprocessing.mean == (0.5,) * 3
-    assert found.class_names == (("0", "1", "2") if to == "npz" else ("ape", "bee", "cat"))
     assert ("class_names: the names of 3 classes" in said) is (to == "npz"), "what is lost is said"
-    torch.testing.assert_close(found.weights, {**model.state_dict()}, rtol=0, atol=0)
+    if to == "timm":
+        assert "create_model('local-dir:out'" in (out / "README.md").read_text()
+    asked = (("ma", "--store", store.uri), (out / "model.npz" if to == "npz" else out, "--store", "nowhere"))
+    rows = [json.loads(printed("predict", *which, image, "--json"))[0]["top"] for which in asked]
+    likely = [[each["probability"] for each in top] for top in rows]
+    assert likely[0] == pytest.approx(likely[1], abs=1e-5)
+    if to != "npz":  # which has no names of classes
+        assert [each["class"] for each in rows[0]] == [each["class"] for each in rows[1]]
 
 
 def test_an_import_without_mean_and_std_is_refused_before_a_job_starts(store: Store, tmp_path: Path) -> None:
@@ -326,45 +314,12 @@ def test_a_checkpoint_can_be_exported_and_asked(store: Store, tmp_path: Path, pr
     assert answers[0] == json.loads(printed(*ask)) != answers[1] == answers[2]
 
 
-@pytest.mark.parametrize("to", ["hf", "timm", "npz"])
-def test_exported_weights_predict_as_the_model_in_the_store(
-    store: Store, tmp_path: Path, vitflow_here: Callable[..., Any], to: str
-) -> None:
-    put_model(store, gelu="tanh") if to == "npz" else put_model(store)
-    out, image = tmp_path / "out", tmp_path / "a.png"
-    Image.new("RGB", (8, 8), (200, 40, 0)).save(image)
-    vitflow_here("export", "ma", "--format", to, "--output", out, "--store", store.uri)
-    if to == "timm":
-        assert "create_model('local-dir:out'" in (out / "README.md").read_text()
-    weights = out / "model.npz" if to == "npz" else out
-    rows = [
-        list(csv.DictReader(vitflow_here("predict", *asked, image, "--csv").stdout.splitlines()))
-        for asked in (("ma", "--store", store.uri), (weights, "--store", "nowhere"))
-    ]
-    assert [[row["image"] for row in side] for side in rows] == [[str(image)]] * 2
-    likely = [float(side[0]["probability"]) for side in rows]
-    assert likely[0] == pytest.approx(likely[1], abs=1e-5)
-    if to != "npz":  # which has no names of classes
-        assert rows[0][0]["prediction"] == rows[1][0]["prediction"]
-
-
-def test_an_exported_resnet_says_which_code_it_is_exact_for(
+def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
     store: Store, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
-    config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
-    with committed(store, "pretrain", "ra", stage="resnet") as folder:
-        save_model(folder, ResNet(config), contract_for(config))
-    said = printed("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
-    assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said
-
-
-@pytest.mark.parametrize("to", ["hf", "timm", "npz"])
-def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
-    store: Store, tmp_path: Path, to: str, printed: Callable[..., str]
-) -> None:
     put_model(store, position="relative")
-    said = printed("export", "ma", "--format", to, "--output", tmp_path / "out", "--store", store.uri, code=2)
-    assert f"ma as {to}: " in said
+    said = printed("export", "ma", "--format", "timm", "--output", tmp_path / "out", "--store", store.uri, code=2)
+    assert "ma as timm: " in said
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
@@ -378,11 +333,7 @@ def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
         (["import", "x.npz", "--preprocessing", "bad.yaml"], "there is no such field; did you mean 'mean'"),
         (["import", "x.npz", "--preprocessing", "binary"], "binary: "),
         (["import", "x.npz", "--name", "No Name"], "should match pattern"),
-        (
-            ["export", "zz", "--format", "hf", "--output", "out"],
-            "no model or detector has a key that begins with 'zz', and ",
-        ),
-        (["export", "zz", "--format", "hf", "--output", "out"], "has no runs"),
+        (["export", "zz", "--format", "hf", "--output", "out"], "no model or detector has a key that begins with 'zz'"),
         (["export", "ma", "--format", "tf", "--output", "out"], "'tf' is not one of"),
         (["export", "ma", "--format", "hf", "--output", "full"], "already exists"),
         (["export", "ma", "--format", "hf", "--output", "x.npz"], "already exists"),

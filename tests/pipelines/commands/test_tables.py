@@ -10,7 +10,6 @@ from pipelines import terminal
 from pipelines.commands import common
 from pipelines.commands.ending import OF_IMAGES
 from pipelines.commands.inspect import _took
-from pipelines.commands.queries import _rounded
 from pipelines.results.sql.columns import TABLES
 
 RUN = "quickstart-20261122-101500-ab12"
@@ -69,6 +68,6 @@ def test_the_commands_that_a_run_ends_with_read_columns_that_exist() -> None:
         assert {*columns.split(", ")} <= {column.name for column in TABLES[table]}
 
 
-@pytest.mark.parametrize(("value", "text"), [(-1e-9, "0.0000"), (-0.25, "-0.2500"), (7, 7)])
-def test_no_number_is_minus_zero(value: float, text: object) -> None:
-    assert _rounded(value) == text
+@pytest.mark.parametrize(("value", "text"), [(-1e-9, "0.0000"), (-0.25, "-0.2500"), (7, "7")])
+def test_no_number_is_minus_zero(value: float, text: str) -> None:
+    assert common._cell("mean", value) == text

@@ -52,6 +52,8 @@ def test_a_masked_autoencoder_takes_as_long_as_its_operations(tmp_path: Path, mo
             planned = estimate_unmeasured({"vit": stage.model_copy(update={"mae": mae})})
             assert planned == f"{estimated}; vit 100% of the work"
         said[mae] = ratio
+    assert "2 trainings of 1,000 steps of 64 images" in str(estimate([fits, fits], machine))
+    assert "2 trainings, the smallest model" in str(estimate([fits, fits._replace(steps=10)], machine))
     assert said[decoder] < 1 < 10 < said[authors], "the authors' decoder is for larger encoders"
 
 

@@ -47,8 +47,7 @@ def everything_in(folder: Path) -> set[Path]:
 def test_a_folder_is_well_and_left_as_it_was(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     before = everything_in(tmp_path)
-    found = by_name(store_findings(store.uri))
-    assert {name: finding.status for name, finding in found.items()} == WELL
+    assert statuses(store_findings(store.uri)) == WELL
     assert everything_in(tmp_path) == before
 
 
@@ -115,10 +114,7 @@ def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
         found = by_name(cluster_findings(address, None))
         everywhere = by_name(cluster_findings(address, None, listening={"0.0.0.0", "127.0.0.1"}))
         mapped = by_name(cluster_findings(address, None, listening={"::ffff:127.0.0.1", "::1"}))
-    assert {name: finding.status for name, finding in found.items()} == {
-        "cluster": "ok",
-        "cluster, access": "warning",
-    }
+    assert {name: finding.status for name, finding in found.items()} == {"cluster": "ok", "cluster, access": "warning"}
     assert "every user of this machine can run any code" in found["cluster, access"].text
     assert everywhere["cluster, access"].status == "problem"
     assert "listens on 0.0.0.0: everyone who can reach it" in everywhere["cluster, access"].text
@@ -138,8 +134,7 @@ def test_a_cluster_of_another_version_is_told() -> None:
 
 
 def test_what_does_not_answer_is_a_problem_and_what_is_no_address_is_refused() -> None:
-    found = by_name(cluster_findings("http://127.0.0.1:9", None))
-    assert {name: finding.status for name, finding in found.items()} == {"cluster": "problem"}
+    assert statuses(cluster_findings("http://127.0.0.1:9", None)) == {"cluster": "problem"}
     with pytest.raises(RecipeError, match="http://HOST:8265"):
         doctor.examine("nowhere", "127.0.0.1:8265", None)
 

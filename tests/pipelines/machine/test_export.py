@@ -94,6 +94,14 @@ def exported(store: Store, model: Manifest, to: Any, place: str = "out") -> tupl
     return folder, (folder / "README.md").read_text(encoding="utf-8")
 
 
+def printed_by(card: str, photo: Path) -> str:
+    """What the card's code prints about a photograph."""
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(code.replace("photo.jpg", str(photo)), {})  # the card's own
+    return printed.getvalue()
+
+
 def test_the_card_has_the_numbers_of_reports_and_says_what_is_unknown(store: Store, photos: list[Path]) -> None:
     _, card = exported(store, put_world(store), "timm")
     for seed, protocol in ((0, "fine-tuning"), (1, "few-shot linear")):
@@ -127,6 +135,7 @@ def test_a_model_without_results_says_so(store: Store, photos: list[Path]) -> No
     with committed(store, "import", "ia", kind="model", stage="vit", config={"path": "hf:org/vit"}) as folder:
         save_model(folder, randomised(CONFIG), contract_for(CONFIG, NAMES, "mit"))
     _, card = exported(store, read_manifest(store, "import", "ia"), "timm")  # type: ignore[arg-type]
+    assert "# vit, a Vision Transformer exported with vitflow" in card
     assert "Not evaluated: the store has no test results" in card
     assert "was taught by, the weights hf:org/vit, licence mit" in card
 
@@ -156,15 +165,10 @@ def test_the_code_on_the_card_finds_the_classes_that_vitflow_finds(
 
         monkeypatch.setattr(timm_models.load().data, "create_transform", our_transform)
     _, card = exported(store, model, to)
-    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    assert len(code) == 1
     rows = classify(store.local(model.folder, model.files), photos)
     assert not fields or {len(row["classes"]) for row in rows} != {1}
     for photo, row in zip(photos, rows, strict=True):
-        written = io.StringIO()
-        with redirect_stdout(written):
-            exec(code[0].replace("photo.jpg", str(photo)), {})  # the card's own
-        said = written.getvalue()
+        said = printed_by(card, photo)
         lines = {line["class"]: f"{line['class']} {line['probability']:.1%}\n" for line in row["top"]}
         if not fields:
             assert repr(row["top"][0]["class"])[1:-1] in said or row["top"][0]["class"] in said, photo
@@ -294,16 +298,13 @@ def test_the_code_on_a_detectors_card_finds_the_objects_that_vitflow_finds(
     assert "It finds objects of 3 classes" in card and yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == (
         "object-detection"
     )
-    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     done = vitflow_here("predict", "de", *photos, "--json", "--output", "found", "--store", store.uri)
     content = json.loads(Path("found/detections.json").read_text())
     assert [image["file_name"] for image in content["images"]] == [str(photo) for photo in photos]
     assert len(list(Path("found/pictures").iterdir())) == len(photos)
     names = {category["id"]: category["name"] for category in content["categories"]}
     for image, row in zip(content["images"], json.loads(done.stdout), strict=True):
-        with redirect_stdout(io.StringIO()) as printed:
-            exec(code[0].replace("photo.jpg", image["file_name"]), {})  # the card's own
-        said = re.findall(r"(.*?\d\.\d\d) \[(.*?)\]\n", printed.getvalue(), re.DOTALL)
+        said = re.findall(r"(.*?\d\.\d\d) \[(.*?)\]\n", printed_by(card, image["file_name"]), re.DOTALL)
         expected = [each for each in row["objects"] if each["score"] >= SHOWN]
         assert sorted(name for name, _ in said) == sorted(f"{each['class']} {each['score']:.2f}" for each in expected)
         assert expected and sum(float(sides.split(",")[0]) for _, sides in said) == pytest.approx(
@@ -335,7 +336,6 @@ def test_the_code_on_the_card_of_a_model_of_pixels_finds_the_mask(
         load(store, model, "last").write("hf", Path(), "out")
     _, card = exported(store, model, "onnx")
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "image-segmentation"
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     done = vitflow_here("predict", "pix", *photos, "--json", "--output", "found", "--store", store.uri)
     written = json.loads(Path("found/masks.json").read_text())
     assert written["classes"] == [*NAMES] and [each["file_name"] for each in written["images"]] == [*map(str, photos)]
@@ -351,9 +351,8 @@ def test_the_code_on_the_card_of_a_model_of_pixels_finds_the_mask(
         assert {each["class"]: each["share"] for each in row["pixels"]} == pytest.approx(
             dict(zip(NAMES, shares, strict=True))
         )
-        with redirect_stdout(io.StringIO()) as printed:
-            exec(code.replace("photo.jpg", str(photo)), {})  # the card's own
-        said = [float(line.rpartition(" ")[2].rstrip("%")) for line in printed.getvalue().splitlines() if "%" in line]
+        lines = printed_by(card, photo).splitlines()
+        said = [float(line.rpartition(" ")[2].rstrip("%")) for line in lines if "%" in line]
         assert said == pytest.approx([100 * share for share in shares], abs=1.0)
 
 

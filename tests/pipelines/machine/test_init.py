@@ -20,16 +20,25 @@ from vit_model.model import ViT
 from vit_model.weights import save_model
 
 
-@pytest.mark.parametrize("name", ["photos: 2024", "x: {y", "2024", "yes", "a #b", "a, b]", "é", "a\nb", "1e3"])
-def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def written(file: Path, images: Path, source: str = "folder", *weights: Path) -> Any:
+    """Write a recipe, and return what is read from it."""
+    init.write_recipe(file, images, source, [*map(str, weights)], "s", init.Console())
+    return load_pipeline(str(file))
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "estimate", lambda *_: "")
-    images, file = tmp_path / name, tmp_path / "mine.yaml"
+
+
+@pytest.mark.parametrize("name", ["photos: 2024", "x: {y", "2024", "yes", "a #b", "a, b]", "é", "a\nb", "1e3"])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    images = tmp_path / name
     for label in ("red", "blue"):
         (images / label).mkdir(parents=True)
         Image.new("RGB", (8, 8), label).save(images / label / "1.png")
-    init.write_recipe(file, images, "folder", [], "s", init.Console(quiet=True))
-    pipeline = load_pipeline(str(file))
-    source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
+    pipeline = written(tmp_path / "mine.yaml", images)
+    source = pipeline.stages["images"].source
     assert (source.name, source.root) == (name, str(images))
     assert pipeline.description == f"A ViT trained on {name}, beside baselines on pixels."
 
@@ -38,7 +47,6 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyte
 def test_an_archive_of_a_folder_is_as_the_folder(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(init, "estimate", lambda *_: "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for label in ("red", "blue"):
         (tmp_path / "in/pets" / label).mkdir(parents=True)
@@ -47,9 +55,7 @@ def test_an_archive_of_a_folder_is_as_the_folder(
     said = []
     for number, images in enumerate((tmp_path / "in/pets", Path(archive))):
         file = tmp_path / f"{number}.yaml"
-        init.write_recipe(file, images, "folder", [], "s", init.Console())
-        source: Any = load_pipeline(str(file)).stages["images"].source  # type: ignore[union-attr]
-        assert source.root == str(images)
+        assert written(file, images).stages["images"].source.root == str(images)
         said.append(capsys.readouterr().out.replace(str(file), "").replace(str(images), ""))
     assert said[0] == said[1] and "2 images of 2 classes" in said[0] and "about 40 pixels" in said[0]
 
@@ -58,9 +64,8 @@ def test_images_with_boxes_get_a_detector(tmp_path: Path) -> None:
     boxed_photos(tmp_path / "photos")
     with pytest.raises(RecipeError, match=r"the layout of COCO, a detection data set.*source\.boxes: coco"):
         (tmp_path / "photos/train/_annotations.coco.json").write_text("{}")
-        init.write_recipe(tmp_path / "no.yaml", tmp_path / "photos", "folder", [], "s", init.Console(quiet=True))
-    init.write_recipe(tmp_path / "r.yaml", tmp_path / "photos", "{boxes: kitti}", [], "s", init.Console(quiet=True))
-    stages = load_pipeline(str(tmp_path / "r.yaml")).stages
+        written(tmp_path / "no.yaml", tmp_path / "photos")
+    stages = written(tmp_path / "r.yaml", tmp_path / "photos", "{boxes: kitti}").stages
     assert [stage.job for stage in stages.values()] == ["ingest", "detect", "report"]
     assert stages["detect"].resolution == 128 and stages["detect"].steps == 100
 
@@ -70,41 +75,33 @@ def test_images_with_masks_get_a_model_of_pixels(tmp_path: Path, capsys: pytest.
         (tmp_path / name).parent.mkdir()
         Image.new("L", (40, 50)).save(tmp_path / name)
     with pytest.raises(RecipeError, match=r'--source "{kind: folder, mask_classes: \[NAME, NAME\]}"'):
-        init.write_recipe(tmp_path / "no.yaml", tmp_path, "folder", [], "s", init.Console(quiet=True))
+        written(tmp_path / "no.yaml", tmp_path)
     source = "{mask_classes: [road, car]}"
-    init.write_recipe(tmp_path / "r.yaml", tmp_path, source, [], "s", init.Console(width=200))
+    stages = written(tmp_path / "r.yaml", tmp_path, source).stages
     assert "found 1 image with masks of 2 classes, without splits" in capsys.readouterr().out
-    stages = load_pipeline(str(tmp_path / "r.yaml")).stages
     assert [stage.job for stage in stages.values()] == ["ingest", "finetune", "report"]
     assert stages["vit"].masks and stages["vit"].class_weights == "balanced"
     resnet = ResNetConfig(image_size=32, units=(1,), num_classes=0)
     save_model(tmp_path / "resnet", build(resnet), contract_for(resnet))
     with pytest.raises(RecipeError, match=r"--from: .*resnet.*: a ResNet has no tokens of patches"):
-        init.write_recipe(
-            tmp_path / "n.yaml", tmp_path, source, [str(tmp_path / "resnet")], "s", init.Console(quiet=True)
-        )
+        written(tmp_path / "n.yaml", tmp_path, source, tmp_path / "resnet")
 
 
-def test_images_without_labels_are_embedded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(init, "estimate", lambda *_: "")
-    photos, weights = tmp_path / "photos", [str(tmp_path / name) for name in ("a", "b")]
+def test_images_without_labels_are_embedded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, weights = tmp_path / "photos", [tmp_path / name for name in ("a", "b")]
     photos.mkdir()
     for number in range(3):
         Image.new("RGB", (40, 50)).save(photos / f"{number}.png")
     for depth, folder in enumerate(weights, 1):
         config = ViTConfig.model_validate(TINY | {"depth": depth})
-        save_model(Path(folder), ViT(config), contract_for(config))
+        save_model(folder, ViT(config), contract_for(config))
     for used, job in (([], "pretrain"), (weights[:1], "import")):
-        file = tmp_path / f"{job}.yaml"
-        init.write_recipe(file, photos, "folder", used, "s", init.Console())
-        pipeline = load_pipeline(str(file))
-        assert [stage.job for stage in pipeline.stages.values()] == ["ingest", job, "embed", "report"]
-        assert pipeline.stages["images"].source.labels is False  # type: ignore[union-attr]
+        stages = written(tmp_path / f"{job}.yaml", photos, "folder", *used).stages
+        assert [stage.job for stage in stages.values()] == ["ingest", job, "embed", "report"]
+        assert stages["images"].source.labels is False
     assert "found 3 files; images without labels" in capsys.readouterr().out
     with pytest.raises(RecipeError, match="without labels nothing tells which is best"):
-        init.write_recipe(tmp_path / "x.yaml", photos, "folder", weights, "s", init.Console())
+        written(tmp_path / "x.yaml", photos, "folder", *weights)
 
 
 def test_folders_that_are_no_classes_are_told(tmp_path: Path) -> None:
@@ -127,14 +124,7 @@ def test_images_of_other_splits_alone_train_nothing(tmp_path: Path) -> None:
         (tmp_path / "photos" / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "photos" / key).write_bytes(image(1))
     with pytest.raises(RecipeError, match=r"photos: the train split has no images\. Add training images; or rename"):
-        init.write_recipe(
-            tmp_path / "x.yaml",
-            tmp_path / "photos",
-            "{kind: folder, labels: false}",
-            [],
-            "s",
-            init.Console(quiet=True),
-        )
+        written(tmp_path / "x.yaml", tmp_path / "photos", "{kind: folder, labels: false}")
 
 
 def test_members_that_cannot_be_used_are_told(tmp_path: Path) -> None:
@@ -169,25 +159,21 @@ def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_
     if content is not None:
         (tmp_path / "x.zip").write_bytes(content)
     with pytest.raises(RecipeError, match=message):
-        init.write_recipe(tmp_path / "x.yaml", tmp_path / "x.zip", "folder", [], "s", init.Console(quiet=True))
+        written(tmp_path / "x.yaml", tmp_path / "x.zip")
 
 
-def test_any_source_with_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "estimate", lambda *_: "")
+def test_any_source_with_a_root(tmp_path: Path) -> None:
     (tmp_path / "cifar-100-binary.tar").write_bytes(tar(members(100, "binary")))
-    init.write_recipe(tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}", [], "s", init.Console(quiet=True))
-    pipeline = load_pipeline(str(tmp_path / "x.yaml"))
-    source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
+    stages = written(tmp_path / "x.yaml", tmp_path, "{kind: cifar, classes: 100}").stages
+    source = stages["images"].source
     assert (source.kind, source.classes, source.root) == ("cifar", 100, str(tmp_path))
-    vit: Any = pipeline.stages["vit"]
-    assert vit.resolution == 32
+    assert stages["vit"].resolution == 32
 
 
 def test_the_sources_that_init_advises_lead_to_a_recipe_of_several_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each advice keeps the fields that were given. Pixels get no method that needs one label per image."""
-    monkeypatch.setattr(init, "estimate", lambda *_: "")
     for number in range(9):
         (tmp_path / f"{number}.png").write_bytes(image(number))
     lines = [f"{number}.png,{('a;b', 'b', 'a')[number % 3]}" for number in range(9)]
@@ -195,14 +181,13 @@ def test_the_sources_that_init_advises_lead_to_a_recipe_of_several_labels(
     advised = "{salt: mine}"
     for message in ("needs one column 'file_name'", "looks like several labels"):
         with pytest.raises(RecipeError, match=message) as error:
-            init.write_recipe(tmp_path / "x.yaml", tmp_path, advised, [], "s", init.Console(quiet=True))
+            written(tmp_path / "x.yaml", tmp_path, advised)
         advised = str(error.value).partition("For init, this is --source ")[2].strip('"')
-    init.write_recipe(tmp_path / "x.yaml", tmp_path, advised, [], "s", init.Console())
-    stages = load_pipeline(str(tmp_path / "x.yaml")).stages
-    source: Any = stages["images"].source  # type: ignore[union-attr]
+    stages = written(tmp_path / "x.yaml", tmp_path, advised).stages
+    source = stages["images"].source
     assert (source.salt, source.image_column, source.label_column) == ("mine", "path", "labels")
     assert stages.keys() == {"images", "vit", "pixels", "report"}
-    assert stages["pixels"].methods == ("majority", "k-NN", "logistic regression")  # type: ignore[union-attr]
+    assert stages["pixels"].methods == ("majority", "k-NN", "logistic regression")
     assert "found 9 images of 2 classes (a 6, b 6)" in capsys.readouterr().out
 
 
@@ -216,7 +201,7 @@ def test_the_sources_that_init_advises_lead_to_a_recipe_of_several_labels(
 )
 def test_a_source_that_does_not_fit_is_named(source: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
-        init.write_recipe(tmp_path / "x.yaml", tmp_path, source, [], "s", init.Console(quiet=True))
+        written(tmp_path / "x.yaml", tmp_path, source)
 
 
 def test_a_recipe_that_cannot_be_read_is_not_left_behind(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from pipelines.machine import budget, init, pretrained
 from pipelines.machine.pretrained import Backbone, common_resolution
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import Evaluate, Finetune, Import, Pretrain
-from pipelines.store import open_store
+from pipelines.store import Store, open_store
 from tests.conftest import Vitflow
+from tests.support.records import committed
 from tests.support.vits import TINY, contract_for, randomised
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
 from vit_model.contract import ModelContract
@@ -184,6 +185,14 @@ def test_few_images_start_from_weights_that_were_imported(
     vitflow_local("init", "copy.yaml", "--images", "photos", "--store", "s", "--from", "import/found")
     copy = load_pipeline("copy.yaml").stages["found"]
     assert isinstance(copy, Import) and copy.path.startswith(str(folder / "s")), "the store still has them"
+
+
+def test_a_resnet_of_the_store_is_not_taken_for_masks(store: Store) -> None:
+    resnet = ResNetConfig(image_size=64, units=(1,), num_classes=0)
+    with committed(store, "import", stage="bit", config={"job": "import", "path": "gone"}) as folder:
+        save_model(folder, randomised(resnet), contract_for(resnet))
+    assert [each.name for each in pretrained.imported_before(store.uri, has_masks=False)] == ["bit"]
+    assert pretrained.imported_before(store.uri, has_masks=True) == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -16,10 +15,10 @@ from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreError, open_store
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.evaluation import rows as tables
-from tests.support import datasets, records
+from ray_jobs.evaluation.rows import ROWS, write_table
+from tests.support import datasets
 from tests.support.checkpoints import model_at, put_pretraining
-from tests.support.records import committed
+from tests.support.records import committed, row
 from tests.support.s3 import Server, used
 from tests.support.vits import contract_for
 from vit_model.config import ViTConfig
@@ -35,19 +34,15 @@ GREY = Preprocessing(mean=(0.5,), std=(0.5,), resolution=4, channels=1)
 IDS = datasets.identities(3)
 
 
-def put_dataset(store: Store, key: str = "da") -> None:
+def put_dataset(store: Store) -> None:
     """Three grey images of 4x4 in two shards of test: image i is filled with 10 * i. None in dev and train."""
-    with committed(store, "ingest", key) as folder:
+    with committed(store, "ingest", "da") as folder:
         samples = [Sample(IDS[i], f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in range(3)]
         image = ImageSize(height=4, width=4, channels=1)
         datasets.put(folder, "zoo", CLASSES, image, {"test": samples}, per_shard=2)
 
 
-def row(method: str, value: float) -> dict[str, object]:
-    return records.row(task="zoo", method=method, labels_per_class=None, value=value, num_images=3)
-
-
-def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
+def put_finetuned(store: Store) -> ViT:
     """A model with its row."""
     torch.manual_seed(0)
     config = ViTConfig(
@@ -55,9 +50,9 @@ def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
     )
     model = ViT(config)
     torch.nn.init.normal_(model.head.weight)
-    with committed(store, "finetune", key, stage="tune", run="r-1") as folder:
+    with committed(store, "finetune", "fa", stage="tune", run="r-1") as folder:
         save_model(folder, model, contract_for(config, CLASSES))
-        tables.write_table(folder / "rows.parquet", [row("ViT", value)], tables.ROWS)
+        write_table(folder / "rows.parquet", [row(method="ViT", value=0.5)], ROWS)
     return model.eval()
 
 
@@ -116,7 +111,6 @@ def test_a_notebook_shows_what_is_what(store: Store) -> None:
 def test_a_datasets_samples_and_images_are_in_one_order(store: Store) -> None:
     put_dataset(store)
     found = pipelines.open_store(store.uri).dataset()
-    assert found.class_names == CLASSES
     samples = found.samples("test").to_pylist()
     assert [(s["sample_id"], s["key"], s["class_name"]) for s in samples] == [
         (IDS[0], "0.png", "ape"),
@@ -150,28 +144,16 @@ def test_images_of_many_sizes_come_as_squares_from_their_middle(store: Store, tm
     assert (images[0, :, 4:-4] == (255, 0, 0)).all()
 
 
-def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -> None:
-    assert pipelines.open_store(store.uri).rows().fetchall() == []
-    put_dataset(store)
+def test_a_table_is_that_of_sql(store: Store) -> None:
+    library = pipelines.open_store(store.uri)
+    assert library.table("rows").fetchall() == []
     put_finetuned(store)
-    written = [row("k-NN", 0.25), row("most frequent class", 1 / 3)]
-    for job, key, file in (("baselines", "ba", "rows.parquet"), ("report", "ra", "rows.parquet")):
-        with committed(store, job, key, stage=f"s-{job}", run="r-2") as folder:
-            tables.write_table(folder / file, written, tables.ROWS)
-    found = pipelines.open_store(store.uri).rows()
-    assert set(found.project("artifact, stage, run, method, value, labels_per_class").fetchall()) == {
-        ("fa", "tune", "r-1", "ViT", 0.5, None),
-        ("ba", "s-baselines", "r-2", "k-NN", 0.25, None),
-        ("ba", "s-baselines", "r-2", "most frequent class", 1 / 3, None),
-    }
-    folder = Path(store.uri) / "artifacts/baselines/ba/attempts/1/files"
-    stored = pq.read_table(folder / "rows.parquet")
-    selected = found.filter("artifact = 'ba'").project(", ".join(tables.ROWS.names)).fetchall()
-    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()
+    found = library.table("rows")
+    assert found.project("artifact, stage, run, method, value").fetchall() == [("fa", "tune", "r-1", "ViT", 0.5)]
     assert found.query("rows", "select max(value) from rows").fetchall() == [(0.5,)]
-    assert len(pipelines.open_store(store.uri).table("accuracies").fetchall()) == 3
+    assert len(library.table("accuracies").fetchall()) == 1
     with pytest.raises(RecipeError, match="did you mean 'accuracies'"):
-        pipelines.open_store(store.uri).table("accuracy")
+        library.table("accuracy")
 
 
 @pytest.mark.slow
@@ -182,7 +164,7 @@ def test_on_s3_only_what_is_asked_for_is_fetched(moto: Server, monkeypatch: pyte
         put_dataset(store)
         put_finetuned(store)
         library = pipelines.open_store(store.uri)
-        assert len(library.rows().fetchall()) == 1
+        assert len(library.table("rows").fetchall()) == 1
         cached = {path.name for path in (cache_folder() / "objects").rglob("*") if path.is_file()}
         assert cached == {"rows.parquet"}, "not the weights beside it"
-        assert library.model().class_names == library.dataset("da").class_names == CLASSES
+        assert library.model().class_names == library.dataset("da").info.class_names == CLASSES

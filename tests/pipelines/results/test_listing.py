@@ -12,12 +12,9 @@ from tests.support.checkpoints import put_pretraining, put_state
 from tests.support.records import flip, make_attempt, make_manifest, make_plan
 
 
-@pytest.mark.parametrize(
-    ("given", "nearest"), [("dataset", "datasets"), ("evaluation", "evaluations"), ("run", "runs")]
-)
-def test_an_unknown_kind_is_told_with_the_nearest(tmp_path: Path, given: str, nearest: str) -> None:
-    with pytest.raises(RecipeError, match=f"did you mean '{nearest}'"):
-        list_kind(open_store(str(tmp_path)), given)
+def test_an_unknown_kind_is_told_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="did you mean 'datasets'"):
+        list_kind(open_store(str(tmp_path)), "dataset")
 
 
 def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
