@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.simulation import schedule_bugs
 from tests.simulation.bugs import BUGS, Bug, planted
 from tests.simulation.drivers import episode
 from tests.simulation.orders import in_order, orders
@@ -55,6 +56,6 @@ def test_only_what_is_needed_is_left() -> None:
 
 
 def test_every_bug_can_be_planted() -> None:
-    for bug in BUGS:
+    for bug in (*BUGS, *schedule_bugs.BUGS):
         with planted(bug):
             pass

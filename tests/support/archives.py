@@ -20,6 +20,21 @@ def image(seed: int, form: str = "JPEG", mode: str = "RGB", size: tuple[int, int
     return file.getvalue()
 
 
+def png(**chunks: bytes) -> bytes:
+    """A PNG of these chunks."""
+    parts = {kind.encode(): data for kind, data in chunks.items()}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts.items()
+    )
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds no pixels."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return png(IHDR=header, IDAT=zlib.compress(b""), IEND=b"")
+
+
 def tar(members: Mapping[str, bytes], mode: str = "w", form: int = tarfile.GNU_FORMAT) -> bytes:
     """A tar of these files; a name that ends in "/" is a folder."""
     file = io.BytesIO()

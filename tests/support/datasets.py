@@ -8,7 +8,7 @@ import numpy as np
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import examine_pixels
 from ray_jobs.data.samples import write_samples
-from ray_jobs.data.shards import DatasetInfo, ImageSize
+from ray_jobs.data.shards import Dataset, DatasetInfo, ImageSize
 from ray_jobs.data.writing import shuffle_key
 
 put = write_samples
@@ -23,6 +23,16 @@ def raw(identity: str, pixels: np.ndarray, label: int) -> Sample:
     """A sample of pixels, uint8 [h, w, c]; its key is its identity."""
     facts = examine_pixels(pixels)
     return Sample(identity, identity, pixels.tobytes(), "raw", facts.width, facts.height, facts.channels, label)
+
+
+def damage(dataset: Dataset, rows: Iterable[int]) -> None:
+    """Flip a bit in the middle of each of these images of train."""
+    index = dataset.index("train")
+    for row in rows:
+        path = dataset.folder / dataset.info.shards[index["shard"][row].as_py()].file
+        content = bytearray(path.read_bytes())
+        content[index["offset"][row].as_py() + index["length"][row].as_py() // 2] ^= 4
+        path.write_bytes(content)
 
 
 NUMBERED = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)

@@ -16,6 +16,7 @@ from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.cost import Cost, Speed
 from ray_jobs.process.context import Context
 from ray_jobs.training import optim
+from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.task import Score, Task, at_point, make_task
 from ray_jobs.tuning import fits
@@ -39,9 +40,9 @@ COST = Cost(  # for tests without Ray, in which nothing is measured
 )
 
 
-def put_halves(folder: Path) -> None:
+def put_halves(folder: Path) -> Path:
     """Dark noise of 8x8, its left or its right half bright: the class."""
-    datasets.put_halves(folder, COUNTS, ("left", "right"))
+    return datasets.put_halves(folder, COUNTS, ("left", "right"))
 
 
 def configuration(**fields: object) -> Finetune:
@@ -116,8 +117,19 @@ def first_refit(given: Context[Any]) -> tuple[Task, Dataset, Refitted]:
     return task, dataset, done
 
 
+def save_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Have each checkpoint written before its training goes on."""
+    save = CheckpointManager.save
+
+    def save_now(manager: CheckpointManager, *arguments: Any) -> None:
+        save(manager, *arguments)
+        manager.wait()
+
+    patch.setattr(CheckpointManager, "save", save_now)
+
+
 def kill_at(step: int, monkeypatch: pytest.MonkeyPatch, fit: Callable[[], object]) -> None:
-    """Let a fit end before a step, as a signal would."""
+    """Let a fit end before a step, as a signal would, when all its checkpoints are written."""
     rate = optim.learning_rate
 
     def killed(at: int, *arguments: Any) -> float:
@@ -126,5 +138,6 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch, fit: Callable[[], object
         return rate(at, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        save_at_once(patch)
         patch.setattr(optim, "learning_rate", killed)
         fit()

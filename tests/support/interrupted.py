@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -23,10 +22,10 @@ from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.log import LogWriter
 from ray_jobs.training.model_ref import ModelRef
-from tests.support import datasets, objectives
+from tests.support import objectives
 from tests.support.records import make_attempt
+from tests.support.vits import randomised
 from tests.support.workers import run_workers
-from vit_model.build import build
 from vit_model.weights import save_model
 
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
@@ -69,11 +68,6 @@ class Kill:
     seconds: float
 
 
-def write_noise(folder: Path) -> Path:
-    """Write a dataset of grey noise of 8x8 in three classes: 48 images to train on, 25 for dev."""
-    return datasets.put_noise(folder, {"train": 48, "dev": 25, "test": 0})
-
-
 def configuration(**fields: Any) -> Pretrain:
     """Return a pretraining of 40 steps on the noise that saves its state after every third."""
     base = {
@@ -96,12 +90,7 @@ def write_model(folder: Path, dataset: Path, resolution: int = 16) -> ModelRef:
     config = configuration(resolution=resolution)
     assert config.model is not None
     contract = model_contract(config.model, config.resolution, open_dataset(dataset).info)
-    model = build(contract.architecture)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
-    save_model(folder, model, contract)
+    save_model(folder, randomised(contract.architecture), contract)
     return ModelRef(folder, "first (pretrain 0123456789ab)")
 
 

@@ -1,6 +1,7 @@
-"""Small ViTs with weights that no test can overlook, and their names in transformers."""
+"""Small ViTs with weights that no test can overlook, and transformers to compare them with."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_model.build import build
-from vit_model.config import Architecture, ViTConfig
+from vit_model.config import Architecture
 from vit_model.contract import ModelContract, Preprocessing
 
 TINY: dict[str, Any] = {
@@ -28,6 +29,46 @@ SMALL: dict[str, Any] = {
     "mlp_dim": 48,
     "num_classes": 7,
 }
+
+OPTIONS: list[dict[str, Any]] = [
+    {"pooling": "gap"},
+    {"pooling": "gap", "class_token": True},
+    {"pooling": "gap", "class_token": True, "class_position": False, "norm_after_pooling": True},
+    {"pooling": "map"},
+    {"pooling": "map", "class_token": True, "registers": 2},
+    {"distillation": True},
+    {"registers": 3, "class_position": False},
+    {"position": "none"},
+    {"position": "learned2d"},
+    {"position": "sincos2d", "pooling": "gap"},
+    {"position": "sincos2d_moco"},
+    {"position": "relative"},
+    {"position": "rope", "registers": 1, "image_size": (12, 20), "gelu": "swiglu"},
+    {"gelu": "swiglu", "pooling": "map"},
+    {"position_at": "every_layer"},
+    {"position_at": "every_layer", "position": "learned2d", "image_size": (12, 20)},
+    {"position_at": "shared"},
+    {"axial": True, "pooling": "gap"},
+    {"axial": True, "pooling": "gap", "position_at": "every_layer", "image_size": (8, 12)},
+    {"norm_first": True, "patch_bias": False, "gelu": "quick"},
+    {"layer_scale": 0.1, "stochastic_depth": 0.3},
+    {"residual": False, "in_channels": 1},
+    {"representation_head": True},
+    {"image_size": (8, 20)},
+    {"stem": (1, 2), "patch_size": 8, "image_size": (32, 48)},
+    {"stem": (), "patch_size": 8, "image_size": (16, 32)},
+]
+"""What can be chosen beside sizes, for `SMALL`."""
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of a normal distribution."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def random_images(config: Architecture, count: int = 3, seed: int = 1) -> Tensor:
+    """Noise that a model of this configuration takes for images."""
+    return noise(count, config.in_channels, *config.image_shape, seed=seed)
 
 
 def randomised(of: Any, seed: int = 0) -> Any:
@@ -56,54 +97,10 @@ def contract_for(
     )
 
 
-def hugging_face_twin(ours: Any, activation: str) -> Any:
-    """transformers' model with our weights; strict: every tensor of theirs gets one of ours, and none is left over."""
-    transformers = pytest.importorskip("transformers")
-    config = ours.config
-    sizes = transformers.ViTConfig(
-        hidden_size=config.width,
-        num_hidden_layers=config.depth,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.mlp_dim,
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        num_labels=config.num_classes,
-        hidden_act=activation,
-        layer_norm_eps=config.layer_norm_eps,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    theirs = transformers.ViTForImageClassification(sizes)
-    theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), config), strict=True)
-    return theirs
-
-
-def hugging_face_names(weights: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Our tensors (weights or gradients) as transformers' ViTForImageClassification names and shapes them."""
-    out = {
-        "vit.embeddings.cls_token": weights["cls_token"],
-        "vit.embeddings.position_embeddings": weights["pos_embed"],
-        "vit.embeddings.patch_embeddings.projection.weight": weights["patch_embed.proj.weight"].reshape(
-            config.width, config.in_channels, config.patch_size, config.patch_size
-        ),
-        "vit.embeddings.patch_embeddings.projection.bias": weights["patch_embed.proj.bias"],
-    }
-    for kind in ("weight", "bias"):
-        out[f"vit.layernorm.{kind}"] = weights[f"norm.{kind}"]
-        out[f"classifier.{kind}"] = weights[f"head.{kind}"]
-    return out | hugging_face_blocks(weights, "blocks", "vit.layers", config.depth)
-
-
-def hugging_face_blocks(weights: dict[str, Tensor], ours: str, theirs: str, depth: int) -> dict[str, Tensor]:
-    """Our blocks' tensors below the name `ours` as transformers names them below `theirs`."""
-    renamed = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
-    renamed |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-    out = {}
-    for layer in range(depth):
-        for kind in ("weight", "bias"):
-            for old, new in renamed.items():
-                out[f"{theirs}.{layer}.{new}.{kind}"] = weights[f"{ours}.{layer}.{old}.{kind}"]
-            parts = weights[f"{ours}.{layer}.attn.qkv.{kind}"].chunk(3)
-            for name, part in zip("qkv", parts, strict=True):
-                out[f"{theirs}.{layer}.attention.{name}_proj.{kind}"] = part
-    return out
+@cache
+def transformers() -> Any:
+    """The package, which takes 3 s to import its models; without it, the test is skipped."""
+    package = pytest.importorskip("transformers")
+    package.logging.set_verbosity_error()
+    package.logging.disable_progress_bar()
+    return package

@@ -8,7 +8,6 @@ else a file's bytes.
 import gzip
 import io
 import json
-import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.support.arrays import norb
 from tests.support.tfrecords import example, framed
 
 Truth = dict[str, dict[str, tuple[dict[str, int], NDArray[np.uint8] | bytes]]]
@@ -252,11 +252,7 @@ def smallnorb(root: Path, size: int = 30) -> Truth:
         info = np.stack([rng.integers(0, high, size) for high in (10, 9, 18, 6)], 1).astype("<i4")
         info[:, 1], info[:, 2] = np.arange(size) % 9, 2 * (np.arange(size) % 18)
         for kind, array in (("dat", pairs), ("cat", cat), ("info", info)):
-            magic = 0x1E3D4C55 if kind == "dat" else 0x1E3D4C54
-            padded = [*array.shape, 1, 1][: max(3, array.ndim)]
-            header = struct.pack(f"<ii{len(padded)}i", magic, array.ndim, *padded)
-            data = gzip.compress(header + array.tobytes(), 1)
-            (root / f"smallnorb-{name}-{kind}.mat.gz").write_bytes(data)
+            (root / f"smallnorb-{name}-{kind}.mat.gz").write_bytes(gzip.compress(norb(array), 1))
         truth[part] = {
             str(number): (
                 {"smallnorb_azi": int(info[number, 2]) // 2, "smallnorb_ele": int(info[number, 1])},

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from typing import Any
+
+from werkzeug import Request, Response
+
+from tests.support.serving import serving
 
 
 @contextmanager
@@ -12,20 +15,10 @@ def webhook(statuses: Iterable[int]) -> Iterator[tuple[str, list[tuple[str, byte
     requests: list[tuple[str, bytes]] = []
     answers = iter(statuses)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append((self.headers["X-Vitflow-Signature"], body))
-            self.send_response(next(answers))
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
+    def receive(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        request = Request(environ)
+        requests.append((request.headers["X-Vitflow-Signature"], request.data))
+        return Response(status=next(answers), headers={"Location": "/elsewhere"})(environ, start)
 
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/secret-path", requests
-        server.shutdown()
-        thread.join()
+    with serving(receive) as address:
+        yield f"{address}/secret-path", requests

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.vits import SMALL, randomised
+from tests.support.vits import SMALL, random_images, randomised
 from vit_model import inspection
 from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT
@@ -39,8 +39,7 @@ AXIAL: list[dict[str, Any]] = [
 
 def model_and_images(options: dict[str, Any], batch: int = 3) -> tuple[ViT, Tensor]:
     config = ViTConfig.model_validate({**SMALL, **options})
-    generator = torch.Generator().manual_seed(1)
-    return randomised(config), torch.randn(batch, 3, *config.image_shape, generator=generator)
+    return randomised(config), random_images(config, batch)
 
 
 def slow_weights(model: ViT, images: Tensor) -> list[np.ndarray]:

@@ -9,15 +9,10 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from tests.support.vits import SMALL, randomised
+from tests.support.vits import OPTIONS, SMALL, random_images, randomised
 from vit_model.blocks import attention
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
-
-
-def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, config.in_channels, config.image_size, config.image_size, generator=generator)
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
@@ -32,37 +27,6 @@ def test_patch_embedding_is_the_convolution() -> None:
     torch.testing.assert_close(embed(images), convolved.flatten(2).transpose(1, 2))
     channels_last = images.to(memory_format=torch.channels_last)
     torch.testing.assert_close(embed(channels_last), embed(images))
-
-
-def test_gap_is_the_mean_of_normalised_tokens() -> None:
-    config = ViTConfig.model_validate({**SMALL, "pooling": "gap"})
-    model, images = randomised(config), random_images(config, 3)
-    seen: list[Tensor] = []
-    model.blocks[-1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    tokens, pooled = model.forward_features(images)
-    normalised = F.layer_norm(seen[0], (config.width,), model.norm.weight, model.norm.bias, config.layer_norm_eps)
-    assert tokens.shape == (3, 9, 32)
-    torch.testing.assert_close(pooled, normalised.mean(dim=1))
-    norm_of_mean = F.layer_norm(
-        seen[0].mean(dim=1), (config.width,), model.norm.weight, model.norm.bias, config.layer_norm_eps
-    )
-    assert (pooled - norm_of_mean).abs().max() > 1e-2
-
-
-def test_representation_head_is_a_tanh_layer_before_the_classifier() -> None:
-    config = ViTConfig.model_validate({**SMALL, "representation_head": True})
-    model, images = randomised(config), random_images(config, 3)
-    tokens, representation = model.forward_features(images)
-    torch.testing.assert_close(
-        representation, torch.tanh(tokens[:, 0] @ model.pre_logits.weight.T + model.pre_logits.bias)
-    )
-    torch.testing.assert_close(model(images), representation @ model.head.weight.T + model.head.bias)
-
-
-def test_images_of_another_size_are_refused() -> None:
-    model = ViT(ViTConfig.model_validate(SMALL))
-    with pytest.raises(ValueError, match=r"\[2, 3, 16, 16\]; .* \[b, 3, 12, 12\]"):
-        model(torch.zeros(2, 3, 16, 16))
 
 
 def test_initialisation_follows_the_table() -> None:
@@ -219,42 +183,12 @@ def test_dropout_acts_at_four_sites_and_only_in_training() -> None:
     assert all(0.4 < fraction < 0.6 for fraction in zeros)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"pooling": "gap"},
-    {"pooling": "gap", "class_token": True},
-    {"pooling": "gap", "class_token": True, "class_position": False, "norm_after_pooling": True},
-    {"pooling": "map"},
-    {"pooling": "map", "class_token": True, "registers": 2},
-    {"distillation": True},
-    {"registers": 3, "class_position": False},
-    {"position": "none"},
-    {"position": "learned2d"},
-    {"position": "sincos2d", "pooling": "gap"},
-    {"position": "sincos2d_moco"},
-    {"position": "relative"},
-    {"position": "rope", "registers": 1, "image_size": (12, 20), "gelu": "swiglu"},
-    {"gelu": "swiglu", "pooling": "map"},
-    {"position_at": "every_layer"},
-    {"position_at": "every_layer", "position": "learned2d", "image_size": (12, 20)},
-    {"position_at": "shared"},
-    {"axial": True, "pooling": "gap"},
-    {"axial": True, "pooling": "gap", "position_at": "every_layer", "image_size": (8, 12)},
-    {"norm_first": True, "patch_bias": False, "gelu": "quick"},
-    {"layer_scale": 0.1, "stochastic_depth": 0.3},
-    {"residual": False},
-    {"representation_head": True},
-    {"image_size": (8, 20)},
-    {"stem": (1, 2), "patch_size": 8, "image_size": 32},
-    {"stem": (), "patch_size": 8, "image_size": (16, 32)},
-]
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_builds_what_is_counted_and_all_of_it_is_trained(options: dict[str, Any]) -> None:
     config = ViTConfig.model_validate({**SMALL, **options})
     model = randomised(config).train()
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    images = torch.randn(4, 3, *config.image_shape, generator=torch.Generator().manual_seed(1))
+    images = random_images(config, 4)
     tokens, representation = model.forward_features(images)
     assert tokens.shape == (4, config.num_tokens, config.width)
     assert representation.shape == (4, config.width)
@@ -347,12 +281,7 @@ def test_an_images_draws_decide_which_of_its_branches_are_left_out() -> None:
     assert torch.equal(model(images, draws), model(images))
 
 
-def test_positions_where_they_belong() -> None:
-    """Registers and a class token without an entry get none; the others are added in raster order."""
-    config = ViTConfig.model_validate({**SMALL, "registers": 2, "class_position": False})
-    model = randomised(config)
-    table = model.positions(0)
-    assert table is not None and not table[:, :3].any() and torch.equal(table[:, 3:], model.pos_embed)
+def test_positions_of_rows_and_columns_are_in_raster_order_without_one_for_the_class_token() -> None:
     config = ViTConfig.model_validate({**SMALL, "position": "learned2d", "image_size": (8, 12)})
     model = randomised(config)
     table = model.positions(0)

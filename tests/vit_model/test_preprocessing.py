@@ -1,8 +1,6 @@
 """From files to tensors: crops, orientation, transparency, hostile files. Run: pytest tests/vit_model."""
 
 import io
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.support.archives import png_claiming
 from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image, normalise
 
@@ -106,20 +105,10 @@ def test_transparent_pixels_become_white(mode: str) -> None:
     assert loaded[:, 4:].max() == 0
 
 
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims a size and holds no pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    body = b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
-    return b"\x89PNG\r\n\x1a\n" + body
-
-
 @pytest.mark.parametrize(("width", "height"), [(9_000, 9_000), (10_000, 10_000), (60_000, 60_000)])
 def test_decompression_bombs_are_refused_before_decoding(width: int, height: int) -> None:
     with pytest.raises(ValueError, match="at most 67108864 pixels are read"):
-        load_image(png_header(width, height), preprocessing())
+        load_image(png_claiming(width, height), preprocessing())
 
 
 def test_a_thread_of_pixels_cannot_grow_into_a_bomb() -> None:
@@ -130,7 +119,7 @@ def test_a_thread_of_pixels_cannot_grow_into_a_bomb() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not an image", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", png_header(8, 8)],
+    [b"", b"not an image", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", png_claiming(8, 8)],
     ids=["empty", "text", "PostScript", "no pixels"],
 )
 def test_what_is_no_image_is_refused(content: bytes) -> None:

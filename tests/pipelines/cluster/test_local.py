@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ def present(folder: Path) -> Head:
     return head
 
 
-def until(done: Callable[[], object], seconds: float = 20.0) -> None:
-    wait_for(done, seconds)
+until = partial(wait_for, seconds=20.0)
 
 
 def keeper(folder: Path) -> int:
@@ -207,7 +207,7 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
         # Ray's usual ones
         assert not {address.port for address in listening} & {6379, 8265, 8266, 10001, 52365}
     released = time.monotonic()
-    until(lambda: not psutil.pid_exists(its_keeper), IDLE_SECONDS + 20.0)
+    until(lambda: not psutil.pid_exists(its_keeper), seconds=IDLE_SECONDS + 20.0)
     assert time.monotonic() - released > IDLE_SECONDS
     assert gone(head)
     assert open_files_of_nobody(head)
@@ -231,7 +231,7 @@ def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(LocalRayError, match=r"(?s)exit code 1.*JSONDecodeError.*RAY_object_spilling"), hold():
         pass
     assert read_head(folder) is None
-    until(lambda: not local._locked(folder / "keeper.lock"), 2.0)
+    until(lambda: not local._locked(folder / "keeper.lock"), seconds=2.0)
     assert not [process for process in psutil.process_iter() if marked_with(folder, process)]
 
 

@@ -391,10 +391,3 @@ def test_a_damaged_record_of_an_alias_stops_a_gc() -> None:
     world.store.create("aliases/production/1.json", b"{")
     with pytest.raises(StoreError, match=r"aliases/production/1\.json is damaged"):
         run_gc(world.store, world.clock)
-
-
-def test_a_grace_period_of_zero_deletes_at_once() -> None:
-    past = random_past(3)
-    unneeded = run_gc(past.store, past.clock, grace=None).unneeded
-    deleted = run_gc(past.store, past.clock, grace=0).deleted
-    assert {each.key for each in deleted} == {each.key for each in unneeded if each.sign is None}

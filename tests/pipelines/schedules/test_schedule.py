@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from pipelines.recipe.load import parse_pipeline
-from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.schedule import (
     Schedule,
     add_schedule,
@@ -19,15 +17,11 @@ from pipelines.spec import RecipeError
 from pipelines.store import StoreError, encode, now, open_store
 from pipelines.store.folder import FolderStore
 from tests.support.paths import TINY
-
-
-def digits() -> Pipeline:
-    stages = {"digits": {"job": "ingest", "source": {"kind": "digits"}}}
-    return parse_pipeline({"name": "one", "stages": stages}, "test")
+from tests.support.schedules import DIGITS
 
 
 def make_schedule(**fields: Any) -> Schedule:
-    defaults: dict[str, Any] = {"name": "often", "pipeline": digits(), "recipe": "one.yaml"}
+    defaults: dict[str, Any] = {"name": "often", "pipeline": DIGITS, "recipe": "one.yaml"}
     return Schedule(**defaults | {"cron": "* * * * *"} | fields)
 
 

@@ -66,10 +66,6 @@ def stage(**fields: Any) -> Pretrain:
             {"init_from": "tuned", "model": SIZE | {"depth": 2}},
             "tuned does not match model: depth is 1 in the backbone, 2 in the model",
         ),
-        (
-            {"model": SIZE | {"patch_size": 8, "pooling": "gap"}},
-            "first does not match model: pooling is 'cls' in the backbone, 'gap' in the model, class_token is True in",
-        ),
         ({"model": {"family": "resnet", "units": [1]}}, "family is 'vit' in the backbone, 'resnet' in the model"),
         (
             {"model": ..., "resolution": 18},

@@ -17,12 +17,6 @@ from pipelines.recipe.load import load_pipeline, parse_pipeline, read_yaml, sche
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from tests.support.paths import TINY
-from tests.support.recipes import changed
-
-
-@pytest.mark.parametrize("recipe", ["quickstart", str(TINY)])
-def test_shipped_recipes_are_right(recipe: str) -> None:
-    assert load_pipeline(recipe).stages
 
 
 def test_order_puts_inputs_first() -> None:
@@ -33,16 +27,26 @@ def test_order_puts_inputs_first() -> None:
             assert all(order.index(given) < order.index(name) for given in inputs)
 
 
-def test_needed_for_a_stage_is_what_is_before_it() -> None:
-    assert set(load_pipeline(str(TINY)).needed_for(("probe",))) == {"digits", "pretrain", "probe"}
-
-
 def at(checkpoint: Any, stage: str = "pretrain") -> dict[str, Any]:
     return {"stage": stage, "checkpoint": checkpoint}
 
 
 def over(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     return {"kind": kind, "over": values} | ({"trials": 1} if kind == "random" else {})
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The tiny recipe with one value replaced, or removed where `value` is ...."""
+    raw = yaml.safe_load(TINY.read_text())
+    *parents, last = path.split(".")
+    at = raw
+    for parent in parents:
+        at = at[parent]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return raw
 
 
 NO_FIELD = "there is no such field; did you mean"
@@ -64,7 +68,6 @@ RESNET = {"family": "resnet", "units": [1]}
         ("stages.pretrain.model.stem", [1, 1], "patch_size 4 is not a multiple of 8, the stride of a stem"),
         ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4; 8 or 12 would"),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
-        ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
         ("stages.pretrain.model.width", 10**32, "width: Input should be less than or equal to 1048576"),
         ("stages.pretrain.gradient_accumulation_steps", 5, "32 is not a multiple of gradient_accumulation"),
         ("stages.finetune.workers", 7, "is not a multiple of workers 7 x gradient_accumulation_steps 1"),
@@ -121,7 +124,6 @@ RESNET = {"family": "resnet", "units": [1]}
         ("stages.finetune.lr", 1, f"finetune.lr: {NO_FIELD} 'learning_rates'?"),
         ("stages.finetune.optimizer", {"lr": 1}, f"lr: {NO_FIELD} 'finetune.learning_ra"),
         ("stages.finetune.Epochs", 1, f"{NO_FIELD} 'steps'? (epochs x training images / batch_size)"),
-        ("stages.finetune.bs", 1, f"bs: {NO_FIELD} 'batch_size'?"),
         ("stages.finetune.wd", 1, f"wd: {NO_FIELD} 'optimizer.weight_decay'?"),
         ("stages.finetune.foo", 1, "foo: there is no such field; the nearest of 38 names: job, resolution, "),
         ("stages.digits.source", {"kind": "foldr"}, "kind: unknown kind 'foldr'; did you mean 'folder'?"),
@@ -271,8 +273,6 @@ PRETRAININGS: list[tuple[dict[str, Any], str]] = [
     (MAE | {"mixup": 0.2}, "which objective mae does not use"),
     (MAE | {"model": VIT | {"pooling": "map"}}, "autoencoder has no head: num_classes is 0"),
     (MAE | {"mae": {"mask_fraction": 0.8}}, "mask_fraction 0.8 of 4 leaves 0 visible"),
-    (MAE | {"mae": {"decoder_heads": 5}}, "decoder_width 512 is not a multiple of decoder"),
-    (MAE | {"model": VIT | {"position": "relative"}}, "position is 'relative'"),
     (MAE | R50, "it uses patches; model is a resnet"),
     ({"objective": "contrastive"}, "augment none: both views of objective contrastive would show"),
     (MOCO | {"randaugment": {"magnitude": 10}}, "randaugment cannot be combined with objective contra"),

@@ -547,26 +547,9 @@ def test_damaged_facts_of_an_earlier_ingest_are_not_used_again(tmp_path: Path) -
     context = make_context(store, load_pipeline(str(TINY)).stages["digits"])
     entry = {"key": "a.png", "label": 0, "file": "x", "offset": 0, "length": 9}
     entries = pa.Table.from_pylist([entry], schema=ENTRIES).append_column("digest", pa.array(["d"]))
-    seen = {
-        "sample_id": "s",
-        "split": "train",
-        "format": "png",
-        "width": 1,
-        "height": 1,
-        "channels": 1,
-        "content_id": "c",
-        "phash": 7,
-        "shard": 0,
-        "offset": 0,
-        "length": 9,
-        "checksum": 1,
-        "place": 0,
-        "stored": 9,
-        "digest": "d",
-        "key": "a.png",
-        "label": 0,
-        "file": "x",
-    }
+    seen = {"sample_id": "s", "split": "train", "format": "png", "width": 1, "height": 1, "channels": 1}
+    seen |= {"content_id": "c", "phash": 7, "shard": 0, "offset": 0, "length": 9, "checksum": 1}
+    seen |= {"place": 0, "stored": 9, "digest": "d", "key": "a.png", "label": 0, "file": "x"}
     shard = FileEntry(path="shards/00000.parquet", size=9, sha256="")
     (written,) = write_facts(context, 0, 0, pa.Table.from_pylist([seen], schema=FACTS), shard)
     name = f"{Layout.files('ingest', 'k', 1)}/{written.path}"

@@ -291,16 +291,15 @@ def test_a_store_that_was_deleted_is_told_and_not_made_anew(folder_store: Folder
     with pytest.raises(StoreAbsent, match="no longer a store"), folder_store.staging("f") as staging:
         (staging.path / "x").write_bytes(b"1")
         shutil.rmtree(folder_store.root)
-    with pytest.raises(StoreAbsent, match="no longer a store"), folder_store.staging("f"):
-        pass
-    with pytest.raises(StoreAbsent, match="no longer a store"):
-        folder_store.create("runs/r/events/1.json", b"{}")
-    with pytest.raises(StoreAbsent, match="no longer a store"):
-        folder_store.replace("a/alive.json", b"{}")
-    with pytest.raises(StoreAbsent, match="no longer a store"):
-        folder_store.remove(["a/b"])
-    with pytest.raises(StoreAbsent, match="no longer a store"):
-        folder_store.read("runs/r/stop.json")
+    for ask in (
+        lambda: folder_store.staging("f").__enter__(),
+        lambda: folder_store.create("runs/r/events/1.json", b"{}"),
+        lambda: folder_store.replace("a/alive.json", b"{}"),
+        lambda: folder_store.remove(["a/b"]),
+        lambda: folder_store.read("runs/r/stop.json"),
+    ):
+        with pytest.raises(StoreAbsent, match="no longer a store"):
+            ask()
     assert not folder_store.root.exists()
 
 

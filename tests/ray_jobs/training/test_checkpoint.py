@@ -14,15 +14,10 @@ from ray_jobs.training.engine import Engine
 from ray_jobs.training.methods import make_method
 from ray_jobs.training.model_ref import make_contract
 from ray_jobs.training.state import TrainState, WorkerState
-from tests.support.interrupted import SIZE, configuration, write_noise
+from tests.support.interrupted import SIZE, configuration
 from tests.support.records import make_attempt
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    return write_noise(tmp_path / "dataset")
 
 
 def start(config: Pretrain, dataset: Path, saved: TrainState | None = None) -> Engine:
@@ -46,35 +41,19 @@ MUON = {"optimizer": {"name": "muon"}, "zero_stage": 0}
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "problem"),
+    ("now", "problem"),
     [
-        ({}, SGD, "no values of momentum_buffer of blocks.0.attn.proj.bias, .* needs 16"),
-        (SGD, {}, "no values of exp_avg of blocks.0.attn.proj.bias, .* needs 16"),
-        ({}, MUON, "256 values of exp_avg of blocks.0.attn.proj.weight, .* needs none"),
-        (MUON, {}, "no values of exp_avg of blocks.0.attn.proj.weight, .* needs 256"),
-        ({}, {"optimizer": {"ema": 0.9}}, "no values of ema of blocks.0.attn.proj.bias, .* needs 16"),
-        ({}, {"model": SIZE | {"width": 32}}, "16 values of weights of blocks.0.attn.proj.bias, .* needs 32"),
-        (
-            {},
-            {"model": SIZE | {"depth": 1}},
-            "16 values of weights of blocks.1.attn.proj.bias, .* needs none",
-        ),
-        ({}, {"model": SIZE | {"registers": 1}}, "no values of weights of reg_token, .* needs 16"),
+        (SGD, "no values of momentum_buffer of blocks.0.attn.proj.bias, .* needs 16"),
+        (MUON, "256 values of exp_avg of blocks.0.attn.proj.weight, .* needs none"),
+        ({"optimizer": {"ema": 0.9}}, "no values of ema of blocks.0.attn.proj.bias, .* needs 16"),
+        ({"model": SIZE | {"width": 32}}, "16 values of weights of blocks.0.attn.proj.bias, .* needs 32"),
+        ({"model": SIZE | {"depth": 1}}, "16 values of weights of blocks.1.attn.proj.bias, .* needs none"),
     ],
-    ids=[
-        "SGD from AdamW",
-        "AdamW from SGD",
-        "Muon from AdamW",
-        "AdamW from Muon",
-        "averaged",
-        "wider",
-        "less deep",
-        "another token",
-    ],
+    ids=["SGD from AdamW", "Muon from AdamW", "averaged", "wider", "less deep"],
 )
-def test_a_state_of_another_optimizer_or_architecture_is_refused(dataset, tmp_path, monkeypatch, then, now, problem):
+def test_a_state_of_another_optimizer_or_architecture_is_refused(dataset, tmp_path, monkeypatch, now, problem):
     store = open_store(str(tmp_path / "s"))
-    config = configuration(dtype="float32", **then)
+    config = configuration(dtype="float32")
     saved = TrainState(store, save(config, dataset, store))
     start(config, dataset, saved)
     monkeypatch.setattr(loop, "make_engine", lambda *_: pytest.fail("training has started"))

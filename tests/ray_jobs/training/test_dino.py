@@ -14,7 +14,7 @@ from ray_jobs.augment.views import make_views, views_of
 from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop, optim
-from tests.support.interrupted import configuration, write_noise
+from tests.support.interrupted import configuration
 from vit_model.model import ViT
 from vit_model.objectives.dino import Dino, alarms, at_side
 from vit_model.preprocessing import normalise
@@ -30,11 +30,6 @@ NORMAL: dict[str, Any] = {
     "momentum": 0.99,
     **HEAD,
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
 def test_the_temperature_of_the_teacher_rises_linearly_during_its_warm_up() -> None:

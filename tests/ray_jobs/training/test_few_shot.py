@@ -15,7 +15,7 @@ from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop
 from ray_jobs.training.log import LogWriter
 from tests.support import datasets
-from tests.support.interrupted import configuration, files_below, write_noise
+from tests.support.interrupted import configuration, files_below
 from tests.support.memory_store import MemoryStore
 from tests.support.objectives import MAE
 from tests.support.records import make_attempt
@@ -36,17 +36,15 @@ def trained(dataset: Path, output: Path, **fields: Any) -> list[LogLine]:
 
 
 @pytest.mark.parametrize("objective", [MAE, {}, {"optimizer": {"ema": 0.9}}], ids=["MAE", "labels", "averaged"])
-def test_it_is_what_evaluate_would_measure_on_dev(tmp_path: Path, objective: dict[str, Any]) -> None:
-    lines = trained(write_noise(tmp_path / "noise"), tmp_path / "a", fewshot=FEWSHOT, **objective)
+def test_it_is_what_evaluate_would_measure_on_dev(dataset: Path, tmp_path: Path, objective: dict[str, Any]) -> None:
+    lines = trained(dataset, tmp_path / "a", fewshot=FEWSHOT, **objective)
     assert [line.step for line in lines if line.few_shot] == [2, 4, 6, 8, 10]
-    dataset = open_dataset(tmp_path / "noise")
+    opened = open_dataset(dataset)
     model, contract = load_model(tmp_path / "a")
-    train, dev = (
-        embed(model, contract, 1, dataset.images(split, contract.preprocessing)) for split in ("train", "dev")
-    )
+    train, dev = (embed(model, contract, 1, opened.images(split, contract.preprocessing)) for split in ("train", "dev"))
     stage = Evaluate(job="evaluate", data="d", backbone="m", **FEWSHOT)
-    truth, no_rows = dataset.labels("dev"), np.zeros(0, np.int64)
-    results = [*frozen.results(stage, [(train, dev)], dataset.labels("train"), truth, True, no_rows)]
+    truth, no_rows = opened.labels("dev"), np.zeros(0, np.int64)
+    results = [*frozen.results(stage, [(train, dev)], opened.labels("train"), truth, True, no_rows)]
     expected = {
         f"{shots}-shot dev": pytest.approx(np.mean([r.accuracy for r in results if r.shots == shots]))
         for shots in (1, 3)
@@ -54,8 +52,7 @@ def test_it_is_what_evaluate_would_measure_on_dev(tmp_path: Path, objective: dic
     assert lines[-1].few_shot == expected
 
 
-def test_the_result_is_the_same_without_it(tmp_path: Path) -> None:
-    dataset = write_noise(tmp_path / "noise")
+def test_the_result_is_the_same_without_it(dataset: Path, tmp_path: Path) -> None:
     with_it = trained(dataset, tmp_path / "a", fewshot=FEWSHOT)
     without = trained(dataset, tmp_path / "b")
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b")

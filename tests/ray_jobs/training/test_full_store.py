@@ -15,7 +15,7 @@ from ray_jobs.training import loop
 from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.engine import WEIGHTS, StateShard
 from ray_jobs.training.state import TrainState, WorkerState
-from tests.support.interrupted import configuration, write_noise
+from tests.support.interrupted import configuration
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
 
@@ -134,9 +134,9 @@ SMALL: dict[str, Any] = {"dtype": "float32", "zero_stage": 0, "keep_checkpoints"
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_with_several_workers_none_waits_for_a_part_that_will_not_come(tmp_path, failing):
+def test_with_several_workers_none_waits_for_a_part_that_will_not_come(tmp_path, dataset, failing):
     store = open_store(str(tmp_path / "s"))
-    run_workers(2, _train, tmp_path, store.uri, write_noise(tmp_path / "noise"), failing)
+    run_workers(2, _train, tmp_path, store.uri, dataset, failing)
     # 3 and 9 by the clock of steps, and perhaps the best on dev
     steps = (tmp_path / "steps").read_text()
     assert "3" in steps and "9" in steps and "6" not in steps

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.store import LogLine, create_attempt
+from pipelines.store import create_attempt
 from ray_jobs.training import log
 from ray_jobs.training.log import LogWriter
 from ray_jobs.training.task import Evaluation
@@ -48,7 +48,3 @@ def test_gauges_have_the_last_value_of_each_number(monkeypatch: pytest.MonkeyPat
     assert metrics.values == last | {"mfu": line(8).mfu, "dev_loss": 0.25, "dev_accuracy": 0.5}
     expected = {"run": attempt.run, "stage": attempt.stage, "key": attempt.key, "attempt": "3"}
     assert metrics.tags[0] == expected | {"fit": "refit-0-1"}
-
-
-def test_every_number_of_a_line_is_a_gauge() -> None:
-    assert set(log._GAUGES) == set(LogLine.model_fields) - {"time", "fit", "few_shot", "measures"}

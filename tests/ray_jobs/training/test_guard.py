@@ -1,6 +1,7 @@
 """A training ends within ten steps of a gradient that is not finite, and says where to look."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +10,14 @@ import torch
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images, open_dataset
 from ray_jobs.training.guard import Guard
-from tests.support.interrupted import write_noise
 
 BATCH = 12
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
-    dataset = open_dataset(write_noise(tmp_path_factory.mktemp("noise")))
-    return Images(dataset, dataset.index("train"))
+def images(dataset: Path) -> Images:
+    opened = open_dataset(dataset)
+    return Images(opened, opened.index("train"))
 
 
 def watched(guard: Guard, norms: dict[int, float]) -> int:

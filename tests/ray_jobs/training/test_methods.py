@@ -19,7 +19,7 @@ from ray_jobs.training import loop
 from ray_jobs.training.methods import Method, make_method
 from ray_jobs.training.model_ref import ModelRef
 from ray_jobs.training.optim import MicroBatch
-from tests.support.interrupted import SIZE, configuration, write_model, write_noise
+from tests.support.interrupted import SIZE, configuration, write_model
 from tests.support.objectives import CASES
 from tests.support.paths import ROOT
 from tests.support.vits import contract_for
@@ -29,11 +29,6 @@ from vit_model.weights import load_model
 
 CPU = torch.device("cpu")
 BATCH = 12
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
 @pytest.fixture(scope="module")

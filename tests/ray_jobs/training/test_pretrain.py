@@ -1,6 +1,5 @@
 """Pretraining: against torch without DeepSpeed, twice, with two workers, under Ray Train, and when it diverges."""
 
-import io
 import json
 import os
 import shutil
@@ -14,14 +13,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import Attempt, Store, checkpoints, now, open_store
 from ray_jobs import pretrain
 from ray_jobs.data import shards
-from ray_jobs.data.columns import Sample
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop
 from ray_jobs.training.evaluators import predict
@@ -32,7 +29,7 @@ from tests.support.interrupted import files_below
 from tests.support.local_runs import with_words
 from tests.support.pretraining import pretraining
 from tests.support.records import make_context, make_manifest
-from tests.support.s3 import free_port, used
+from tests.support.s3 import free_port
 from tests.support.stores import repeated
 from tests.support.workers import run_workers
 from vit_model.errors import UserError
@@ -229,35 +226,6 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path):
     for rank in (0, 1):  # what each has read is told by both as the sum
         metrics = json.loads((tmp_path / f"two-{rank}.json").read_text())
         assert metrics["data_bytes"] == alone["data_bytes"] > 0 == metrics["substitutes"]
-
-
-@pytest.mark.slow
-def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypatch):
-    """The same bytes of weights; and what is read is only what is needed."""
-    rng, samples = np.random.default_rng(0), []
-    for number in range(40):
-        file, name = io.BytesIO(), f"{number:02d}"
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file, "JPEG")
-        samples.append(Sample(name, name, file.getvalue(), "jpeg", 30, 20, 3, number % 3))
-    splits = {"train": samples[:32], "dev": samples[32:36], "test": samples[36:]}
-    datasets.put(tmp_path / "data", "jpegs", CLASSES, None, splits)
-    config = configuration(steps=4, augment="crop_flip", workers=1)
-    train(config, tmp_path / "data", tmp_path / "disk")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with used(moto, monkeypatch) as server:
-        store, manifest = open_store(f"s3://{server.bucket().name}"), make_manifest("ingest")
-        with store.staging(manifest.folder) as staging:
-            shutil.copytree(tmp_path / "data", staging.path, dirs_exist_ok=True)
-        manifest = make_manifest("ingest", files=staging.files)
-        data = make_context(store, config, data=manifest).dataset(config.cache_gib)
-        metrics = loop.train(config, data, tmp_path / "s3")
-    assert files_below(tmp_path / "s3") == files_below(tmp_path / "disk")
-    test_bytes = sum(len(sample.image) for sample in splits["test"])
-    sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]
-    assert len(sent) == 2, "of test, nothing"
-    lengths = 4 * len(samples)  # between the images
-    assert metrics["fetched_bytes"] <= sum(len(sample.image) for sample in samples) - test_bytes + lengths
-    assert metrics["substitutes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,17 +22,11 @@ from tests.support.interrupted import (
     run_with_kills,
     world_of,
     write_inputs,
-    write_noise,
 )
 from tests.support.records import flip, make_attempt
 from vit_model.weights import load_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
 ALWAYS = (

@@ -314,10 +314,8 @@ def test_a_detector_is_what_was_saved(store: Store, scenes: Manifest, tmp_path: 
     ("fields", "message"),
     [
         ({"mixup": 0.2}, "mixup: detect has no such setting"),
-        ({"labels": {"per_class": 5}}, "labels: detect has no such setting"),
         ({"augment": "shift"}, "augment shift: detect needs a policy that crops or flips"),
         ({"scales": [1, 2]}, "give neighbours among 4, 2, 1, 0.5, the largest first"),
-        ({"scales": [4, 1]}, "give neighbours"),
         ({"optimizer": {"base_width": 32}}, "optimizer.base_width: detect has no such setting"),
     ],
 )

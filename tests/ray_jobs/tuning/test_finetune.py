@@ -41,8 +41,7 @@ PARTS = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 
 @pytest.fixture
 def dataset(tmp_path) -> Path:
-    put_halves(tmp_path / "dataset")
-    return tmp_path / "dataset"
+    return put_halves(tmp_path / "dataset")
 
 
 def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Supports]:

@@ -18,13 +18,12 @@ from pipelines.spec import Finetune, Labels
 from pipelines.store import Checkpoint, Layout, checkpoints, open_store
 from ray_jobs import finetune
 from ray_jobs.process.context import Context
-from ray_jobs.training import optim
-from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.task import Evaluation, at_point, make_task
 from ray_jobs.training.workers import ALONE, Worker
 from ray_jobs.tuning import fits
 from ray_jobs.tuning.ledger import open_ledger
-from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves, save_backbone
+from tests.support import datasets
+from tests.support.finetuning import SIZE, attempt, configuration, context, kill_at, put_halves, save_backbone
 from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers
 from vit_model.weights import load_model
@@ -59,12 +58,7 @@ def refitting(**fields: Any) -> Finetune:
 def put_store(root: Path) -> Path:
     """A store with the dataset, one of whose images is damaged."""
     put_halves(root / "dataset")
-    dataset = context(root / "store", root / "dataset", refitting()).dataset()
-    index = dataset.index("train")
-    shard = dataset.folder / dataset.info.shards[index["shard"][7].as_py()].file
-    content = bytearray(shard.read_bytes())
-    content[index["offset"][7].as_py() + 3] ^= 4
-    shard.write_bytes(content)
+    datasets.damage(context(root / "store", root / "dataset", refitting()).dataset(), (7,))
     return root / "store"
 
 
@@ -104,22 +98,8 @@ def _worker(rank: int, root: Path, config: Finetune, number: int, kill: Kill) ->
 def run_until(
     patch: pytest.MonkeyPatch, step: int, given: Context[Any], rate: int = 0, backbone: Path | None = None
 ) -> None:
-    """Run it in this process until a step, when all its checkpoints are written."""
-    save, learning_rate = CheckpointManager.save, optim.learning_rate
-
-    def save_now(manager: CheckpointManager, *arguments: Any) -> None:
-        save(manager, *arguments)
-        manager.wait()
-
-    def rate_or_die(now: int, *arguments: Any) -> float:
-        if now == step:
-            raise KeyboardInterrupt
-        return learning_rate(now, *arguments)
-
-    with patch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(CheckpointManager, "save", save_now)
-        inner.setattr(optim, "learning_rate", rate_or_die)
-        run(given, rate, backbone=backbone)
+    """Run it in this process until a step."""
+    kill_at(step, patch, lambda: run(given, rate, backbone=backbone))
 
 
 def saved(root: Path) -> list[Checkpoint]:

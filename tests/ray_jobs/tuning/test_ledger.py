@@ -25,24 +25,20 @@ from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.process.context import Context, Result
 from ray_jobs.training import optim
-from ray_jobs.training.checkpoint import CheckpointManager
 from ray_jobs.training.task import Score, at_point, make_task
 from ray_jobs.tuning import fits as fits_module
 from ray_jobs.tuning import ledger, runner
 from ray_jobs.tuning.runner import held_out_temperature
 from ray_jobs.tuning.trial import Refitted
+from tests.simulation.loop import Killed
 from tests.support import finetuning
-from tests.support.finetuning import COST, configuration, context, put_halves, refitted
+from tests.support.finetuning import COST, configuration, context, put_halves, refitted, save_at_once
 from tests.support.records import flip
 from tests.support.stores import repeated, snapshot
 
 CONFIG = configuration(learning_rates=(1e30, 1e-2), steps=4)  # the first diverges
 TRIALS = [f"trial-{rate}-{fold}.json" for rate in (0, 1) for fold in (0, 1)]
 ENTRIES = {*TRIALS, "refit-0.json", "refit-1.json"}
-
-
-class Killed(BaseException):
-    """What SIGKILL is to the stage's code."""
 
 
 class Fits:
@@ -161,11 +157,7 @@ def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
 ) -> None:
     """With a checkpoint after every step, none of which is left, and several fits begun, as when they run at once."""
     steps, last = 0, sys.maxsize
-    save, learning_rate = CheckpointManager.save, optim.learning_rate
-
-    def save_now(manager: CheckpointManager, *arguments: Any) -> None:
-        save(manager, *arguments)
-        manager.wait()
+    learning_rate = optim.learning_rate
 
     def rate_or_die(*arguments: Any) -> float:
         nonlocal steps
@@ -174,7 +166,7 @@ def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
         steps += 1
         return learning_rate(*arguments)
 
-    monkeypatch.setattr(CheckpointManager, "save", save_now)
+    save_at_once(monkeypatch)
     monkeypatch.setattr(optim, "learning_rate", rate_or_die)
     shutil.rmtree(store / "artifacts/finetune")
     fits.run(attempt(store, 1))

@@ -27,6 +27,7 @@ from ray_jobs.tuning.ledger import add_point, add_trial, open_ledger
 from ray_jobs.tuning.points import points, propose, size
 from ray_jobs.tuning.progress import ended, progress, time_left
 from ray_jobs.tuning.trial import Trial
+from tests.simulation.loop import Killed
 from tests.support.finetuning import attempt, configuration, context, put_halves, trial
 from tests.support.records import flip
 
@@ -124,9 +125,7 @@ def test_a_search_that_cannot_be_is_refused_with_its_field(search, message):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dataset")
-    put_halves(folder / "dataset")
-    return folder / "dataset"
+    return put_halves(tmp_path_factory.mktemp("dataset"))
 
 
 class Entries:
@@ -198,10 +197,6 @@ def accuracy(point: Point) -> float:
     """Of a trial: a pure function of its point, with one best place."""
     rest = sum(float(value) for path, value in point.items() if path not in ("learning_rate", "steps"))
     return 1 / (1 + abs(math.log10(point["learning_rate"]) + 2) + rest + abs(point.get("steps", 32) - 32) / 9)
-
-
-class Killed(BaseException):
-    """What SIGKILL is to the stage's code."""
 
 
 class Cluster:

@@ -1,6 +1,5 @@
 """Hugging Face's folders: parity with transformers' own models, round trips, hostile files."""
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
-from tests.support.vits import contract_for
+from tests.support.vits import contract_for, noise, transformers
 from vit_model import formats
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract, Preprocessing
@@ -44,15 +43,6 @@ TEXT = {
     "num_attention_heads": 2,
     "vocab_size": 49408,
 }
-
-
-@functools.cache
-def transformers() -> Any:
-    """The package, which takes 3 s to import its models."""
-    package = pytest.importorskip("transformers")
-    package.logging.set_verbosity_error()
-    package.logging.disable_progress_bar()
-    return package
 
 
 def vit(name: str = "ViTForImageClassification", **fields: Any) -> nn.Module:
@@ -141,17 +131,13 @@ def model_of(imported: Imported) -> tuple[ViT, ModelContract]:
     return model, contract_of(imported)
 
 
-def images_of(height: int, width: int) -> Tensor:
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize("size", [(SIDE, SIDE), (48, 40)], ids=["native", "resized"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_all_gradients_are_transformers(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
     theirs = randomise(MODELS[name]()) if name != "dinov2-head" else MODELS[name]()
     save(theirs, tmp_path / "model")
     imported = formats.read(tmp_path / "model")
-    images = images_of(*size).double()
+    images = noise(2, 3, *size, seed=3).double()
     expected = their_output(theirs.double(), images, size != (SIDE, SIDE))
     got, weights = our_outputs(imported, images)
     assert_close({"logits": got.detach()}, {"logits": expected.detach()})
@@ -201,7 +187,7 @@ def test_what_we_write_transformers_loads_strictly_and_we_read_again(tmp_path: P
     kind = getattr(transformers(), json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0])
     loaded, info = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values()), info
-    images = images_of(SIDE, SIDE)
+    images = noise(2, 3, SIDE, SIDE, seed=3)
     with torch.no_grad():
         expected = model.eval()(images)
         assert_close({"logits": their_output(loaded.eval(), images)}, {"logits": expected})
@@ -421,7 +407,7 @@ def test_of_a_model_with_a_text_tower_the_image_tower_is_taken(tmp_path: Path, t
     theirs = randomise(getattr(transformers(), f"{kind}Model")(config))
     save(theirs, tmp_path)
     read = formats.read(tmp_path)
-    images = images_of(SIDE, SIDE)
+    images = noise(2, 3, SIDE, SIDE, seed=3)
     with torch.no_grad():
         expected = theirs.get_image_features(images)  # type: ignore[operator]
     expected = expected if isinstance(expected, Tensor) else expected.pooler_output
@@ -451,7 +437,7 @@ def test_the_mean_of_siglips_tokens_leaves_its_map_head_behind(tmp_path: Path) -
     save(theirs, tmp_path)
     read = formats.read(tmp_path)
     assert any(line.startswith("attn_pool: dropped") for line in read.lines)
-    images = images_of(SIDE, SIDE)
+    images = noise(2, 3, SIDE, SIDE, seed=3)
     assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": their_output(theirs, images).detach()})
 
 
@@ -463,7 +449,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
     read = formats.read(tmp_path)
     assert read.architecture.image_size == 32
     assert any(line.startswith("image_size: 32 instead of 37") for line in read.lines)
-    images = images_of(37, 37)
+    images = noise(2, 3, 37, 37, seed=3)
     expected = theirs(images).pooler_output.detach()
     assert_close({"y": our_outputs(read, images[:, :, :32, :32])[0].detach()}, {"y": expected})
 
@@ -538,7 +524,7 @@ def test_dinov2_is_taken_at_the_size_of_its_processor_as_transformers_runs_it(tm
         assert read.preprocessing is not None
         assert (read.preprocessing.resolution, read.preprocessing.crop_fraction) == (24, 0.8)
         assert any(line.startswith("pos_embed: resized from 4x4 to 3x3 patches, for the 24x24") for line in read.lines)
-        images = images_of(24, 24)
+        images = noise(2, 3, 24, 24, seed=3)
         assert_close({"y": our_outputs(read, images)[0].detach()}, {"y": their_output(theirs, images).detach()})
 
 

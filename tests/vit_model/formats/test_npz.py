@@ -18,13 +18,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tests.support import google_numpy, timm_models, vits
-from tests.support.vits import contract_for, randomised
-from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from tests.support.vits import contract_for, random_images, randomised
+from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz
-from vit_model.formats.npz_layout import layout
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 
@@ -71,11 +69,6 @@ def save(path: Path, arrays: Arrays) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def random_images(config: Architecture, dtype: torch.dtype = torch.float32) -> Tensor:
-    shape = (3, config.in_channels, *config.image_shape)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
 def difference(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
@@ -87,7 +80,7 @@ def test_numpy_computes_our_logits_from_the_file(
     tmp_path: Path, kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     model = written(tmp_path / "model.npz", **KINDS[kind])
-    images = random_images(model.config, dtype)
+    images = random_images(model.config).to(dtype)
     theirs = google_numpy.forward(tmp_path / "model.npz", images.permute(0, 2, 3, 1).numpy())
     assert difference(model.to(dtype)(images).numpy(), theirs) < tolerance
 
@@ -162,29 +155,6 @@ def test_round_trip_keeps_every_bit(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(imported.weights, {**model.state_dict()}, rtol=0, atol=0)
     npz.write(tmp_path / "again.npz", rebuilt(imported), contract_for(model.config))
     assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "model.npz").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("variant", "fields", "numbers"),
-    [
-        ("Ti/16", {}, 5_717_416),
-        ("S/32", {}, 22_878_952),
-        ("B/16", {}, 86_567_656),
-        ("B/16", {"pooling": "gap"}, 86_566_120),
-        ("L/32", {}, 306_535_400),
-        ("H/14", {}, 632_045_800),
-        ("R50+B/16", {}, 98_659_112),
-        ("R50+L/32", {}, 328_994_856),
-        ("R26+S/32", {}, 36_431_912),
-        ("R+Ti/16", {}, 6_337_704),
-    ],
-)
-def test_the_arrays_have_as_many_numbers_as_the_authors_models(
-    variant: str, fields: dict[str, Any], numbers: int
-) -> None:
-    """The numbers are those of vit_jax/models_test.py; H/14's is computed."""
-    config = ViTConfig.variant(variant, image_size=224, num_classes=1000, **fields)
-    assert sum(math.prod(part.shape) for part in layout(config)) == numbers
 
 
 def big_vision(arrays: Arrays) -> Arrays:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support import vits
 from tests.support.paths import ROOT
-from tests.support.vits import randomised
+from tests.support.vits import random_images, randomised
 from vit_model.build import build
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
 from vit_model.contract import ModelContract
@@ -44,10 +43,6 @@ def contract_for(config: Architecture) -> ModelContract:
     return vits.contract_for(config, names, "Apache-2.0", mean=(0.1,) * 3, std=(0.3,) * 3)
 
 
-def random_images(config: Architecture, batch: int) -> Tensor:
-    return torch.randn(batch, 3, *config.image_shape, generator=torch.Generator().manual_seed(batch))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -65,7 +60,7 @@ def test_onnxruntime_computes_our_logits(tmp_path: Path, kind: str, capfd: pytes
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     model.eval()
     for batch in (1, 3):
-        images = random_images(config, batch)
+        images = random_images(config, batch, seed=batch)
         (theirs,) = session.run(None, {"images": images.numpy()})
         ours = model(images).numpy()
         assert np.abs(ours - theirs).max() < 1e-4 * np.abs(ours).max(), batch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support import timm_models
 from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
-from tests.support.vits import contract_for
+from tests.support.vits import contract_for, noise
 from vit_model import formats
 from vit_model.config import ViTConfig
 from vit_model.contract import Preprocessing
@@ -87,17 +87,13 @@ def save(config: dict[str, Any], model: nn.Module, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def images_of(height: int, width: int) -> Tensor:
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize("size", [(SIDE, SIDE), (48, 40)], ids=["native", "resized"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_all_gradients_are_timms(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
     theirs, config = theirs_of(name)
     save(config, theirs, tmp_path / "model")
     imported = formats.read(tmp_path / "model")
-    images = images_of(*size).double()
+    images = noise(2, 3, *size, seed=3).double()
     if size != (SIDE, SIDE):
         from timm.layers import resample_abs_pos_embed
 
@@ -161,7 +157,7 @@ def test_what_we_write_timm_loads_strictly_and_we_read_again(tmp_path: Path, nam
     )
     torch.testing.assert_close(again.weights, imported.weights, rtol=0, atol=0)
     loaded = timm_models.load().create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True).eval()
-    images = images_of(SIDE, SIDE)
+    images = noise(2, 3, SIDE, SIDE, seed=3)
     with torch.no_grad():
         assert_close({"logits": loaded(images)}, {"logits": theirs(images)})
     data = timm_models.load().data.resolve_model_data_config(loaded)
@@ -230,7 +226,7 @@ def test_a_state_dict_alone_is_read_by_its_shapes(tmp_path: Path, name: str, for
     read = formats.read(path)
     assert read.preprocessing is None
     assert any("assumed, because the file does not say" in line for line in read.lines)
-    images = images_of(SIDE, SIDE)
+    images = noise(2, 3, SIDE, SIDE, seed=3)
     assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": theirs(images).detach()})
 
 
@@ -271,7 +267,7 @@ def test_the_authors_own_names_of_dinov2_deit3_and_mae_are_read(tmp_path: Path) 
     assert read.architecture.registers == 4
     assert read.architecture.class_position
     assert "weights: dropped decoder_embed.weight, mask_token." in read.lines
-    images = images_of(SIDE, SIDE)
+    images = noise(2, 3, SIDE, SIDE, seed=3)
     assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": theirs(images).detach()})
 
 

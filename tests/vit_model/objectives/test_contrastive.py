@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.vits import TINY
+from tests.support.vits import TINY, noise
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives.contrastive import MoCo, MomentumEncoder, info_nce
@@ -21,12 +21,8 @@ def small_task(**options: Any) -> MoCo:
     return MoCo(ViT(ViTConfig(**GREY | options)), hidden_width=24, output_width=12)
 
 
-def random_numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def two_views(b: int) -> tuple[Tensor, Tensor]:
-    return random_numbers(b, 1, 8, 8, seed=1), random_numbers(b, 1, 8, 8, seed=2)
+    return noise(b, 1, 8, 8, seed=1), noise(b, 1, 8, 8, seed=2)
 
 
 def test_the_momentum_rises_to_one_along_a_cosine() -> None:
@@ -37,7 +33,7 @@ def test_the_momentum_rises_to_one_along_a_cosine() -> None:
 
 
 def test_info_nce_is_a_loop_over_pairs() -> None:
-    queries, keys, temperature = random_numbers(5, 7, seed=1), random_numbers(5, 7, seed=2), 0.3
+    queries, keys, temperature = noise(5, 7, seed=1), noise(5, 7, seed=2), 0.3
     total = 0.0
     for number, query in enumerate(queries):
         scores = [torch.dot(query, key) / query.norm() / key.norm() / temperature for key in keys]
@@ -47,22 +43,22 @@ def test_info_nce_is_a_loop_over_pairs() -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_is_torchs(affine: bool) -> None:
-    x = random_numbers(9, 6) * 3 + 2
+    x = noise(9, 6) * 3 + 2
     ours, theirs = BatchNorm(6, affine), nn.BatchNorm1d(6, affine=affine, track_running_stats=False)
     if ours.weight is not None and ours.bias is not None:
         with torch.no_grad():
             for mine, other in ((ours.weight, theirs.weight), (ours.bias, theirs.bias)):
-                mine.copy_(random_numbers(6, seed=3))
+                mine.copy_(noise(6, seed=3))
                 other.copy_(mine)
     torch.testing.assert_close(ours(x), theirs(x))
     assert ours(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_gradients() -> None:
-    queries, keys = (random_numbers(4, 3, seed=seed, dtype=torch.float64) for seed in (1, 2))
+    queries, keys = (noise(4, 3, seed=seed, dtype=torch.float64) for seed in (1, 2))
     assert torch.autograd.gradcheck(lambda given: info_nce(given, keys, 0.2), (queries.requires_grad_(),))
     norm = BatchNorm(3, affine=True).double()
-    assert torch.autograd.gradcheck(norm, (random_numbers(5, 3, dtype=torch.float64).requires_grad_(),))
+    assert torch.autograd.gradcheck(norm, (noise(5, 3, dtype=torch.float64).requires_grad_(),))
 
 
 def test_the_loss_is_symmetric_and_made_of_these_parts() -> None:
@@ -71,7 +67,7 @@ def test_the_loss_is_symmetric_and_made_of_these_parts() -> None:
     momentum_encoder = MomentumEncoder(task)
     with torch.no_grad():
         for parameter in momentum_encoder.parameters():
-            parameter.add_(0.1 * random_numbers(*parameter.shape))
+            parameter.add_(0.1 * noise(*parameter.shape))
     expected = torch.zeros(())
     for mine, others in ((one, other), (other, one)):
         query = task.predictor(task.projector(task.model(mine)))

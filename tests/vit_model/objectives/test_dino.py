@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.vits import TINY, randomised
+from tests.support.vits import TINY, noise, randomised
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.errors import UserError
@@ -30,12 +30,8 @@ def small_task(frozen_steps: int = 0, **options: Any) -> Dino:
     return task
 
 
-def random_numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def random_views(b: int) -> list[Tensor]:
-    return [random_numbers(b, 1, side, side, seed=seed) for seed, side in enumerate(SIDES)]
+    return [noise(b, 1, side, side, seed=seed) for seed, side in enumerate(SIDES)]
 
 
 def authors_loss(outputs: Tensor, teacher: Tensor, centre: Tensor, temperatures: tuple[float, float]) -> float:
@@ -55,7 +51,7 @@ def authors_loss(outputs: Tensor, teacher: Tensor, centre: Tensor, temperatures:
 
 @pytest.mark.parametrize("views", [2, 5])
 def test_the_loss_is_the_authors_loop_over_pairs_of_views(views: int) -> None:
-    outputs, given, centre = random_numbers(views, 4, 9), random_numbers(2, 4, 9, seed=1), random_numbers(9, seed=2)
+    outputs, given, centre = noise(views, 4, 9), noise(2, 4, 9, seed=1), noise(9, seed=2)
     teacher = Teacher(small_task())
     teacher.centre = nn.Parameter(centre, requires_grad=False)
     taught = teacher.targets(given.flatten(0, 1), 0.3).view(2, 4, 9)
@@ -68,7 +64,7 @@ def test_the_loss_is_the_authors_loop_over_pairs_of_views(views: int) -> None:
 
 def test_the_head_is_the_authors() -> None:
     """Three layers with GELU, the unit sphere, and torch's weight normalisation with a gain that stays 1."""
-    head, features = small_task().projector, random_numbers(5, 16)
+    head, features = small_task().projector, noise(5, 16)
     last = nn.utils.parametrizations.weight_norm(nn.Linear(6, 10, bias=False))
     with torch.no_grad():
         last.parametrizations.weight.original0.fill_(1)
@@ -105,7 +101,7 @@ def test_a_head_starts_as_the_authors_and_its_seed_decides_it() -> None:
 def test_views_of_one_size_are_computed_together_as_if_each_were_alone(depth: float) -> None:
     task, views = small_task(stochastic_depth=depth), random_views(3)
     draws = [torch.rand(3, 2, 2, generator=torch.Generator().manual_seed(n)) for n in range(5)] if depth else [None] * 5
-    taught = random_numbers(6, 10).softmax(1)
+    taught = noise(6, 10).softmax(1)
     outputs = [
         task.projector(at_side(task.model, side)(view, drawn))
         for side, view, drawn in zip(SIDES, views, draws, strict=True)
@@ -132,10 +128,10 @@ def test_a_vit_at_another_size_is_one_that_took_over_the_weights(options: dict[s
     model = small_task(**options, image_size=16).model
     other = ViT(model.config.model_copy(update={"image_size": 8}))
     transfer_backbone(other, model)
-    small = random_numbers(2, 1, 8, 8)
+    small = noise(2, 1, 8, 8)
     torch.testing.assert_close(at_side(model, 8)(small), other(small))
     assert at_side(model, 16) is model
-    whole = random_numbers(2, 1, 16, 16)
+    whole = noise(2, 1, 16, 16)
     before = model(whole)
     at_side(model, 8)(small).square().sum().backward()
     assert torch.equal(model(whole), before), "the model itself still takes its own size"
@@ -147,7 +143,7 @@ def test_recomputed_blocks_have_the_same_gradients() -> None:
     for is_recomputed in (False, True):
         task = small_task()
         task.model.activation_checkpointing = is_recomputed
-        task(random_numbers(6, 10).softmax(1), *random_views(3)).backward()
+        task(noise(6, 10).softmax(1), *random_views(3)).backward()
         gradients.append([weight.grad for weight in task.parameters()])
     torch.testing.assert_close(*gradients)
 
@@ -187,7 +183,7 @@ def test_only_the_last_layer_waits() -> None:
 
 
 def test_measures_are_numpys() -> None:
-    features, taught = random_numbers(12, 5) + 2, (3 * random_numbers(12, 7, seed=1)).softmax(1)
+    features, taught = noise(12, 5) + 2, (3 * noise(12, 7, seed=1)).softmax(1)
     measured = measures(features, taught)
     each = taught.double().numpy()
 
@@ -214,7 +210,7 @@ def _measure(rank: int, folder: Path, features: Tensor, taught: Tensor) -> None:
 
 @pytest.mark.slow
 def test_two_workers_measure_their_images_together(tmp_path: Path) -> None:
-    features, taught = random_numbers(8, 5), random_numbers(8, 7, seed=1).softmax(1)
+    features, taught = noise(8, 5), noise(8, 7, seed=1).softmax(1)
     run_workers(2, _measure, tmp_path, features, taught)
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(measures(features, taught), rel=1e-6)
@@ -222,7 +218,7 @@ def test_two_workers_measure_their_images_together(tmp_path: Path) -> None:
 
 ONE_IMAGE_EACH = torch.eye(8)
 SAME = functional.one_hot(torch.zeros(8, dtype=torch.int64), 8).float()
-SOUND = random_numbers(8, 6)
+SOUND = noise(8, 6)
 
 
 @pytest.mark.parametrize(

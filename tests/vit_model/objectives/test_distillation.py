@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.parity import assert_close, gradients_by_our_names, randomise
-from tests.support.vits import TINY
+from tests.support.vits import TINY, randomised, transformers
 from vit_model.build import build
 from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.contract import Preprocessing
@@ -29,20 +29,14 @@ def save(model: Any, folder: Path) -> None:
 
 
 def network(**fields: Any) -> Any:
-    model = build(ViTConfig(**TINY | {"num_classes": 3} | fields))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
-    return model
+    return randomised(ViTConfig(**TINY | {"num_classes": 3} | fields))
 
 
 def test_a_token_learns_from_the_teacher_as_transformers_deit_does(tmp_path: Path) -> None:
     """Both classifiers' logits, and the loss and gradients of DeiT's equation 3."""
-    transformers = pytest.importorskip("transformers")
     sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3}
-    config = transformers.DeiTConfig(**sizes, num_attention_heads=2, intermediate_size=32)
-    theirs = transformers.DeiTForImageClassificationWithTeacher(config)
+    config = transformers().DeiTConfig(**sizes, num_attention_heads=2, intermediate_size=32)
+    theirs = transformers().DeiTForImageClassificationWithTeacher(config)
     randomise(theirs)
     save(theirs, tmp_path / "weights")
     read = hugging_face.read

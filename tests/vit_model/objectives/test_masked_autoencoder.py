@@ -1,6 +1,5 @@
 """Masked autoencoders: loss and gradients of transformers' own, what is masked, and costs."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support import vits
 from tests.support.digits import as_input
 from tests.support.parity import assert_close, randomise
-from tests.support.vits import hugging_face_blocks
+from tests.support.vits import transformers
 from vit_model import compute
 from vit_model.config import MaeOptions, ViTConfig
 from vit_model.model import ViT
@@ -38,14 +37,6 @@ def batch(config: ViTConfig, b: int = 4, seed: int = 0) -> tuple[Tensor, Tensor,
 # --------------------------------------------------------------------------------------- against transformers
 
 
-@functools.cache
-def transformers() -> Any:
-    """The package, which takes 3 s to import its models."""
-    package = pytest.importorskip("transformers")
-    package.logging.set_verbosity_error()
-    return package
-
-
 def their_names(ours: dict[str, Tensor], config: ViTConfig, decoder_depth: int) -> dict[str, Tensor]:
     """Our tensors (weights or gradients) as ViTMAEForPreTraining names and shapes them."""
     embeddings = "vit.embeddings.patch_embeddings.projection"
@@ -63,8 +54,23 @@ def their_names(ours: dict[str, Tensor], config: ViTConfig, decoder_depth: int) 
     renamed |= {"decoder.norm": "decoder.decoder_norm", "decoder.head": "decoder.decoder_pred"}
     for kind in ("weight", "bias"):
         out |= {f"{theirs}.{kind}": ours[f"{name}.{kind}"] for name, theirs in renamed.items()}
-    out |= hugging_face_blocks(ours, "model.blocks", "vit.layers", config.depth)
-    return out | hugging_face_blocks(ours, "decoder.blocks", "decoder.decoder_layers", decoder_depth)
+    out |= their_blocks(ours, "model.blocks", "vit.layers", config.depth)
+    return out | their_blocks(ours, "decoder.blocks", "decoder.decoder_layers", decoder_depth)
+
+
+def their_blocks(weights: dict[str, Tensor], ours: str, theirs: str, depth: int) -> dict[str, Tensor]:
+    """Our blocks' tensors below the name `ours` as transformers names them below `theirs`."""
+    renamed = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
+    renamed |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+    out = {}
+    for layer in range(depth):
+        for kind in ("weight", "bias"):
+            for old, new in renamed.items():
+                out[f"{theirs}.{layer}.{new}.{kind}"] = weights[f"{ours}.{layer}.{old}.{kind}"]
+            parts = weights[f"{ours}.{layer}.attn.qkv.{kind}"].chunk(3)
+            for name, part in zip("qkv", parts, strict=True):
+                out[f"{theirs}.{layer}.attention.{name}_proj.{kind}"] = part
+    return out
 
 
 @pytest.mark.slow
