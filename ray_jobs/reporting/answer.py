@@ -122,13 +122,14 @@ def _apart(lines: Sequence[Line]) -> str:
 
 
 def _compared(verdicts: Sequence[Line]) -> str:
-    """Describe comparisons on one task: of one method with few labels and with many, or of several with the same.
+    """Describe comparisons on one task by one metric: of one method with few labels and with many, or of several.
 
     Otherwise count them. Of several protocols or methods with the same number of labels, the sentence takes the best.
     """
     strongest = [group[0] for group in settings(verdicts)]
-    tasks, labels, methods = ({v[name] for v in strongest} for name in ("task", "labels_per_class", "method"))
-    if len(tasks) > 1 or len(methods) > 1 < len(labels):
+    names = ("task", "metric", "labels_per_class", "method")
+    tasks, metrics, labels, methods = ({verdict[name] for verdict in strongest} for name in names)
+    if len(tasks) > 1 or len(metrics) > 1 or len(methods) > 1 < len(labels):
         return _counted(strongest)
     ordered = sorted(
         strongest,

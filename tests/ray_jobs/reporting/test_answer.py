@@ -94,6 +94,14 @@ def test_comparisons_on_several_tasks_are_counted() -> None:
     )
 
 
+def test_an_accuracy_and_an_miou_of_one_task_are_not_put_into_one_sentence() -> None:
+    """The difference in mIoU with all labels was said as if it were one in accuracy."""
+    few = verdict("pets", 0.1, 0.2, labels_per_class=5, labels="5 labels per class")
+    masks = verdict("pets", 0.2, 0.3, metric="mIoU", mIoU=0.7, reference_mIoU=0.45, protocol="linear segmentation")
+    said = answer(NOTHING | {"verdicts": [few, masks]})["headline"]
+    assert said.startswith("In 2 comparisons with the strongest reference, the model is better in 2")
+
+
 def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_called_that() -> None:
     one = verdict("a", 0.1, 0.2, unknown_training=True, reference="most frequent class")
     said = answer(NOTHING | {"verdicts": [one]})["headline"]
