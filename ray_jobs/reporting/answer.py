@@ -162,8 +162,8 @@ def _told_by_others(verdict: Line) -> str:
 
 
 def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
-    """Return ', the best of 3 by test accuracy' or mAP if several models have the same setting."""
-    same = [other for other in strongest if _setting(other) == _setting(verdict)]
+    """Return ', the best of 3 by test accuracy' or mAP if several models or protocols have as many labels."""
+    same = [other for other in strongest if other["labels_per_class"] == verdict["labels_per_class"]]
     return f", the best of {len(same)} by test {verdict['metric']}" if len(same) > 1 else ""
 
 

@@ -164,6 +164,8 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
 def test_the_best_of_several_models_is_called_that() -> None:
     several = [verdict("a", 0.1, 0.2, accuracy=value, artifact=str(value)) for value in (0.8, 0.9, 0.7)]
     assert "(fine-tuned, the best of 3 by test accuracy)" in answer(NOTHING | {"verdicts": several})["headline"]
+    others = [verdict("a", 0.1, 0.2, accuracy=value, protocol=f"few-shot {value}") for value in (0.8, 0.9)]
+    assert "(0.9, the best of 2 by test accuracy)" in answer(NOTHING | {"verdicts": others})["headline"]
 
 
 def test_lines_apart_are_no_answer_but_the_others_are() -> None:
