@@ -296,7 +296,7 @@ def _on_vtab(scores: Sequence[Line]) -> str:
     best = max(many or scores, key=lambda score: (mean(score)["tasks"], mean(score)["mean"]))
     column, total = mean(best), len(best["tasks"])
     over = f"all {total} tasks" if column["tasks"] == total else f"{column['tasks']} of the {total} tasks"
-    peers = sum((mean(score)["labels"], mean(score)["tasks"]) == (column["labels"], total) for score in scores)
+    peers = sum(all(mean(score)[name] == column[name] for name in ("labels", "tasks")) for score in scores)
     among = f", the best of {peers} scores" if peers > 1 else ""
     labels = (
         column["labels"] if column["labels"].endswith(("labels", "shots", "shot")) else f"{column['labels']} labels"

@@ -168,6 +168,17 @@ def test_the_best_of_several_models_is_called_that() -> None:
     assert "(0.9, the best of 2 by test accuracy)" in answer(NOTHING | {"verdicts": others})["headline"]
 
 
+def test_the_best_score_on_some_of_vtabs_tasks_is_called_the_best_of_several_too() -> None:
+    column = {"tasks": 4, "labels": "all 50"}
+    scores = [
+        {"trained": True, "method": method, "tasks": [{}] * 19, "columns": [column | {"mean": mean}]}
+        for method, mean in (("ViT, pretrained", 0.5), ("ViT, pretrained, k-NN", 0.4))
+    ]
+    said = "The pretrained ViT reaches 50.0% with all 50 labels, the mean of 4 of the 19 tasks"
+    assert answer(NOTHING | {"vtab": scores})["headline"] == f"{said}, the best of 2 scores."
+    assert answer(NOTHING | {"vtab": scores[:1]})["headline"] == f"{said}."
+
+
 def test_lines_apart_are_no_answer_but_the_others_are() -> None:
     chosen = accuracy("s", "ViT, pretrained, settings chosen on test") | {"apart": True}
     seen = accuracy("s", "ViT, pretrained, on test images seen in training", value=1.0) | {"apart": True}
