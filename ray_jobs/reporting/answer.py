@@ -239,8 +239,9 @@ def _best_backbone(numbers: Line) -> str:
     group = next((group for group in groups if group["protocol"] == "fine-tuning"), groups[0])
     best, second = group["lines"][:2]
     images = next(line["num_images"] for line in numbers["accuracies"] if line["artifact"] == best["artifact"])
+    models = f"{len(group['lines'])} models from " if len(group["lines"]) > group["backbones"] else ""
     said = (
-        f"{best['backbone']} is the most accurate of {len(group['lines'])} backbones:"
+        f"{best['backbone']} is the most accurate of {models}{group['backbones']} backbones:"
         f" {percent(best['accuracy'])} with {group['labels'].partition(' (')[0]} ({_how(group['protocol'])}) on"
         f" {images:,} test images"
     )

@@ -49,6 +49,7 @@ def costs(entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str,
                 "task": task,
                 "protocol": protocol,
                 "labels": labels_text(labels, classes.get(group[0].artifact)),
+                "backbones": len(set(keys)),
                 "lines": [
                     {
                         "backbone": names.get(backbones[entry.artifact], entry.stage)

@@ -75,10 +75,13 @@ def test_the_best_backbone_is_told_from_the_second_or_not(second: dict[str, floa
         {"backbone": name, "artifact": name, "accuracy": 0.9, "minus_best": minus}
         for name, minus in (("small", None), ("wide", second))
     ]
-    group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines}
+    group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines, "backbones": 2}
     found = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})
     begin = "Small is the most accurate of 2 backbones: 90.0% with all labels (fine-tuned) on 100 test images"
     assert found == {"question": "Which backbone is best?", "headline": begin + said, "advice": ""}
+    group |= {"lines": [*lines, lines[1]]}
+    several = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})["headline"]
+    assert several.startswith("Small is the most accurate of 3 models from 2 backbones: "), "one was tuned in two ways"
 
 
 def test_comparisons_on_several_tasks_are_counted() -> None:

@@ -66,6 +66,7 @@ def test_backbones_that_were_scored_alike_are_compared_with_the_best(tmp_path: P
     parts = [imported(tmp_path, "small"), *(part(tmp_path, one.stage) for one in given)]
     [group] = costs.costs(given, parts, {"small_tuned": 2})
     assert (group["task"], group["protocol"], group["labels"]) == ("photos", "fine-tuning", "all labels")
+    assert group["backbones"] == 2
     best, other = group["lines"]
     assert (best["backbone"], other["backbone"]) == ("large_tuned", "small"), (
         "a backbone that the report does not have is called as the stage that took it"
