@@ -271,10 +271,10 @@ def _points(values: Values) -> list[dict[str, Any]]:
     return points
 
 
-def best(study: Mapping[str, Any], line: Mapping[str, Any]) -> float:
-    """Return where a line is best: its lowest loss or its highest accuracy."""
-    sign = 1 if study["metric"] == DEV_LOSS else -1
-    return float(min(line["points"], key=lambda point: sign * point["mean"])["x"])
+def best(study: Mapping[str, Any], line: Mapping[str, Any]) -> list[float]:
+    """Return where a line has its lowest loss or its highest accuracy, which may be several places."""
+    extreme = (min if study["metric"] == DEV_LOSS else max)(point["mean"] for point in line["points"])
+    return [point["x"] for point in line["points"] if point["mean"] == extreme]
 
 
 def question(study: Mapping[str, Any]) -> str:
@@ -299,12 +299,13 @@ def _where_best(study: Mapping[str, Any]) -> str:
     if study["panels"][0]["difference"]:
         return _crossing(study)
     names = {value: label for label, value in study["ticks"].items()}
-    places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
+    all_places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
+    places = [first for first, *_ in all_places]
     counts = {place: places.count(place) for place in sorted(set(places))}
     which = "lowest" if study["metric"] == DEV_LOSS else "highest"
     said = f"the {which} {_measured(study)} is at {study['x']}="
     if len(places) == 1:
-        return f"{said}{names[places[0]]}{_behind(study, names)}."
+        return f"{said}{_listed(names[place] for place in all_places[0])}{_behind(study, names)}."
     fewer = sum(_has_fewer_seeds(study, line) for panel in study["panels"] for line in panel["lines"])
     end = f"; {fewer} of these best values {'are' if fewer > 1 else 'is'} of fewer seeds than others." if fewer else "."
     if study["has_order"] and 1 < len(study["panels"]) <= FEW:
@@ -317,7 +318,7 @@ def _where_best(study: Mapping[str, Any]) -> str:
 
 def _range(study: Mapping[str, Any], panel: Mapping[str, Any], names: Mapping[float, str]) -> str:
     """Say between which x the lines of a panel are best."""
-    places = [best(study, line) for line in panel["lines"]]
+    places = [best(study, line)[0] for line in panel["lines"]]
     ends = dict.fromkeys((names[min(places)], names[max(places)]))
     return f"{' to '.join(ends)} with {panel['name']}"
 
@@ -326,7 +327,7 @@ def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
     """Say by how much the second best of a single line is behind, or that the best was measured once; or nothing."""
     if _has_fewer_seeds(study, study["panels"][0]["lines"][0]):
         return ", of fewer seeds than others"
-    if not (lead := study.get("lead")):
+    if not (lead := study.get("lead")) or lead["mean"] == 0:
         return ""
     amount, low, high = (_shown(study, lead["mean"] + side * lead["margin"]) for side in (0, -1, 1))
     how = " more" if study["metric"] == DEV_LOSS else " points less"
@@ -337,7 +338,7 @@ def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
 def _has_fewer_seeds(study: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
     """Return whether a line's best value is of fewer seeds than another of its values."""
     repeats = {point["x"]: point.get("repeats", 1) for point in line["points"]}
-    return repeats[best(study, line)] < max(repeats.values())
+    return min(repeats[x] for x in best(study, line)) < max(repeats.values())
 
 
 def _crossing(study: Mapping[str, Any]) -> str:
