@@ -155,7 +155,7 @@ def test_values_without_numbers_keep_their_order_and_are_not_joined_by_a_line() 
     assert study["ticks"] == {"none": 0, "learned1d": 1, "10": 2} and not study["has_order"]
     assert headline(study) == "the lowest loss on dev of t is at position=learned1d."
     (plot,) = plots.study(study)
-    assert plot.count('class="mark') == 3 and 'class="line' not in plot and "learned1d" in plot
+    assert plot.count('class="mark') == 3 and 'class="line' not in plot and "<title>at learned1d: 1<" in plot
 
 
 def test_backbones_are_compared_by_their_cost_if_that_is_known() -> None:
@@ -223,6 +223,14 @@ def test_detectors_are_studied_by_ap() -> None:
     assert [point["mean"] for point in study["panels"][0]["lines"][0]["points"]] == [0.16, 0.32, 0.64]
     where = "the highest AP on test of detect (birds, detection, all labels) is at width=64"
     assert headline(study) == f"{where}. All are below the median box (90.0%)."
+    (plot,) = plots.study(study)
+    assert "<title>at 64: 64.0%<" in plot and ">40%</text>" in plot, "in percent, as in the table"
+    values = [(width, seed, width * (1 + seed) / 100) for width in (8, 32) for seed in (0, 1)]
+    seeds = [line | {"stage": f"detect@width={width},seed={seed}", "value": value} for width, seed, value in values]
+    (plot,) = plots.study(studies(NOTHING | {"detectors": seeds})[0])
+    spans = "L".join(re.findall(r'd="M([^"]*)" class="line s1 faint"', plot))
+    heights = [float(height) for height in re.findall(r" ([-\d.]+)", spans)]
+    assert len(heights) == 4 and 24 <= min(heights) < max(heights) <= 230, "no interval of two seeds leaves the plot"
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
