@@ -684,6 +684,8 @@ def test_metrics_without_predictions_have_a_table_of_their_own(artifacts: Artifa
         "",
     ]
     assert "62.5%" in page and "<i>shapes" not in page
+    assert "mIoU: intersection over union" in page and "mAP of" not in page, "only what is in the table is explained"
+    assert "test images have no interval" in page and "Intervals cover" not in page
     console = Console(file=io.StringIO(), width=80)
     console.print(metrics_table(numbers["other_metrics"]))
     assert "62.5" in console.file.getvalue() and "<i>shapes</i>, linear segmentation" in console.file.getvalue()
