@@ -79,7 +79,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     for dataset in numbers["datasets"]:
         if left_out := dataset["quarantined"]:
             were = "was" if left_out == 1 else "were"
-            images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
+            images = f"{quantity(left_out, 'image')} could not be used and {were} left out"
             notes.append((f"{dataset['name']}: {images}.", False))
         if is_scored and not numbers["vtab"]:  # whose data sets are given, and many
             on_dev = any(

@@ -604,6 +604,15 @@ class _Page(html.parser.HTMLParser):
         self.text += data
 
 
+def test_a_class_is_rare_beside_a_larger_one_and_shown_if_it_has_images(tmp_path: Path) -> None:
+    """The largest of three classes was named among the fewest, and a class without images made the others random."""
+    made = Artifacts(tmp_path / "store")
+    made.dataset("pets", ["cat", "dog", "axolotl"], {"train": (list(np.zeros((4, 8, 8, 1), np.uint8)), [0, 1, 1, 1])})
+    page = made.make("pets")["report.html"].decode()
+    assert "fewest: axolotl, cat)" in page and "random classes" not in page
+    assert "1 image could not be used and was left out" in page
+
+
 @pytest.mark.slow
 def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> None:
     made, rng = Artifacts(tmp_path / "store"), np.random.default_rng(0)
