@@ -770,7 +770,7 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
         {"label_issues.parquet": _parquet(pa.Table.from_pylist(rows, LABEL_ISSUES))},
         config=config.model_dump(mode="json"),
         inputs=made.references(data="pets", backbone="pets"),
-        metrics={"audited": 126, "agreement": 0.5, "label_issues": 126},
+        metrics={"audited": 126, "agreement": 0.5, "largest_class": 0.5, "label_issues": 126},
     )
     files = made.make("pets", "audit")
     (audit,) = json.loads(files["report.json"])["label_issues"]
