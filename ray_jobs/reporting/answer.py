@@ -116,8 +116,7 @@ def _apart(lines: Sequence[Line]) -> str:
     if all(CHOSEN_ON_TEST in line["method"] for line in lines):
         return "nothing to compare: settings were chosen on test, so the accuracies are too high."
     return (
-        "nothing to compare: the model was trained on some of the test images, so its accuracies cover only parts of"
-        " them."
+        "nothing to compare: the model was trained on some of the test images, so its results cover only parts of them."
     )
 
 

@@ -54,6 +54,7 @@ from ray_jobs.evaluation.rows import (
 from ray_jobs.reporting.figures import measured_in_training
 from ray_jobs.reporting.gather import _why_ended
 from ray_jobs.reporting.lines import MAX_ISSUES, uncalibrated
+from ray_jobs.reporting.page import templates
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.reports import make_report
@@ -500,6 +501,7 @@ def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) 
         assert mistake["probability"] == PROBABILITY and mistake["file"].startswith("test/")
         assert mistake["file"] in page
     assert "75.0%" in page
+    assert page.count(">above</a>") == 2, "of evaluations; a stage without metrics has none above"
 
 
 def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, bytes]) -> None:
@@ -543,6 +545,13 @@ def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
         "has none": {},
     }
     assert uncalibrated(metrics, sweeps) == {"none in a fold", "at the bound"}
+
+
+def test_results_of_one_of_several_draws_say_so() -> None:
+    model = {"method": "ViT", "protocol": "fine-tuning", "stage": "s", "artifact": "a" * 12, "task": "halves"}
+    model |= {"wrong": 1, "num_images": 9, "draws": 2, "classes": [], "worst": []}
+    page = templates().get_template("mistakes.html.j2").render(mistakes=None, several_labels=[model], images={})
+    assert "F1, recall and precision at each class's threshold, all of draw 0." in page
 
 
 def test_metrics_of_predictions_have_columns_on_the_page(files: dict[str, bytes]) -> None:
