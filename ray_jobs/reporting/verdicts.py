@@ -148,8 +148,8 @@ def percent(fraction: float, digits: int = 1) -> str:
 
 
 def points(difference: float, sign: str = "+", digits: int = 1) -> str:
-    """Return '+7.1', or without a sign '7.1', with a real minus sign."""
-    return f"{100 * difference:{sign}.{digits}f}".replace("-", "−")
+    """Return '+7.1', or without a sign '7.1', with a real minus sign, but not before 0.0."""
+    return f"{100 * difference:{sign}z.{digits}f}".replace("-", "−")
 
 
 def quoted(name: str) -> str:

@@ -315,6 +315,11 @@ def test_another_metric_that_is_told_is_said_beside_the_one_that_is_not() -> Non
     )
 
 
+def test_nothing_has_no_minus_sign() -> None:
+    """Two backbones of one accuracy were −0.0 points apart."""
+    assert (points(-0.0), points(-0.0004, sign=""), points(-0.0006)) == ("+0.0", "0.0", "−0.1")
+
+
 def test_the_numbers_of_a_sentence_subtract() -> None:
     """31.04% and 37.78% were 31.0% and 37.8%, with a difference of −6.7 points."""
     assert decimals(0.5204, 0.4694, 0.0510) == 1
