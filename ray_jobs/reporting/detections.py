@@ -20,7 +20,6 @@ from ray_jobs.reporting.drawing.pictures import detected_urls
 from ray_jobs.reporting.verdicts import comparable
 
 PICTURES = 12
-SURE = 0.5  # the least score of a detection that puts a box in doubt
 DOUBTS = {"class": "wrong class", "place": "wrong place", "background": "missing box"}
 Line = dict[str, Any]
 ByTask = Mapping[str, Sequence[Entry]]
@@ -120,7 +119,7 @@ def doubted(found: ByTask, tested: Mapping[str, Dataset]) -> list[Line]:
                     "box": [round(float(side), 1) for side in detected.boxes[number]],
                 }
                 for number, kind in zip(result.shown, result.kinds, strict=True)
-                if kind in DOUBTS and detected.scores[number] >= SURE
+                if kind in DOUBTS
             ]
         lines += sorted(of_task, key=lambda line: -line["score"])[:PICTURES]
     return lines

@@ -547,6 +547,25 @@ def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
     assert uncalibrated(metrics, sweeps) == {"none in a fold", "at the bound"}
 
 
+def test_a_single_detector_was_not_chosen() -> None:
+    found = {
+        "task": "birds",
+        "stage": "s",
+        "artifact": "a" * 12,
+        "draws": 1,
+        "apart": False,
+        "boxes": 9,
+        "num_images": 9,
+    }
+    found |= dict.fromkeys(("value", "low", "behind", "spread", "AP50", "AP75", "AP small", "AP medium", "AP large"))
+    found["errors"] = dict.fromkeys(("right", "class", "place", "double", "background", "missed"), 0)
+    lines = [found | {"method": method} for method in ("ViT", "the median box", "ResNet")]
+    template = templates().get_template("detections.html.j2")
+    for some, is_chosen in ((lines[:2], False), (lines, True)):
+        page = template.render(detectors=some, figures={"precision birds": ""}, detected={})
+        assert ("The best is chosen on test" in page) == is_chosen
+
+
 def test_results_of_one_of_several_draws_say_so() -> None:
     model = {"method": "ViT", "protocol": "fine-tuning", "stage": "s", "artifact": "a" * 12, "task": "halves"}
     model |= {"wrong": 1, "num_images": 9, "draws": 2, "classes": [], "worst": []}
