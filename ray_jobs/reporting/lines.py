@@ -167,12 +167,8 @@ def _calibration_error(probabilities: np.ndarray, correct: np.ndarray) -> float:
     return float(np.mean([calibration_error(*draw) for draw in zip(probabilities, correct, strict=True)]))
 
 
-def mistakes_line(
-    main: Entry | None, dataset: Dataset | None, worst: Sequence[mistakes.Mistake]
-) -> dict[str, Any] | None:
-    """Describe the main model's errors, with class and file names if the dataset is an input; None without scores."""
-    if main is None:
-        return None
+def mistakes_line(main: Entry, dataset: Dataset | None, worst: Sequence[mistakes.Mistake]) -> dict[str, Any]:
+    """Describe the main model's errors, with class and file names if the dataset is an input."""
     classes = dataset.info.class_names if dataset else ()
 
     def name(label: int) -> str:

@@ -19,6 +19,7 @@ from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.multi_label import METRICS, Scored, class_precisions, f1_by_class
 from ray_jobs.evaluation.rows import is_apart
 from ray_jobs.reporting.measures import ScoredEntry
+from ray_jobs.reporting.verdicts import kind
 
 SHOWN = 24  # images with wrong labels
 _ENTRY = ("artifact", "stage", "task", "protocol", "method")
@@ -53,12 +54,16 @@ def _scored(images: Sequence[Line]) -> Scored:
 
 
 def results(scored: Sequence[ScoredEntry], tested: Mapping[str, Dataset]) -> list[Line]:
-    """Return the classes and the worst images of each method that was scored on all of test, by their first draw."""
+    """Return the classes and the worst images of each model that was scored on all of test, by their first draw.
+
+    Without models, of each reference.
+    """
+    models = [entry for entry in scored if kind(entry) != "pixels"]
     return [
         {name: getattr(entry, name) for name in _ENTRY}
         | {"draws": len(entry.draws), "num_images": len(entry.sample_ids)}
         | _of_draw(entry.sample_ids, entry.scored[0], tested.get(entry.artifact))
-        for entry in scored
+        for entry in models or scored
         if not is_apart(entry.method)
     ]
 
