@@ -50,7 +50,7 @@ ROWS = pa.schema(
         _column("settings", pa.string()),  # JSON object with sorted keys
     ]
 )
-# Null for methods without probabilities, and in files of earlier versions.
+# Null for methods without probabilities.
 PROBABILITIES = pa.schema(
     [
         _column("probability", pa.float32(), nullable=True),  # softmax probability of the prediction

@@ -8,9 +8,9 @@ pyarrow only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -31,13 +31,10 @@ from ray_jobs.evaluation.intervals import (
     unequal_difference,
 )
 from ray_jobs.evaluation.metrics import COMPUTED, Pixels, computed, contributions
-from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, PREDICTIONS, REAL, ROWS, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, REAL, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
-REPORT_ROWS = pa.schema([*_FROM, *ROWS])
-REPORT_PREDICTIONS = pa.schema([*_FROM, *PREDICTIONS])
-
 _ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
 _Draw = dict[str, np.ndarray]
 """One draw's test images: the arrays of `_COLUMNS`, `in_top5`, and `places`, the ascending indices of their ids."""
@@ -191,23 +188,18 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
     Texts are dictionary-encoded: the 20 million predictions of VTAB's test splits take 1 GB instead of 5 GB.
 
     Raises:
-        UserError: a table has other columns than `schema`; only nullable columns at its end may be missing.
+        UserError: a table has other columns than `schema`.
     """
     joined_schema = pa.schema([_coded(column) for column in [*_FROM, *schema]])
+    texts = [column.name for column in schema if column.type == pa.string()]
     tables = [joined_schema.empty_table()]
     for stage, manifest, folder in parts:
-        if not (folder / name).is_file():
+        if not (path := folder / name).is_file():
             continue
-        texts = [column.name for column in schema if column.type == pa.string()]
-        with pq.ParquetFile(folder / name) as file:
-            stored = file.schema_arrow
-        missing = [column for column in schema if column.nullable and column.name not in stored.names]
-        if not pa.schema([*stored, *missing]).equals(schema):
-            raise UserError(f"{folder / name} has the columns {stored.names}; expected {schema.names}")
-        with pq.ParquetFile(folder / name, read_dictionary=texts) as file:
+        if not (stored := pq.read_schema(path)).equals(schema):
+            raise UserError(f"{path} has the columns {stored.names}; expected {schema.names}")
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
             table = file.read()
-        for column in missing:  # an earlier version did not write it
-            table = table.append_column(column, pa.nulls(len(table), column.type))
         zeros = pa.array(np.zeros(len(table), np.int32))
         origin = [pa.DictionaryArray.from_arrays(zeros, [value]) for value in (manifest.key, stage)]
         tables.append(pa.Table.from_arrays([*origin, *table.columns], schema=joined_schema))
@@ -231,16 +223,16 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
     """Return the lines of the table, ordered by task, protocol, number of labels and method.
 
     Args:
-        rows: a table of REPORT_ROWS; only test accuracies are used.
-        predictions: a table of REPORT_PREDICTIONS.
+        rows: a table of ROWS with artifact and stage; only test accuracies are used.
+        predictions: a table of PREDICTIONS with artifact and stage.
         seeds: artifact -> the seed of its label draws.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
         if row["metric"] == ACCURACY and row["split"] == "test":
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
-    ids, predicted = _by_draw(predictions)
-    lines = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]
+    ids_at, predicted = _by_draw(predictions)
+    lines = [_entry(key, draws, ids_at, predicted, seeds.get(key[0])) for key, draws in measured.items()]
     return sorted(lines, key=_sort_key)
 
 
@@ -251,7 +243,7 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
     (`is_apart`), and the distinct selected_on and settings.
 
     Args:
-        rows: a table of REPORT_ROWS.
+        rows: a table of ROWS with artifact and stage.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
@@ -278,8 +270,8 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
     return sorted(lines, key=place)
 
 
-def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
-    """Return all sample ids, sorted, and (entry's columns, draw) -> its test images, sorted by id."""
+def _by_draw(predictions: Any) -> tuple[Callable[[bytes], tuple[str, ...]], dict[tuple[Any, ...], _Draw]]:
+    """Return the ids at the bytes of some places, and (entry's columns, draw) -> its test images, sorted by id."""
     names = [*_ENTRY, "draw"]
     groups = _groups(predictions, names)
     codes, ids = _codes(predictions["sample_id"])
@@ -296,7 +288,12 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
         tuple(key.values()): {name: column[group] for name, column in columns.items()}
         for key, group in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
-    return _Ids(ids.take(order)), by_draw
+
+    @cache  # entries of one test split share a tuple of ids, which saves memory
+    def ids_at(places: bytes) -> tuple[str, ...]:
+        return tuple(ids.take(order[np.frombuffer(places, np.int32)]).to_pylist())
+
+    return ids_at, by_draw
 
 
 def _groups(table: Any, names: Sequence[str]) -> np.ndarray:
@@ -384,25 +381,10 @@ def _in_top5(top5: Any, labels: np.ndarray) -> np.ndarray:
     return is_listed
 
 
-class _Ids:
-    """All sample ids by index. Entries of one test split share a tuple of ids, which saves memory."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-        self._cache: dict[bytes, tuple[str, ...]] = {}
-
-    def at(self, places: np.ndarray) -> tuple[str, ...]:
-        """Return the ids at these indices."""
-        key = places.tobytes()
-        if key not in self._cache:
-            self._cache[key] = tuple(self._values.take(pa.array(places)).to_pylist())
-        return self._cache[key]
-
-
 def _entry(
     key: tuple[Any, ...],
     measured: dict[int, dict[str, Any]],
-    ids: _Ids,
+    ids_at: Callable[[bytes], tuple[str, ...]],
     predicted: dict[tuple[Any, ...], _Draw],
     seed: int | None,
 ) -> Entry:
@@ -414,7 +396,7 @@ def _entry(
         **dict(zip(_ENTRY, key, strict=True)),
         draw_seed=seed,
         draws=draws,
-        sample_ids=ids.at(parts[0]["places"]),
+        sample_ids=ids_at(parts[0]["places"].tobytes()),
         labels=parts[0]["labels"],
         selected_on=_distinct(measured, "selected_on"),
         settings=_distinct(measured, "settings"),
