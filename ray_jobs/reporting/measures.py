@@ -28,7 +28,6 @@ from ray_jobs.evaluation.intervals import (
     mean_difference,
     mean_interval,
     paired_difference,
-    unequal_difference,
 )
 from ray_jobs.evaluation.metrics import COMPUTED, Pixels, computed, contributions
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, REAL, is_apart
@@ -117,8 +116,8 @@ class Entry:
         """
         if metric == ACCURACY and self.draws == other.draws:
             return paired_difference(self.correct, other.correct, comparisons=comparisons)
-        between = mean_difference if self.draws == other.draws else unequal_difference
-        return between(self._table(metric), other._table(metric), comparisons=comparisons)
+        tables, same_draws = (self._table(metric), other._table(metric)), self.draws == other.draws
+        return mean_difference(*tables, same_draws=same_draws, comparisons=comparisons)
 
     def _table(self, metric: str) -> np.ndarray:
         """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
@@ -173,8 +172,8 @@ class ScoredEntry:
 
         It is also paired by draw if these are the same.
         """
-        between = mean_difference if self.draws == other.draws else unequal_difference
-        return between(self._tables[metric], other._tables[metric], comparisons=comparisons)
+        tables, same_draws = (self._tables[metric], other._tables[metric]), self.draws == other.draws
+        return mean_difference(*tables, same_draws=same_draws, comparisons=comparisons)
 
     @cached_property
     def _tables(self) -> dict[str, np.ndarray]:
