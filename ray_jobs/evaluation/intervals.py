@@ -66,17 +66,15 @@ class Moments(NamedTuple):
     """The variance of the images' means."""
 
 
-def accuracy_interval(correct: np.ndarray) -> Interval:
-    """Return the accuracy over draws and test images with its interval, for correct [draws, n_test] (bool or 0/1)."""
-    return mean_interval(correct.astype(np.float64))
-
-
 FEWEST = 10
 """Test images from which on mAP, AP and mIoU have intervals, which come from how single images influence them."""
 
 
 def mean_interval(table: np.ndarray) -> Interval:
-    """Return the mean of a table [draws, n_test] with its interval; values are 0 or 1, or contributions to a metric."""
+    """Return the mean of a table [draws, n_test] with its interval, over draws and test images.
+
+    Values say what is right, as bool or 0 and 1, or are contributions to a metric.
+    """
     moments = moments_of(table)
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
 
@@ -181,6 +179,7 @@ def _tango(moments: Moments, factor: Any, by_draws: Any) -> tuple[Any, Any]:
 
 def moments_of(table: np.ndarray) -> Moments:
     """Return the moments of a table [draws, images]."""
+    table = np.asarray(table, np.float64)
     draws, images = table.shape
     rows, columns = table.mean(axis=1), table.mean(axis=0)
     among_draws = rows.var(ddof=1) if draws > 1 else 0.0

@@ -24,7 +24,6 @@ from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import (
     FEWEST,
     Interval,
-    accuracy_interval,
     mean_difference,
     mean_interval,
     paired_difference,
@@ -89,7 +88,7 @@ class Entry:
     @cached_property
     def accuracy(self) -> Interval:
         """The mean accuracy over draws and images, with its 95% interval."""
-        return accuracy_interval(self.correct)
+        return mean_interval(self.correct)
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:

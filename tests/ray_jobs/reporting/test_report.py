@@ -38,7 +38,7 @@ from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_r
 from ray_jobs.data import shards
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
-from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.intervals import mean_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.rows import (
@@ -356,7 +356,7 @@ def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
         correct = _correct(files, line["stage"], line["method"], line["labels_per_class"])
         assert line["accuracy"] == pytest.approx(correct.mean(), abs=1e-12)
         assert (line["draws"], line["num_images"]) == correct.shape
-        assert (line["low"], line["high"]) == accuracy_interval(correct)[1:]
+        assert (line["low"], line["high"]) == mean_interval(correct)[1:]
         assert f"{100 * correct.mean():.1f}%" in page
         assert line["artifact"][:12] in page
 
