@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from rich.console import Console
+from sklearn.metrics import precision_recall_fscore_support
 
 from pipelines.results.accuracies import accuracy_table, metrics_table, verdict_lines
 from pipelines.results.card import facts_of, render
@@ -587,8 +588,6 @@ def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, 
     table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
     mine = [row for row in table if row["stage"] == "finetune"]
     labels, answers = (np.array([row[name] for row in mine]) for name in ("label", "prediction"))
-    from sklearn.metrics import precision_recall_fscore_support
-
     precision, recall, _, _ = precision_recall_fscore_support(labels, answers)
     lines = json.loads(files["report.json"])["mistakes"]["classes"]
     assert [line["recall"] for line in lines] == sorted(recall)

@@ -21,6 +21,7 @@ from pipelines.store import Manifest, Store, input_ref, open_store
 from ray_jobs import evaluate
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import page as page_module
+from ray_jobs.reporting import vtab
 from ray_jobs.reporting.gather import ReportData
 from tests.support.checkpoints import put_untrained
 from tests.support.digits import put_digits
@@ -250,8 +251,6 @@ def test_a_report_of_fine_tunings_alone_does_not_speak_of_frozen_features(
 
 
 def test_all_nineteen_are_no_part(made: Vtab) -> None:
-    from ray_jobs.reporting import vtab
-
     known = {task: vtab.Evaluated(task, "few_shot", "evaluate", "{}", "backbone", ()) for task in TASKS}
 
     class Entry:
