@@ -23,7 +23,6 @@ from ray_jobs.reporting.verdicts import labels_text, points
 DEV_LOSS, DEV_ACCURACY, ON_TEST = "loss on dev", "accuracy on dev", " on test"
 TEST_ACCURACY = f"{ACCURACY}{ON_TEST}"
 LEVEL = 0.95  # of the intervals over seeds
-PAIR = 2
 FEW = 4  # panels that a headline tells apart
 RATE = "learning_rate"  # the axis that is chosen on dev
 LABELS = "per_class"  # the axis of the number of labels
@@ -197,7 +196,9 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
         return None
     numeric = [axis for axis, found in axes.items() if all(map(_is_number, found))]
     x = max(numeric or axes, key=lambda axis: len(axes[axis]))
-    ticks = {label: float(label) for label in sorted(axes[x], key=float)} if numeric else _numbered(axes[x])
+    ticks = {label: float(number) for number, label in enumerate(axes[x])}
+    if numeric:
+        ticks = {label: float(label) for label in sorted(axes[x], key=float)}
     others = sorted((axis for axis in axes if axis != x), key=lambda axis: len(axes[axis]))
     *panel_axes, line_axis = others or [x]
     panels: dict[str, dict[str, Values]] = {}
@@ -228,7 +229,7 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
                     }
                     for line, values in lines.items()
                 ],
-                "difference": _difference(*lines.values()) if len(panels) == 1 and len(lines) == PAIR else [],
+                "difference": _difference(*lines.values()) if len(panels) == 1 and len(lines) == 2 else [],
             }
             for panel, lines in panels.items()
         ],
@@ -254,10 +255,6 @@ def _lead(values: Values, metric: str) -> dict[str, Any] | None:
         return None
     minus = {seed: sign * (value - values[alike[0]][seed]) for seed, value in values[first].items()}
     return _points({alike[0]: minus})[0] | {"is_next": alike[0] == others[0]}
-
-
-def _numbered(labels: Sequence[str]) -> dict[str, float]:
-    return {label: float(number) for number, label in enumerate(labels)}
 
 
 def _points(values: Values) -> list[dict[str, Any]]:
