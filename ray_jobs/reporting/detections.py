@@ -17,6 +17,7 @@ from ray_jobs.detection.mistakes import KINDS, named
 from ray_jobs.evaluation.rows import MEDIAN_BOX, is_apart, is_reference
 from ray_jobs.randomness import Purpose
 from ray_jobs.reporting.drawing.pictures import detected_urls
+from ray_jobs.reporting.measures import about
 from ray_jobs.reporting.verdicts import comparable
 
 PICTURES = 12
@@ -74,7 +75,7 @@ def _line(entry: Entry, best: Entry) -> Line:
     is_compared = entry.has_interval and entry is not best and comparable(entry, best)
     behind = best.minus(entry, entry.metric) if is_compared else None
     return {
-        **{name: getattr(entry, name) for name in ("artifact", "stage", "task", "protocol", "method")},
+        **about(entry),
         "labels_per_class": None,
         "metric": entry.metric,
         "value": entry.means[entry.metric],

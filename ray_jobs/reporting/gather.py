@@ -218,9 +218,8 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
 
 def _pixel_classes(segmented: Sequence[measures.ScoredEntry], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the classes of pixels of each model that was scored on all of test."""
-    named = ("artifact", "stage", "task", "protocol", "method")
     return [
-        {name: getattr(entry, name) for name in named}
+        measures.about(entry)
         | {"num_classes": len(classes := measures.by_class(entry, names)), "classes": classes[: lines.MAX_CLASSES]}
         for entry in segmented
         if not is_apart(entry.method) and not is_reference(entry.method)

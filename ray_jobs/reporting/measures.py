@@ -33,7 +33,8 @@ from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, REAL, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
-_ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
+METHOD = ("artifact", "stage", "task", "protocol", "method")
+_ENTRY = (*METHOD, "labels_per_class")
 _Draw = dict[str, np.ndarray]
 """One draw's test images: the arrays of `_COLUMNS`, `in_top5`, and `places`, the ascending indices of their ids."""
 _COLUMNS = {
@@ -180,6 +181,11 @@ class ScoredEntry:
         return {metric: np.stack([draw.contributions(metric) for draw in self.scored]) for metric in self.metrics}
 
 
+def about(entry: Any) -> dict[str, Any]:
+    """Return what a line says of an entry's origin: METHOD."""
+    return {name: getattr(entry, name) for name in METHOD}
+
+
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
     """Join the Parquet tables `name` of all (stage, manifest, folder) that have one, adding the artifact of each row.
 
@@ -312,12 +318,11 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
         for codes, values in (_codes(confusion[column]) for column in ("label", "prediction"))
     )
     pixels, ids = confusion["pixels"].to_numpy(), np.array(confusion["sample_id"].to_pylist())
-    names = [name for name in _ENTRY if name != "labels_per_class"]
     found: dict[tuple[Any, ...], dict[int, tuple[tuple[str, ...], Pixels]]] = {}
-    groups = _groups(confusion, [*names, "draw"])
+    groups = _groups(confusion, [*METHOD, "draw"])
     for group in dict.fromkeys(groups.tolist()):
         rows = np.flatnonzero(groups == group)
-        *key, draw = confusion.select([*names, "draw"]).slice(int(rows[0]), 1).to_pylist()[0].values()
+        *key, draw = confusion.select([*METHOD, "draw"]).slice(int(rows[0]), 1).to_pylist()[0].values()
         sample_ids, images = np.unique(ids[rows], return_inverse=True)
         counts = np.zeros((3, len(sample_ids), len(number)), np.int64)
         own, said, of = labels[rows], predictions[rows], pixels[rows]
@@ -327,7 +332,7 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
         found.setdefault(tuple(key), {})[draw] = tuple(sample_ids.tolist()), Pixels(*counts)
     return [
         ScoredEntry(
-            **dict(zip(names, key, strict=True)),
+            **dict(zip(METHOD, key, strict=True)),
             metrics=(MEAN_IOU,),
             sample_ids=next(iter(draws.values()))[0],
             draws=tuple(sorted(draws)),
