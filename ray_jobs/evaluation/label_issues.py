@@ -240,13 +240,7 @@ def issues_table(
         "label_probability": probabilities[issues.places, labels],
         "suggested_probability": probabilities[issues.places, issues.suggested],
     }
-    arrays = [
-        column.cast(field.type)
-        if isinstance(column := columns[field.name], pa.ChunkedArray)
-        else pa.array(column, field.type)
-        for field in LABEL_ISSUES
-    ]
-    return pa.table(arrays, schema=LABEL_ISSUES)
+    return pa.table(columns).cast(LABEL_ISSUES)
 
 
 def read_issues(path: Path) -> pa.Table:
