@@ -355,11 +355,11 @@ def _why_ended(trials: Sequence[dict[str, Any]], config: Mapping[str, Any]) -> d
 
 def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[str, str]:
     """Return the mistakes and the likely wrong labels that the page shows as `data:` URLs, by sample id."""
+    mains, audits = [numbers["mistakes"], *numbers.get("several_labels", ())], numbers.get("label_issues", ())
     shown: list[tuple[str, Any, tuple[Split, ...]]] = [
-        (audit["artifact"], audit["issues"], ("train", "dev")) for audit in numbers.get("label_issues", ())
+        *((main["artifact"], main["worst"], ("test",)) for main in mains if main),
+        *((audit["artifact"], audit["issues"], ("train", "dev")) for audit in audits),
     ]
-    mains = [*([numbers["mistakes"]] if numbers["mistakes"] else []), *numbers.get("several_labels", ())]
-    shown = [*((main["artifact"], main["worst"], ("test",)) for main in mains), *shown]
     images: dict[str, str] = {}
     for artifact, records, splits in shown:
         if (dataset := tested.get(artifact)) is None or not records:
