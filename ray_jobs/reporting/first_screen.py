@@ -157,16 +157,15 @@ def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
         {stage["stage"]: count for stage in measured if (count := stage["metrics"].get(f"test_images_{name}"))}
         for name in ("seen_in_training", "also_in_train", "near_training_images")
     )
-    unknown = [stage["stage"] for stage in stages if "unknown_training" in stage["metrics"]]
+    tested = (stage for stage in stages if stage["kind"] != "audit")  # an audit judges train and dev
+    unknown = [stage["stage"] for stage in tested if "unknown_training" in stage["metrics"]]
     if seen:
         named = ", ".join(f"{count:,} in {stage}" for stage, count in seen.items())
         yield f"Models were trained on some of their test images ({named}); these are scored apart.", False
-        return
     if unknown:
         said = f"The training images of the models behind {', '.join(unknown)} are unknown"
         yield f"{said}; test images may be among them.", False
-        return
-    parts = ["No test image was used in training."] if measured and not shared else []
+    parts = ["No test image was used in training."] if measured and not (seen or unknown or shared) else []
     for found, copy in ((shared, "a copy"), (near, "a near-copy")):
         if found:
             images = quantity(max(found.values()), "test image")

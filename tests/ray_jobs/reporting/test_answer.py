@@ -245,14 +245,17 @@ def test_settings_chosen_on_test_are_not_trusted() -> None:
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        ({"seen": 0}, "No test image was used in training."),
-        ({"seen": 0, "copies": 3}, "Up to 3 test images have a copy among the training images."),
-        ({"seen": 0, "near": 3}, "Up to 3 test images have a near-copy among the training images."),
-        ({"seen": 7}, "(7 in s); these are scored apart."),
-        ({"seen": 0, "unknown": "x"}, "test images may be among them."),
+        ({"seen": 0}, ["No test image was used in training."]),
+        ({"seen": 0, "copies": 3}, ["Up to 3 test images have a copy among the training images."]),
+        ({"seen": 0, "near": 3}, ["Up to 3 test images have a near-copy among the training images."]),
+        ({"seen": 7}, ["(7 in s); these are scored apart."]),
+        ({"seen": 0, "unknown": "x"}, ["test images may be among them."]),
+        ({"seen": 7, "unknown": "x"}, ["(7 in s); these are scored apart.", "test images may be among them."]),
+        ({"seen": 0, "unknown": "x", "copies": 3}, ["may be among them.", "have a copy among the training images."]),
     ],
 )
-def test_trust_begins_with_leakage(metrics: dict[str, Any], said: str) -> None:
+def test_trust_begins_with_leakage(metrics: dict[str, Any], said: list[str]) -> None:
+    """Unknown training images hid the copies that are known, and images that were seen hid both."""
     names = {
         "seen": "test_images_seen_in_training",
         "near": "test_images_near_training_images",
@@ -260,9 +263,12 @@ def test_trust_begins_with_leakage(metrics: dict[str, Any], said: str) -> None:
         "unknown": "unknown_training",
     }
     measured = stage("s", 1, "10:00:00", **{names[name]: value for name, value in metrics.items()})
-    (first,) = trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured]})
-    assert ("No test image" in first["text"]) == (metrics.keys() <= {"seen", "near"} and not metrics["seen"])
-    assert first["text"].endswith(said) and first["is_good"] == (metrics == {"seen": 0})
+    notes = trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured]})
+    first, is_none = notes[0], metrics.keys() <= {"seen", "near"} and not metrics["seen"]
+    assert ("No test image" in first["text"]) == is_none and first["is_good"] == (metrics == {"seen": 0})
+    assert [note["text"].endswith(end) for note, end in zip(notes, said, strict=True)] == [True] * len(said)
+    audit = stage("audit", 1, "10:00:00", unknown_training="x") | {"kind": "audit"}
+    assert trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured, audit]}) == notes
 
 
 def test_the_model_to_use_has_seen_the_most_labels_and_was_best_on_held_out_images() -> None:
