@@ -350,7 +350,7 @@ def _crossing(study: Mapping[str, Any]) -> str:
         shown = [_shown(study, sign * value) for value in (point["mean"], *(low, high)[::sign])]
         unit = "" if study["metric"] == DEV_LOSS else " points"
         places[side].append(f"{names[point['x']]} ({shown[0]}{unit}, 95% interval {shown[1]} to {shown[2]})")
-    of = _measured(study)
+    of = _measured(study) + " (lower is better)" * (study["metric"] == DEV_LOSS)
     told = [f"{side} {first} at {study['x']}={_listed(places[side])}" for side in ("above", "below") if places[side]]
     parts = [f"in {of}, {second} lies {' and '.join(told)}"] if told else []
     if places["not told"]:

@@ -14,6 +14,7 @@ from ray_jobs.reporting.studies import best, headline, left_out, studies
 
 NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": [], "costs": []}
 SETTING = "digits, few-shot linear, 5 labels per class"
+SEEDS = [*itertools.product((1, 2), "ab", (0, 1))]
 
 
 def pretrained(losses: dict[str, float]) -> dict[str, Any]:
@@ -121,6 +122,12 @@ def test_two_lines_are_subtracted_seed_by_seed() -> None:
         " 8.5 to 13.5) and below model=a at images=100 (21.0 points, 95% interval 18.5 to 23.5); the seeds do not tell"
         " them apart at images=10 (−0.5 points, 95% interval −6.9 to 5.9)."
     )
+
+
+def test_of_two_losses_the_lower_is_the_better() -> None:
+    higher = {f"t@rate={rate},model={model},seed={seed}": (model == "b") + seed / 100 for rate, model, seed in SEEDS}
+    said = headline(studies(pretrained(higher))[0])
+    assert said.startswith("in loss on dev of t (lower is better), model=b lies above model=a at rate=1 (1.000, ")
 
 
 def test_the_page_shows_each_mean_with_its_rate_and_the_difference() -> None:
