@@ -525,6 +525,16 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
     assert "NLL,<br>calibrated" not in page and "minimises the NLL" not in page, "no value, no column"
 
 
+def test_a_missing_temperature_has_all_of_its_reasons() -> None:
+    calibrated = {"nll": 0.1, "calibration_error": 0.05}
+    measured = {"top5_accuracy": None, "calibrated": calibrated, **calibrated}
+    line = {"method": "ViT", "task": "t", "labels": "all labels", "stage": "s", "artifact": "a" * 12}
+    given: dict[str, Any] = dict.fromkeys(("vtab", "costs", "groups", "other_metrics", "other_groups"), ())
+    template = templates().get_template("scores.html.j2")
+    page = template.render(accuracies=[line | {"probabilities": measured}], **given)
+    assert "no such temperature without a sweep, with early stopping, or if a fold's held-out images are all" in page
+
+
 def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
     """By the accuracies of the chosen trial: of a rate, or of a search's number."""
 
