@@ -172,8 +172,9 @@ def mistakes_line(main: Entry, dataset: Dataset | None, worst: Sequence[mistakes
     per_class = mistakes.per_class(main, len(classes) or 1 + max(main.labels.max(), main.predictions.max()))
     confusion = None
     if dataset and len(classes) <= MAX_CONFUSION:
-        counts = mistakes.confusion(main, len(classes)).tolist()
-        confusion = {"class_names": list(classes), "counts": counts}
+        pairs = (main.labels * len(classes) + main.predictions).ravel()
+        counts = np.bincount(pairs, minlength=len(classes) ** 2).reshape(len(classes), -1)
+        confusion = {"class_names": list(classes), "counts": counts.tolist()}
     return {
         **about(main),
         "labels": labels_text(main.labels_per_class, _num_classes(dataset)),
