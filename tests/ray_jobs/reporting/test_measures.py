@@ -16,7 +16,7 @@ from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
 from ray_jobs.reporting.verdicts import sentence, verdicts
 from tests.support.records import make_manifest
-from tests.support.scores import put_scores
+from tests.support.scores import make_entry, put_scores
 from vit_model.errors import UserError
 
 SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
@@ -131,12 +131,7 @@ def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:
 
 def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_settings_otherwise() -> None:
     def entry(protocol: str, method: str, right: int) -> Entry:
-        labels = np.zeros(20, int)
-        predictions = (np.arange(20) >= right).astype(int)[None]
-        ids = tuple(map(str, range(20)))
-        correct = predictions == labels
-        unknown = np.full(correct.shape, np.nan)
-        return Entry("a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, unknown, (), ())
+        return make_entry(np.arange(20)[None] < right, task="x", artifact="a", protocol=protocol, method=method)
 
     probe, fitted = entry("linear probe", "ViT, pretrained", 15), entry("fine-tuning", "ViT, pretrained", 16)
     pixels, baseline = entry("linear probe", "pixels", 10), entry("baseline", "RBF SVM", 12)
