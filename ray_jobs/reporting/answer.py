@@ -56,7 +56,7 @@ def answer(numbers: Line) -> dict[str, str]:
         asked = "Which labels are probably wrong?"
         said = "; ".join(audit["headline"] for audit in audits) + "."
     elif embeddings := numbers.get("embeddings"):
-        asked, said = "What kinds of images are there?", _clustered(embeddings[0])
+        asked, said = "What kinds of images are there?", _clustered(embeddings)
     elif 0 < len(inspections := numbers.get("inspections", ())) <= MOST_INSPECTED:
         asked, said = "What does the model look at?", " ".join(map(_inspected, inspections))
     elif studied:
@@ -166,13 +166,15 @@ def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
     return f", the best of {len(same)} by test {verdict['metric']}" if len(same) > 1 else ""
 
 
-def _clustered(embedding: Line) -> str:
-    sizes = [cluster["images"] for cluster in embedding["clusters"]]
-    some = f" of {min(sizes):,} to {max(sizes):,} images" if len(sizes) > 1 else ""
-    return (
-        f"this report sorts {quantity(sum(sizes), 'training image')} into {quantity(len(sizes), 'group')}{some} that"
-        " look alike to the model; groups.csv beside the page lists them."
-    )
+def _clustered(embeddings: Sequence[Line]) -> str:
+    said = []
+    for embedding in embeddings:
+        sizes = [cluster["images"] for cluster in embedding["clusters"]]
+        some = f" of {min(sizes):,} to {max(sizes):,} images" if len(sizes) > 1 else ""
+        who = embedding["stage"] if len(embeddings) > 1 else "this report"
+        images, groups = quantity(sum(sizes), "training image"), quantity(len(sizes), "group")
+        said.append(f"{who} sorts {images} into {groups}{some}")
+    return f"{'; '.join(said)} that look alike to the model; groups.csv beside the page lists them."
 
 
 def _inspected(inspection: Line) -> str:

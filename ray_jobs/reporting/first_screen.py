@@ -92,7 +92,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
         notes.append(("Some settings were chosen on test; these methods say so.", False))
     if groups := numbers.get("embeddings"):
-        some = quantity(len(groups[0]["clusters"]), "group")
+        some = " and ".join(quantity(len(each["clusters"]), "group") for each in groups)
         notes += [(f"{some}: the report's choice, not a property of the images.", False)]
         notes += [(text, False) for dataset in numbers["datasets"] if (text := _few_to_learn(numbers, dataset))]
     notes += [(text, False) for sweep in numbers["sweeps"] if (text := _rate_at_end(sweep))]

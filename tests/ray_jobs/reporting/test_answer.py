@@ -222,6 +222,11 @@ def test_groups_are_the_choice_of_the_report_and_few_images_make_weak_features()
         notes = trust(grouped | {"stages": [stage("vit", 1, "10:00:00") | {"job": job}]})
         assert notes[0]["text"] == "2 groups: the report's choice, not a property of the images."
         assert ["300 training images are few" in note["text"] for note in notes[1:]] == [True] * weak
+    both = [{"stage": "a", "clusters": [{"images": 9}]}, {"stage": "b", "clusters": [{"images": 3}, {"images": 6}]}]
+    assert answer(NOTHING | {"embeddings": both})["headline"].startswith(
+        "A sorts 9 training images into 1 group; b sorts 9 training images into 2 groups of 3 to 6 images that look"
+    )
+    assert trust(NOTHING | {"embeddings": both})[0]["text"].startswith("1 group and 2 groups: ")
 
 
 def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
