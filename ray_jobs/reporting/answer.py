@@ -7,7 +7,7 @@ of the fewest labels first, and then of the most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
@@ -20,7 +20,7 @@ from ray_jobs.evaluation.rows import (
     REAL,
     is_reference,
 )
-from ray_jobs.reporting.studies import ON_TEST, headline, is_repeated, is_whole, question
+from ray_jobs.reporting.studies import ON_TEST, headline, is_repeated, is_whole, on_test, question
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
@@ -49,7 +49,7 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "How good is the model?", _apart(apart)
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
-    elif others := [line for line in _measured_otherwise(numbers) if not is_reference(line["method"])]:
+    elif others := [line for line in on_test(numbers) if not is_reference(line["method"])]:
         of_whole = [line for line in others if not line["apart"]]
         asked, said = "How good is the model?", _highest_metric(of_whole) if of_whole else _apart(others)
     elif audits := numbers.get("label_issues"):
@@ -84,13 +84,6 @@ def study_of(numbers: Line) -> Line | None:
 
 def _is_on_dev(study: Line) -> bool:
     return not study["metric"].endswith(ON_TEST)
-
-
-def _measured_otherwise(numbers: Line) -> Iterator[Line]:
-    """Yield the lines of metrics other than accuracy that were measured."""
-    for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
-        if line["value"] is not None:  # an AP without a box
-            yield line
 
 
 def _advice(verdicts: Sequence[Line]) -> str:

@@ -15,6 +15,7 @@ from pipelines.spec import WEIGHTS, quantity
 from ray_jobs.evaluation.rows import ACCURACY, AP, CHOSEN_ON_TEST, MEAN_AP, MEAN_IOU
 from ray_jobs.reporting.answer import Line, settings
 from ray_jobs.reporting.drawing.pictures import FEW, FEW_DEV
+from ray_jobs.reporting.studies import on_test
 from ray_jobs.reporting.verdicts import points, quoted
 
 FEW_TO_PRETRAIN = 10_000  # images; as for init, which says that a model of its own will be weak
@@ -37,13 +38,13 @@ def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
     """Return a group's heading and its methods, the best first; each reference has its comparison."""
     first = group[0]
     labels, task, metric = first["labels_per_class"], first["task"], first["metric"]
-    measured = [line | {"value": line["accuracy"], "metric": ACCURACY} for line in numbers["accuracies"]]
     lines = {
         (line["artifact"], line["method"], line["labels_per_class"], line["protocol"], line["task"]): line
-        for line in (*measured, *numbers.get("other_metrics", ()), *numbers.get("detectors", ()))
+        for line in on_test(numbers)
         if line["metric"] == metric
     }
-    rows = [{"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}]
+    judged = lines[first["artifact"], first["method"], labels, first["protocol"], task]
+    rows: list[dict[str, Any]] = [{"line": judged, "verdict": None}]
     for verdict in group:
         key = verdict["reference_artifact"], verdict["reference"], labels, verdict["reference_protocol"], task
         rows.append({"line": lines[key], "verdict": verdict})

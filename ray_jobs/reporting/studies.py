@@ -100,7 +100,7 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
                         trained[curve["artifact"]] = metric, values[-1]
                         if place:
                             yield Measured(stage, metric, "", place, values[-1])
-    for line in _on_test(numbers):
+    for line in _studied(numbers):
         stage, place = split(line["stage"])
         if place and not line["apart"] and not is_reference(line["method"]):
             dev = trained.get(line.get("backbone", ""))
@@ -108,20 +108,27 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
             yield measured._replace(artifact=line["artifact"])
 
 
-def _on_test(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of accuracies, mAP, mIoU and AP, with their metric, value and labels."""
+def on_test(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of everything that was measured on test, with its metric and value."""
     for line in numbers["accuracies"]:
-        yield line | {"metric": TEST_ACCURACY, "value": line["accuracy"]}
+        yield line | {"metric": ACCURACY, "value": line["accuracy"]}
     for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
-        if line["metric"] in (MEAN_AP, MEAN_IOU, AP) and line["value"] is not None:
-            labels = labels_text(line["labels_per_class"], None)
+        if line["value"] is not None:  # an AP without a box
+            yield line
+
+
+def _studied(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of accuracies, mAP, mIoU and AP, with their labels."""
+    for line in on_test(numbers):
+        if line["metric"] in (ACCURACY, MEAN_AP, MEAN_IOU, AP):
+            labels = line["labels"] if "labels" in line else labels_text(line["labels_per_class"], None)
             yield line | {"metric": f"{line['metric']}{ON_TEST}", "labels": labels}
 
 
 def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, tuple[float, float]]]:
     """Return (stage, metric, setting) -> the lowest and the highest value of each reference, such as pixels."""
     found: dict[tuple[str, str, str], dict[str, tuple[float, float]]] = {}
-    for line in _on_test(numbers):
+    for line in _studied(numbers):
         if is_reference(line["method"]):
             setting = split(line["stage"])[0], line["metric"], _setting(line)
             ends = found.setdefault(setting, {})
