@@ -14,7 +14,7 @@ was trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +93,7 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
                     rows += _retrieval(method, draw, test, method_truth, truth.labels, image_settings)
             for name, mean in mean_values(rows[first_row:]).items():
                 print(f"{name}: {mean:.3f}", flush=True)
-        for result in frozen.most_frequent(config, support.labels, truth.labels):
+        for result in frozen.most_frequent(config, support.labels, len(truth.labels)):
             add(tables.MOST_FREQUENT, truth, result, fixed)
         [cost] = run(features.cost_of_features, [(context,)])
         write_cost(staging.path, cost)
@@ -122,11 +122,15 @@ def _retrieval(
     truth: tables.Truth,
     labels: NDArray[np.int64],
     settings: dict[str, Any],
-) -> Iterable[tables.Row]:
-    """Return the rows of retrieval by the features [n, d] of the test images."""
-    common = {"protocol": RETRIEVAL, "method": method, "labels_per_class": None, "draw": draw}
-    settings = {"width": int(test.shape[1])} | settings
-    return tables.mean_of_images(common, truth, tables.MEAN_AP, retrieval(test, labels), settings)
+) -> Iterator[tables.Row]:
+    """Yield the rows of retrieval by the features [n, d] of the test images: the mean over those with an answer."""
+    common = {"protocol": RETRIEVAL, "labels_per_class": None, "draw": draw}
+    settings, values = {"width": int(test.shape[1])} | settings, retrieval(test, labels)
+    places = np.flatnonzero(~np.isnan(values))
+    for task, name, _, part in tables.split_by_seen([(truth.task, places, values[places])], method, truth.seen):
+        if len(part):
+            about, mean = common | {"task": task, "method": name}, float(part.mean())
+            yield tables.measurement(about, tables.MEAN_AP, mean, len(part), "nothing", settings)
 
 
 def _image_settings(config: Evaluate) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, logit, stdtrit
 
 from ray_jobs.detection.average_precision import Matches, class_aps
-from ray_jobs.evaluation.intervals import Interval, accuracy_interval, paired_difference
+from ray_jobs.evaluation.intervals import Interval, mean_interval, paired_difference
 
 HALVES = 400
 _SEED_PURPOSE = 0x68616C66  # "half": keeps this stream apart from others
@@ -76,7 +76,7 @@ def ap_interval(taken: Halves) -> Interval:
     value = float(np.nanmean(taken.whole))
     centre, margin = _estimate(taken, _quantile(1))
     if margin == 0:  # everything is right, or wrong, in each half
-        return accuracy_interval(np.full((1, taken.with_boxes), value))
+        return mean_interval(np.full((1, taken.with_boxes), value))
     inside = min(max(centre, _INSIDE), 1 - _INSIDE)
     scaled = margin / (inside * (1 - inside))
     low, high = (float(expit(logit(inside) + sign * scaled)) for sign in (-1, 1))

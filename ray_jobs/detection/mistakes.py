@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pycocotools import mask
 
 from ray_jobs.detection.average_precision import Boxes, Detected
 from vit_model.detection.contract import SHOWN
@@ -35,7 +36,7 @@ def named(truth: Boxes, found: Detected) -> Named:
     shown = np.flatnonzero(found.scores >= SHOWN)
     shown = shown[np.argsort(-found.scores[shown], kind="stable")]
     counted = np.flatnonzero(~truth.ignored)
-    overlaps = iou(found.boxes[shown], truth.boxes)
+    overlaps = _overlaps(found.boxes[shown], truth)
     taken = np.zeros(len(truth.boxes), bool)
     kinds = []
     for number, overlap in zip(shown, overlaps, strict=True):
@@ -46,9 +47,8 @@ def named(truth: Boxes, found: Detected) -> Named:
             kinds.append("right")
             continue
         same, other = (max(overlap[counted][is_class[counted] == of], default=0.0) for of in (True, False))
-        inside = _inside(found.boxes[number], truth.boxes[truth.ignored])
         names = {
-            IGNORED: inside >= SAME,
+            IGNORED: max(overlap[truth.ignored], default=0.0) >= SAME,
             "double": same >= SAME,
             "class": other >= SAME,
             "place": same >= NEAR,
@@ -58,17 +58,10 @@ def named(truth: Boxes, found: Detected) -> Named:
     return Named(shown, kinds, ~taken & ~truth.ignored)
 
 
-def iou(one: NDArray[np.floating], other: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the intersection over union of each of n boxes with each of m: [n, m]."""
-    low, high = np.maximum(one[:, None, :2], other[None, :, :2]), np.minimum(one[:, None, 2:], other[None, :, 2:])
-    shared = np.prod((high - low).clip(min=0), axis=-1)
-    areas = [np.prod(boxes[:, 2:] - boxes[:, :2], axis=-1) for boxes in (one, other)]
-    union = areas[0][:, None] + areas[1][None] - shared
-    return np.asarray(np.divide(shared, union, out=np.zeros_like(shared, float), where=union > 0), np.float64)
+def _overlaps(found: NDArray[np.floating], truth: Boxes) -> NDArray[np.float64]:
+    """Return COCO's overlap of each of n detections with each of m boxes [n, m].
 
-
-def _inside(box: NDArray[np.floating], regions: NDArray[np.floating]) -> float:
-    """Return the largest share of a box that lies in one of the regions."""
-    low, high = np.maximum(box[:2], regions[:, :2]), np.minimum(box[2:], regions[:, 2:])
-    area = float(np.prod(box[2:] - box[:2]))
-    return max((np.prod((high - low).clip(min=0), axis=1) / area).tolist(), default=0.0) if area else 0.0
+    It is the intersection over union; with a region to ignore, the share of the detection that lies in it.
+    """
+    sides = [np.hstack([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]]) for boxes in (found, truth.boxes)]
+    return np.reshape(mask.iou(*sides, truth.ignored), (len(found), len(truth.boxes)))

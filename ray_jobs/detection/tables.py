@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ray_jobs.data.boxes import BOX, of_rows
 from ray_jobs.detection.average_precision import Boxes, Detected, average_precisions, match
-from ray_jobs.evaluation.rows import PREDICTIONS
+from ray_jobs.evaluation.rows import PREDICTIONS, Row, filled
 
 FILE = "detections.parquet"
 _FIELDS = ("x1", "y1", "x2", "y2", "score", "label")
@@ -64,7 +64,7 @@ def found_table(detected: Sequence[Detected]) -> pa.Table:
     return pa.table([rows], schema=FOUND)
 
 
-def detections_of(about: Mapping[str, Any], images: pa.Table, found: pa.Table) -> pa.Table:
+def detections_of(about: Row, images: pa.Table, found: pa.Table) -> pa.Table:
     """Return the table of DETECTIONS of a method.
 
     Args:
@@ -72,10 +72,8 @@ def detections_of(about: Mapping[str, Any], images: pa.Table, found: pa.Table) -
         images: rows of the index, whose boxes these are.
         found: FOUND of each of them.
     """
-    columns = {field: [about[field]] * len(images) for field in ("task", "protocol", "method", "draw")}
-    columns |= {field: images[field].combine_chunks() for field in ("sample_id", "boxes")}
-    columns |= {"found": found["found"].combine_chunks()}
-    return pa.table([*columns.values()], names=[*columns]).cast(DETECTIONS)
+    columns = {field: images[field].combine_chunks() for field in ("sample_id", "boxes")}
+    return filled(DETECTIONS, columns | {"found": found["found"].combine_chunks()}, about, len(images))
 
 
 def measured(detections: pa.Table, num_classes: int) -> Iterator[tuple[str, float]]:

@@ -68,7 +68,7 @@ class TestedPixels(NamedTuple):
 
 def score_pixels(dataset: Dataset, protocol: str, tested: TestedPixels) -> Iterator[tuple[tables.Row, pa.Table]]:
     """Yield the rows of a method, each with its table of CONFUSION: one, or two if some test images were seen."""
-    ids = pa.array(dataset.sample_ids("test"))
+    ids, names = pa.array(dataset.sample_ids("test")), pa.array(dataset.info.mask_classes)
     scoring = [(dataset.info.name, np.arange(len(tested.counts)), tested.counts)]
     for task, method, places, part in tables.split_by_seen(scoring, tested.method, tested.seen):
         common: tables.Row = {"task": task, "method": method, "protocol": protocol}
@@ -76,17 +76,11 @@ def score_pixels(dataset: Dataset, protocol: str, tested: TestedPixels) -> Itera
         total = part.sum(axis=0)
         settings = tested.settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
         row = tables.measurement(common, tables.MEAN_IOU, mean_iou(total), len(places), tested.selected_on, settings)
-        yield row, _confusion(common, ids.take(pa.array(places)), part, dataset.info.mask_classes)
-
-
-def _confusion(common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]) -> pa.Table:
-    """Return a table of CONFUSION: a row for each image and each pair of label and prediction among its pixels."""
-    images, labels, predictions = np.nonzero(counts)
-    names = pa.array(classes)
-    columns = {
-        "sample_id": ids.take(pa.array(images)),
-        "label": names.take(pa.array(labels)),
-        "prediction": names.take(pa.array(predictions)),
-        "pixels": counts[images, labels, predictions],
-    }
-    return tables.filled(tables.CONFUSION, columns, common, len(images))
+        images, labels, predictions = np.nonzero(part)  # a row for each pair of label and prediction in an image
+        columns = {
+            "sample_id": ids.take(pa.array(places[images])),
+            "label": names.take(pa.array(labels)),
+            "prediction": names.take(pa.array(predictions)),
+            "pixels": part[images, labels, predictions],
+        }
+        yield row, tables.filled(tables.CONFUSION, columns, common, len(images))

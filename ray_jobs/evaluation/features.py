@@ -225,12 +225,12 @@ def _embedded(
     """Return features [n, d] for each of `every` and each part; features of earlier evaluations are reused."""
     ids = [_image_ids(dataset, split, rows) for split, rows in parts]
     keys = [weights.key(preprocessing, context.attempt.code_digest) for weights in every]
-    known = [_earlier(context, key, pa.chunked_array(ids).unique()) for key in keys]
-    if len(known[0]):
-        print(f"features of {len(known[0]):,} images are reused from earlier evaluations", flush=True)
-    in_all = known[0].ids
-    for table in known[1:]:
-        in_all = in_all.filter(pc.is_in(in_all, table.ids))
+    in_all = wanted = pa.chunked_array(ids).unique()
+    known = [_earlier(context, key, wanted) for key in keys]
+    if reused := sum(map(len, known[0])):
+        print(f"features of {reused:,} images are reused from earlier evaluations", flush=True)
+    for tables in known:
+        in_all = in_all.filter(pc.is_in(in_all, _images(tables)))
     missing = [
         (split, rows[~pc.is_in(part_ids, in_all).to_numpy(zero_copy_only=False)])
         for (split, rows), part_ids in zip(parts, ids, strict=True)
@@ -245,10 +245,13 @@ def _embedded(
     new_ids = [_image_ids(dataset, *task[3:]) for task in tasks]
     features = []
     for place, (key, earlier) in enumerate(zip(keys, known, strict=True)):
-        new = Table.of(new_ids, [result[place] for result in done])
-        new.write(folder / _file(key))
-        table = earlier.joined(new)
-        features.append([table.of_images(part) for part in ids])
+        new = [_table(images, result[place]) for images, result in zip(new_ids, done, strict=True)]
+        if new:
+            _write(folder / _file(key), pa.concat_tables(new))
+        tables = [*earlier, *new]
+        values = np.concatenate([_values(table) for table in tables])
+        images = _images(tables)
+        features.append([values[pc.index_in(part, images).to_numpy()] for part in ids])
     return features
 
 
@@ -367,50 +370,28 @@ def _as_vectors(images: NDArray[Any]) -> NDArray[np.float32]:
 # ------------------------------------------------------------------------------------- features of earlier evaluations
 
 
-class Table(NamedTuple):
-    """Features [n, d] and the identities [n] of their images."""
+def _table(images: pa.Array, values: NDArray[np.float32]) -> pa.Table:
+    """Return a table of the identities [n] of images and their features [n, d]."""
+    features = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+    return pa.table({"image": images, "feature": features})
 
-    ids: pa.Array
-    values: NDArray[np.float32]
 
-    @classmethod
-    def of(cls, ids: Sequence[Any], values: Sequence[NDArray[np.float32]]) -> Table:
-        if not values:
-            return cls(pa.array([], pa.string()), np.zeros((0, 0), np.float32))
-        return cls(pa.concat_arrays([_flat(part) for part in ids]), np.concatenate(values))
+def _images(tables: Sequence[pa.Table]) -> pa.Array:
+    """Return the identities of the images in these tables."""
+    return pa.concat_arrays([pa.array([], pa.string()), *(_flat(table["image"]) for table in tables)])
 
-    def __len__(self) -> int:
-        return len(self.ids)
 
-    def joined(self, other: Table) -> Table:
-        """Return both tables as one."""
-        if not len(self) or not len(other):
-            return self if len(self) else other
-        return Table.of([self.ids, other.ids], [self.values, other.values])
+def _values(table: pa.Table) -> NDArray[np.float32]:
+    """Return the features [n, d] of a table."""
+    column = _flat(table["feature"])
+    return np.asarray(column.flatten().to_numpy(), np.float32).reshape(len(column), column.type.list_size)
 
-    def of_images(self, ids: Any) -> NDArray[np.float32]:
-        """Return the features of these images, in their order."""
-        return self.values[pc.index_in(_flat(ids), self.ids).to_numpy(zero_copy_only=False)]
 
-    def write(self, path: Path) -> None:
-        """Write each image's feature once."""
-        if not len(self):
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        first = np.unique(self.ids.to_numpy(zero_copy_only=False), return_index=True)[1]
-        width = self.values.shape[1]
-        values = pa.FixedSizeListArray.from_arrays(pa.array(self.values[first].ravel()), width)
-        pq.write_table(pa.table({"image": self.ids.take(pa.array(first)), "feature": values}), path)
-
-    @classmethod
-    def read(cls, path: Path, wanted: pa.Array) -> Table:
-        """Read the features of the wanted images."""
-        table = pq.read_table(path, columns=["image", "feature"])
-        table = table.filter(pc.is_in(table["image"], wanted)).combine_chunks()
-        if not len(table):
-            return cls.of([], [])
-        values = np.asarray(_flat(table["feature"]).flatten().to_numpy(), np.float32)
-        return cls(_flat(table["image"]), values.reshape(len(table), -1))
+def _write(path: Path, table: pa.Table) -> None:
+    """Write each image's feature once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first = np.unique(table["image"].to_numpy(), return_index=True)[1]
+    pq.write_table(table.take(first).combine_chunks(), path)
 
 
 def _file(key: str) -> str:
@@ -425,22 +406,22 @@ def _image_ids(dataset: Dataset, split: Split, rows: NDArray[np.int64]) -> pa.Ar
     return _flat(pc.binary_join_element_wise(*parts, "/"))
 
 
-def _earlier(context: Context[Evaluate], key: str, wanted: pa.Array) -> Table:
-    """Return the features of these images that earlier evaluations in this store have."""
-    store, table = context.open_store(), Table.of([], [])
+def _earlier(context: Context[Evaluate], key: str, wanted: pa.Array) -> list[pa.Table]:
+    """Return the features of these images that earlier evaluations in this store have, of each image once."""
+    store, found = context.open_store(), []
     for manifest in all_manifests(store, "evaluate"):
         if not any(file.path == _file(key) for file in manifest.files):
             continue
         try:
             path = local_file(store, manifest, _file(key))
             assert path is not None
-            stored = Table.read(path, wanted)
+            stored = pq.read_table(path, columns=["image", "feature"])
+            found.append(stored.filter(pc.is_in(stored["image"], wanted)))
         except (pa.ArrowException, StoreError) as error:
             print(f"the features of {manifest.stage} are recomputed: {error}", flush=True)
             continue
-        is_new = pc.invert(pc.is_in(stored.ids, table.ids)).to_numpy(zero_copy_only=False)
-        table = table.joined(Table(stored.ids.filter(pa.array(is_new)), stored.values[is_new]))
-    return table
+        wanted = wanted.filter(pc.invert(pc.is_in(wanted, _images(found[-1:]))))
+    return found
 
 
 def _flat(column: Any) -> Any:

@@ -46,7 +46,6 @@ class Result(NamedTuple):
     """None: all labels"""
     draw: int
     fitted: Fitted
-    accuracy: float
 
 
 def drawn(config: Evaluate, labels: Labels, shots: int, draw: int) -> NDArray[np.int64]:
@@ -91,8 +90,7 @@ def results(
                 support, test = features[place]
                 classify = _classifier(config, name, standardise, truth, np.isin(chosen, dev))
                 fitted = classify(support[chosen], labels[chosen], test)
-                accuracy = float(np.mean(fitted.predictions == truth))
-                yield Result(_protocol(config, name, shots), shots, draw, fitted, accuracy)
+                yield Result(_protocol(config, name, shots), shots, draw, fitted)
 
 
 def _protocol(config: Evaluate, name: str, shots: int | None) -> str:
@@ -124,18 +122,17 @@ def _classifier(
             return partial(linear_probe.leave_one_out, standardise=standardise)
 
 
-def most_frequent(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[Result]:
-    """Yield, for each number of shots and draw, the result of a baseline that ignores the images.
+def most_frequent(config: Evaluate, labels: Labels, images: int) -> Iterator[Result]:
+    """Yield, for each number of shots and draw, the result of a baseline that ignores so many test images.
 
     It predicts the most frequent class of all labelled images; in a draw, all classes are equally frequent.
     """
     tied = supports.most_frequent(labels)
     for shots in [*config.shots, *([None] if config.linear_probe else [])]:
         for draw in range(1 if len(tied) == 1 else config.draws):
-            places = permutation(len(truth), config.seed, Purpose.DIVIDE_TIES, draw) % len(tied)
+            places = permutation(images, config.seed, Purpose.DIVIDE_TIES, draw) % len(tied)
             fitted = Fitted(tied[places], "nothing", {"equally_frequent_classes": len(tied)})
-            accuracy = float(np.mean(fitted.predictions == truth))
-            yield Result(_protocol(config, "least squares", shots), shots, draw, fitted, accuracy)
+            yield Result(_protocol(config, "least squares", shots), shots, draw, fitted)
 
 
 def nearest_neighbours(support: Features, labels: Labels, test: Features, temperature: float | None) -> Fitted:

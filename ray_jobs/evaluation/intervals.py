@@ -66,42 +66,31 @@ class Moments(NamedTuple):
     """The variance of the images' means."""
 
 
-def accuracy_interval(correct: np.ndarray) -> Interval:
-    """Return the accuracy over draws and test images with its interval, for correct [draws, n_test] (bool or 0/1)."""
-    return mean_interval(correct.astype(np.float64))
-
-
 FEWEST = 10
 """Test images from which on mAP, AP and mIoU have intervals, which come from how single images influence them."""
 
 
 def mean_interval(table: np.ndarray) -> Interval:
-    """Return the mean of a table [draws, n_test] with its interval; values are 0 or 1, or contributions to a metric."""
+    """Return the mean of a table [draws, n_test] with its interval, over draws and test images.
+
+    Values say what is right, as bool or 0 and 1, or are contributions to a metric.
+    """
     moments = moments_of(table)
     return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
 
 
-def mean_difference(a: np.ndarray, b: np.ndarray, *, comparisons: int = 1) -> Interval:
-    """Return the difference a - b of a metric, from contributions [draws, n_test], paired by draw and image.
+def mean_difference(a: np.ndarray, b: np.ndarray, *, same_draws: bool, comparisons: int = 1) -> Interval:
+    """Return the difference a - b of a metric's means over draws, from contributions [draws, n_test], paired by image.
 
-    The interval is symmetric; for counts of correct images, `paired_difference` has a better interval.
-    """
-    moments, level = moments_of(a - b), 1 - 0.025 / comparisons
-    draws, z = moments.draws, float(ndtri(level))
-    by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, level))) if draws > 1 else 0.0
-    half = float(np.sqrt(z**2 * moments.among_images / moments.images + by_draws))
-    return Interval(value := float(moments.mean), value - half, value + half)
-
-
-def unequal_difference(a: np.ndarray, b: np.ndarray, *, comparisons: int = 1) -> Interval:
-    """Return the difference a - b of a metric's means over draws, from contributions [draws, n_test] each.
-
-    It is paired by image, but not by draw, of which the two may have different numbers.
+    With the same draws, it is also paired by draw; otherwise their numbers may differ. The interval is symmetric; for
+    counts of correct images, `paired_difference` has a better one.
     """
     level = 1 - 0.025 / comparisons
-    images = a.mean(axis=0) - b.mean(axis=0)
-    square = float(ndtri(level)) ** 2 * images.var() / len(images)
-    for table in (a, b):
+    z, images = float(ndtri(level)), a.mean(axis=0) - b.mean(axis=0)
+    square = z**2 * images.var() / len(images)
+    if same_draws and len(a) > 1:
+        square += _by_draws(moments_of(a - b), z, float(stdtrit(len(a) - 1, level)))
+    for table in () if same_draws else (a, b):
         if (draws := len(table)) > 1:
             square += float(stdtrit(draws - 1, level)) ** 2 * table.mean(axis=1).var(ddof=1) / draws
     return Interval(value := float(images.mean()), value - float(square**0.5), value + float(square**0.5))
@@ -190,6 +179,7 @@ def _tango(moments: Moments, factor: Any, by_draws: Any) -> tuple[Any, Any]:
 
 def moments_of(table: np.ndarray) -> Moments:
     """Return the moments of a table [draws, images]."""
+    table = np.asarray(table, np.float64)
     draws, images = table.shape
     rows, columns = table.mean(axis=1), table.mean(axis=0)
     among_draws = rows.var(ddof=1) if draws > 1 else 0.0

@@ -140,7 +140,7 @@ def doubts(metrics: Mapping[str, float | int | str]) -> str | None:
 
     Evidence needs an agreement of 60% with many classes of equal size, and of 80% with two.
     """
-    agreement, largest = float(metrics["agreement"]), float(metrics.get("largest_class", 0.0))
+    agreement, largest = float(metrics["agreement"]), float(metrics["largest_class"])
     needed = 1 - MOST_ERRORS * (1 - largest)
     if agreement >= needed:
         return None
@@ -150,16 +150,18 @@ def doubts(metrics: Mapping[str, float | int | str]) -> str | None:
 
 
 def headline(metrics: Mapping[str, float | int | str]) -> str:
-    """Return an audit's result in one line; audits of earlier versions do not have the metrics of `measure_list`."""
+    """Return an audit's result in one line."""
     listed, audited = (int(metrics[name]) for name in ("label_issues", "audited"))
     if why := doubts(metrics):
         text = f"{why}. Its list of {listed:,} of {audited:,} does not show how many labels are wrong"
     else:
         text = f"{listed:,} of {audited:,} labels are listed as likely wrong; the model agrees with"
         text += f" {float(metrics['agreement']):.1%} of all"
-    if why or "flip_recall" not in metrics:
+    if why or metrics["largest_class"] == 1:  # of a single class, no label can be replaced
         return text
     text += f". It lists {float(metrics['flip_recall']):.0%} of the labels that the audit replaced to test it"
+    if not listed:
+        return text
     return f"{text}; at most about {float(metrics['expected_precision']):.0%} of the listed labels are wrong"
 
 
@@ -238,13 +240,7 @@ def issues_table(
         "label_probability": probabilities[issues.places, labels],
         "suggested_probability": probabilities[issues.places, issues.suggested],
     }
-    arrays = [
-        column.cast(field.type)
-        if isinstance(column := columns[field.name], pa.ChunkedArray)
-        else pa.array(column, field.type)
-        for field in LABEL_ISSUES
-    ]
-    return pa.table(arrays, schema=LABEL_ISSUES)
+    return pa.table(columns).cast(LABEL_ISSUES)
 
 
 def read_issues(path: Path) -> pa.Table:

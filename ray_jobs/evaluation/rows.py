@@ -50,7 +50,7 @@ ROWS = pa.schema(
         _column("settings", pa.string()),  # JSON object with sorted keys
     ]
 )
-# Null for methods without probabilities, and in files of earlier versions.
+# Null for methods without probabilities.
 PROBABILITIES = pa.schema(
     [
         _column("probability", pa.float32(), nullable=True),  # softmax probability of the prediction
@@ -182,25 +182,6 @@ def filled(schema: pa.Schema, columns: Mapping[str, Any], common: Row, count: in
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def mean_of_images(
-    common: Row, truth: Truth, metric: str, values: NDArray[np.float64], settings: dict[str, Any]
-) -> list[Row]:
-    """Return a row of ROWS with the mean over test images; two rows if the model was trained on some (see `scored`).
-
-    Args:
-        common: protocol, method, labels_per_class and draw.
-        values: [n]; NaN does not count.
-    """
-    places = np.flatnonzero(~np.isnan(values))
-    parts = split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
-    rows = []
-    for task, method, _, part in parts:
-        if len(part):
-            about, mean = {"task": task} | common | {"method": method}, float(part.mean())
-            rows.append(measurement(about, metric, mean, len(part), "nothing", settings))
-    return rows
 
 
 def mean_ap_of_real(

@@ -7,7 +7,7 @@ of the fewest labels first, and then of the most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.spec import quantity
@@ -20,7 +20,7 @@ from ray_jobs.evaluation.rows import (
     REAL,
     is_reference,
 )
-from ray_jobs.reporting.studies import ON_TEST, headline, is_repeated, is_whole, question
+from ray_jobs.reporting.studies import ON_TEST, headline, is_repeated, is_whole, on_test, question
 from ray_jobs.reporting.verdicts import REFERENCES, decimals, of_metric, percent, points
 
 Line = Mapping[str, Any]
@@ -49,14 +49,14 @@ def answer(numbers: Line) -> dict[str, str]:
         asked, said = "How good is the model?", _apart(apart)
     elif whole:
         asked, said = "How good is the model?", _highest(whole)
-    elif others := [line for line in _measured_otherwise(numbers) if not is_reference(line["method"])]:
+    elif others := [line for line in on_test(numbers) if not is_reference(line["method"])]:
         of_whole = [line for line in others if not line["apart"]]
         asked, said = "How good is the model?", _highest_metric(of_whole) if of_whole else _apart(others)
     elif audits := numbers.get("label_issues"):
         asked = "Which labels are probably wrong?"
         said = "; ".join(audit["headline"] for audit in audits) + "."
     elif embeddings := numbers.get("embeddings"):
-        asked, said = "What kinds of images are there?", _clustered(embeddings[0])
+        asked, said = "What kinds of images are there?", _clustered(embeddings)
     elif 0 < len(inspections := numbers.get("inspections", ())) <= MOST_INSPECTED:
         asked, said = "What does the model look at?", " ".join(map(_inspected, inspections))
     elif studied:
@@ -86,13 +86,6 @@ def _is_on_dev(study: Line) -> bool:
     return not study["metric"].endswith(ON_TEST)
 
 
-def _measured_otherwise(numbers: Line) -> Iterator[Line]:
-    """Yield the lines of metrics other than accuracy that were measured."""
-    for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
-        if line["value"] is not None:  # an AP without a box
-            yield line
-
-
 def _advice(verdicts: Sequence[Line]) -> str:
     """Advise against training from scratch if it is never better than the best classifier on pixels."""
     is_in_vain = all(
@@ -116,19 +109,19 @@ def _apart(lines: Sequence[Line]) -> str:
     if all(CHOSEN_ON_TEST in line["method"] for line in lines):
         return "nothing to compare: settings were chosen on test, so the accuracies are too high."
     return (
-        "nothing to compare: the model was trained on some of the test images, so its accuracies cover only parts of"
-        " them."
+        "nothing to compare: the model was trained on some of the test images, so its results cover only parts of them."
     )
 
 
 def _compared(verdicts: Sequence[Line]) -> str:
-    """Describe comparisons on one task: of one method with few labels and with many, or of several with the same.
+    """Describe comparisons on one task by one metric: of one method with few labels and with many, or of several.
 
     Otherwise count them. Of several protocols or methods with the same number of labels, the sentence takes the best.
     """
     strongest = [group[0] for group in settings(verdicts)]
-    tasks, labels, methods = ({v[name] for v in strongest} for name in ("task", "labels_per_class", "method"))
-    if len(tasks) > 1 or len(methods) > 1 < len(labels):
+    names = ("task", "metric", "labels_per_class", "method")
+    tasks, metrics, labels, methods = ({verdict[name] for verdict in strongest} for name in names)
+    if len(tasks) > 1 or len(metrics) > 1 or len(methods) > 1 < len(labels):
         return _counted(strongest)
     ordered = sorted(
         strongest,
@@ -161,18 +154,20 @@ def _told_by_others(verdict: Line) -> str:
 
 
 def _best_of(verdict: Line, strongest: Sequence[Line]) -> str:
-    """Return ', the best of 3 by test accuracy' or mAP if several models have the same setting."""
-    same = [other for other in strongest if _setting(other) == _setting(verdict)]
+    """Return ', the best of 3 by test accuracy' or mAP if several models or protocols have as many labels."""
+    same = [other for other in strongest if other["labels_per_class"] == verdict["labels_per_class"]]
     return f", the best of {len(same)} by test {verdict['metric']}" if len(same) > 1 else ""
 
 
-def _clustered(embedding: Line) -> str:
-    sizes = [cluster["images"] for cluster in embedding["clusters"]]
-    some = f" of {min(sizes):,} to {max(sizes):,} images" if len(sizes) > 1 else ""
-    return (
-        f"this report sorts {quantity(sum(sizes), 'training image')} into {quantity(len(sizes), 'group')}{some} that"
-        " look alike to the model; groups.csv beside the page lists them."
-    )
+def _clustered(embeddings: Sequence[Line]) -> str:
+    said = []
+    for embedding in embeddings:
+        sizes = [cluster["images"] for cluster in embedding["clusters"]]
+        some = f" of {min(sizes):,} to {max(sizes):,} images" if len(sizes) > 1 else ""
+        who = embedding["stage"] if len(embeddings) > 1 else "this report"
+        images, groups = quantity(sum(sizes), "training image"), quantity(len(sizes), "group")
+        said.append(f"{who} sorts {images} into {groups}{some}")
+    return f"{'; '.join(said)} that look alike to the model; groups.csv beside the page lists them."
 
 
 def _inspected(inspection: Line) -> str:
@@ -238,8 +233,9 @@ def _best_backbone(numbers: Line) -> str:
     group = next((group for group in groups if group["protocol"] == "fine-tuning"), groups[0])
     best, second = group["lines"][:2]
     images = next(line["num_images"] for line in numbers["accuracies"] if line["artifact"] == best["artifact"])
+    models = f"{len(group['lines'])} models from " if len(group["lines"]) > group["backbones"] else ""
     said = (
-        f"{best['backbone']} is the most accurate of {len(group['lines'])} backbones:"
+        f"{best['backbone']} is the most accurate of {models}{group['backbones']} backbones:"
         f" {percent(best['accuracy'])} with {group['labels'].partition(' (')[0]} ({_how(group['protocol'])}) on"
         f" {images:,} test images"
     )
@@ -295,7 +291,7 @@ def _on_vtab(scores: Sequence[Line]) -> str:
     best = max(many or scores, key=lambda score: (mean(score)["tasks"], mean(score)["mean"]))
     column, total = mean(best), len(best["tasks"])
     over = f"all {total} tasks" if column["tasks"] == total else f"{column['tasks']} of the {total} tasks"
-    peers = sum((mean(score)["labels"], mean(score)["tasks"]) == (column["labels"], total) for score in scores)
+    peers = sum(all(mean(score)[name] == column[name] for name in ("labels", "tasks")) for score in scores)
     among = f", the best of {peers} scores" if peers > 1 else ""
     labels = (
         column["labels"] if column["labels"].endswith(("labels", "shots", "shot")) else f"{column['labels']} labels"

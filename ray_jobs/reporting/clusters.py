@@ -70,17 +70,10 @@ def clusters_of(files: list[Path]) -> list[Cluster]:
 
 def _sample(files: list[Path]) -> tuple[pa.Array, pa.Array, NDArray[np.float32]]:
     """Return the ids [n], names in the source [n] and features [n, width] of the drawn training images."""
-    splits = [pq.read_table(file, columns=["split"])["split"] for file in files]
-    is_train = np.concatenate([pc.equal(split, "train").to_numpy(zero_copy_only=False) for split in splits])
+    table = pa.concat_tables(pq.read_table(file, columns=["split", "sample_id", "key", "feature"]) for file in files)
     rng = np.random.default_rng([0, Purpose.CLUSTERS])
-    drawn = np.zeros(len(is_train), bool)
-    drawn[rng.permutation(np.flatnonzero(is_train))[:MAX_IMAGES]] = True
-    tables, start = [], 0
-    for file, split in zip(files, splits, strict=True):
-        rows = drawn[start : start + len(split)]
-        start += len(split)
-        tables.append(pq.read_table(file, columns=["sample_id", "key", "feature"]).filter(pa.array(rows)))
-    table = pa.concat_tables(tables).combine_chunks()
+    drawn = rng.permutation(np.flatnonzero(pc.equal(table["split"], "train")))[:MAX_IMAGES]
+    table = table.take(np.sort(drawn)).combine_chunks()
     width = table.schema.field("feature").type.list_size
     values = table["feature"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
     ids, keys = (table[name].combine_chunks() for name in ("sample_id", "key"))

@@ -49,6 +49,7 @@ def costs(entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str,
                 "task": task,
                 "protocol": protocol,
                 "labels": labels_text(labels, classes.get(group[0].artifact)),
+                "backbones": len(set(keys)),
                 "lines": [
                     {
                         "backbone": names.get(backbones[entry.artifact], entry.stage)
@@ -101,7 +102,7 @@ def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[plo
 
 
 def _read(folder: Path) -> Cost | None:
-    """Return an artifact's cost; None if it is from an earlier version or from another stage."""
+    """Return an artifact's cost; None if its stage does not measure one."""
     path = folder / COST
     return Cost.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
 

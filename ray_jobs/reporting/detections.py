@@ -17,10 +17,10 @@ from ray_jobs.detection.mistakes import KINDS, named
 from ray_jobs.evaluation.rows import MEDIAN_BOX, is_apart, is_reference
 from ray_jobs.randomness import Purpose
 from ray_jobs.reporting.drawing.pictures import detected_urls
+from ray_jobs.reporting.measures import about
 from ray_jobs.reporting.verdicts import comparable
 
 PICTURES = 12
-SURE = 0.5  # the least score of a detection that puts a box in doubt
 DOUBTS = {"class": "wrong class", "place": "wrong place", "background": "missing box"}
 Line = dict[str, Any]
 ByTask = Mapping[str, Sequence[Entry]]
@@ -75,7 +75,7 @@ def _line(entry: Entry, best: Entry) -> Line:
     is_compared = entry.has_interval and entry is not best and comparable(entry, best)
     behind = best.minus(entry, entry.metric) if is_compared else None
     return {
-        **{name: getattr(entry, name) for name in ("artifact", "stage", "task", "protocol", "method")},
+        **about(entry),
         "labels_per_class": None,
         "metric": entry.metric,
         "value": entry.means[entry.metric],
@@ -120,7 +120,7 @@ def doubted(found: ByTask, tested: Mapping[str, Dataset]) -> list[Line]:
                     "box": [round(float(side), 1) for side in detected.boxes[number]],
                 }
                 for number, kind in zip(result.shown, result.kinds, strict=True)
-                if kind in DOUBTS and detected.scores[number] >= SURE
+                if kind in DOUBTS
             ]
         lines += sorted(of_task, key=lambda line: -line["score"])[:PICTURES]
     return lines

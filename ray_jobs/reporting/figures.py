@@ -13,13 +13,15 @@ from markupsafe import Markup
 
 from pipelines.spec import FINE_TUNED
 from pipelines.store import FitName, LogLine, Manifest
+from ray_jobs.evaluation.multi_label import MICRO_F1
 from ray_jobs.evaluation.rows import ACCURACY, AP, MEAN_IOU, is_reference
 from ray_jobs.reporting import costs
 from ray_jobs.reporting.drawing import plots, svg
 from ray_jobs.reporting.lines import chosen_trial
 from ray_jobs.reporting.measures import Entry
 
-EXACT = "all labels right"  # with several labels, what evaluations in a training count
+# what evaluations in a training count, by a metric on test: with several labels, not the one that selects
+COUNTED = {MICRO_F1: "all labels right", AP: AP, MEAN_IOU: MEAN_IOU}
 Measured = Mapping[str, Sequence[plots.Measured]]  # a training's artifact -> its curves
 
 
@@ -33,13 +35,12 @@ def draw(entries: Sequence[Entry], numbers: Mapping[str, Any], measured: Measure
         figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(alike))
     losses = {curve["artifact"]: [curve["points"]] for curve in numbers["pretraining"]}
     losses |= {tuned["artifact"]: [draw["points"] for draw in tuned["draws"]] for tuned in numbers["finetuning"]}
-    several = {model["artifact"] for model in numbers.get("several_labels", ())}
     detected = numbers.get("detectors", ())
     for task in dict.fromkeys(line["task"] for line in detected):
         shown = [line for line in detected if line["task"] == task and not is_reference(line["method"])]
         figures[f"precision {task}"] = plots.precision_recall(shown[: svg.COLOURS])
-    counted = dict.fromkeys(several, EXACT) | {line["artifact"]: AP for line in detected}
-    counted |= {line["artifact"]: MEAN_IOU for line in numbers.get("other_metrics", ()) if line["metric"] == MEAN_IOU}
+    lines = (*numbers.get("other_metrics", ()), *detected)
+    counted = {line["artifact"]: COUNTED[line["metric"]] for line in lines if line["metric"] in COUNTED}
     for artifact, draws in losses.items():
         metric = counted.get(artifact, ACCURACY)
         figures[f"loss {artifact}"] = plots.loss(draws, measured.get(artifact, ()), metric)

@@ -15,6 +15,7 @@ from pipelines.spec import WEIGHTS, quantity
 from ray_jobs.evaluation.rows import ACCURACY, AP, CHOSEN_ON_TEST, MEAN_AP, MEAN_IOU
 from ray_jobs.reporting.answer import Line, settings
 from ray_jobs.reporting.drawing.pictures import FEW, FEW_DEV
+from ray_jobs.reporting.studies import on_test
 from ray_jobs.reporting.verdicts import points, quoted
 
 FEW_TO_PRETRAIN = 10_000  # images; as for init, which says that a model of its own will be weak
@@ -37,13 +38,13 @@ def _rows(group: Sequence[Line], numbers: Line) -> dict[str, Any]:
     """Return a group's heading and its methods, the best first; each reference has its comparison."""
     first = group[0]
     labels, task, metric = first["labels_per_class"], first["task"], first["metric"]
-    measured = [line | {"value": line["accuracy"], "metric": ACCURACY} for line in numbers["accuracies"]]
     lines = {
         (line["artifact"], line["method"], line["labels_per_class"], line["protocol"], line["task"]): line
-        for line in (*measured, *numbers.get("other_metrics", ()), *numbers.get("detectors", ()))
+        for line in on_test(numbers)
         if line["metric"] == metric
     }
-    rows = [{"line": lines[first["artifact"], first["method"], labels, first["protocol"], task], "verdict": None}]
+    judged = lines[first["artifact"], first["method"], labels, first["protocol"], task]
+    rows: list[dict[str, Any]] = [{"line": judged, "verdict": None}]
     for verdict in group:
         key = verdict["reference_artifact"], verdict["reference"], labels, verdict["reference_protocol"], task
         rows.append({"line": lines[key], "verdict": verdict})
@@ -79,7 +80,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     for dataset in numbers["datasets"]:
         if left_out := dataset["quarantined"]:
             were = "was" if left_out == 1 else "were"
-            images = f"{quantity(left_out, 'image')} could not be read and {were} left out"
+            images = f"{quantity(left_out, 'image')} could not be used and {were} left out"
             notes.append((f"{dataset['name']}: {images}.", False))
         if is_scored and not numbers["vtab"]:  # whose data sets are given, and many
             on_dev = any(
@@ -92,7 +93,7 @@ def trust(numbers: Line) -> list[dict[str, Any]]:
     if any(CHOSEN_ON_TEST in line["method"] for line in numbers["accuracies"]):
         notes.append(("Some settings were chosen on test; these methods say so.", False))
     if groups := numbers.get("embeddings"):
-        some = quantity(len(groups[0]["clusters"]), "group")
+        some = " and ".join(quantity(len(each["clusters"]), "group") for each in groups)
         notes += [(f"{some}: the report's choice, not a property of the images.", False)]
         notes += [(text, False) for dataset in numbers["datasets"] if (text := _few_to_learn(numbers, dataset))]
     notes += [(text, False) for sweep in numbers["sweeps"] if (text := _rate_at_end(sweep))]
@@ -157,16 +158,15 @@ def _leakage(stages: Sequence[Line]) -> Iterator[tuple[str, bool]]:
         {stage["stage"]: count for stage in measured if (count := stage["metrics"].get(f"test_images_{name}"))}
         for name in ("seen_in_training", "also_in_train", "near_training_images")
     )
-    unknown = [stage["stage"] for stage in stages if "unknown_training" in stage["metrics"]]
+    tested = (stage for stage in stages if stage["kind"] != "audit")  # an audit judges train and dev
+    unknown = [stage["stage"] for stage in tested if "unknown_training" in stage["metrics"]]
     if seen:
         named = ", ".join(f"{count:,} in {stage}" for stage, count in seen.items())
         yield f"Models were trained on some of their test images ({named}); these are scored apart.", False
-        return
     if unknown:
         said = f"The training images of the models behind {', '.join(unknown)} are unknown"
         yield f"{said}; test images may be among them.", False
-        return
-    parts = ["No test image was used in training."] if measured and not shared else []
+    parts = ["No test image was used in training."] if measured and not (seen or unknown or shared) else []
     for found, copy in ((shared, "a copy"), (near, "a near-copy")):
         if found:
             images = quantity(max(found.values()), "test image")

@@ -47,7 +47,7 @@ from ray_jobs.reporting import (
 from ray_jobs.reporting.answer import answer
 from ray_jobs.reporting.drawing import pictures
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import AnyEntry, kind, labels_text, verdicts, with_intervals
+from ray_jobs.reporting.verdicts import AnyEntry, labels_text, verdicts, with_intervals
 
 FORMAT_VERSION = 1
 
@@ -96,29 +96,30 @@ def gather(context: Context[Report]) -> ReportData:
     measured = _measured(store, manifests)
     embedded = _embedded(store, manifests)
     detectors = detections.by_task(detected.entries(measures.join_tables(measuring, DETECTIONS_FILE, DETECTIONS)))
-    main = mistakes.main_entry(entries)
-    worst = mistakes.worst(main, entries) if main else []
-    models = [entry for entry in scored if kind(entry) != "pixels"]
     numbers = {
         **_scores(store, parts, entries, [*scored, *segmented, *chain(*detectors.values())], datasets, tested),
         **_trainings(parts),
         "measured_in_training": {key: [asdict(curve) for curve in curves] for key, curves in measured.items()},
-        "mistakes": lines.mistakes_line(main, tested.get(main.artifact) if main else None, worst),
+        "mistakes": _mistakes(entries, tested),
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
-        **_other_metrics(rows, manifests, [*scored, *segmented]),
-        **_pixel_classes(segmented, measures.classes_of_pixels(confusion)),
-        **_detected(detectors, tested),
-        **({"several_labels": multi_label.results(models or scored, tested)} if scored else {}),
-        **_audits(parts),
-        **_clusters(parts, embedded),
-        **_promotions(parts),
-        **_inspections(parts),
     }
+    if_any = {
+        "other_metrics": _other_metrics(rows, manifests, [*scored, *segmented]),
+        "pixel_classes": _pixel_classes(segmented, measures.classes_of_pixels(confusion)),
+        "detectors": detections.lines(detectors),
+        "doubted_boxes": detections.doubted(detectors, tested),
+        "several_labels": multi_label.results(scored, tested),
+        "label_issues": _audits(parts),
+        "embeddings": _clusters(parts, embedded),
+        "promotions": _promotions(parts),
+        "inspections": _inspections(parts),
+    }
+    numbers |= {name: found for name, found in if_any.items() if found}
     without = studies.left_out(numbers)
     tuned = [entry for entry in entries if entry.artifact not in without]
     numbers["costs"] = costs.costs(tuned, parts, {key: len(each.info.class_names) for key, each in tested.items()})
-    numbers |= _studies(numbers)
+    numbers |= {"studies": found} if (found := studies.studies(numbers)) else {}
     return ReportData(
         _about(context) | answer(numbers) | numbers,
         rows,
@@ -184,6 +185,13 @@ def _scores(
     }
 
 
+def _mistakes(entries: Sequence[Entry], tested: Mapping[str, Dataset]) -> dict[str, Any] | None:
+    """Describe the main model's errors; None if no entry covers all of test."""
+    if (main := mistakes.main_entry(entries)) is None:
+        return None
+    return lines.mistakes_line(main, tested.get(main.artifact), mistakes.worst(main, entries))
+
+
 def _trains_on_dev(key: str, parts: Sequence[provenance.Part]) -> bool:
     """Return whether stages learn from the labels of a data set's dev split, too."""
     learning = [
@@ -208,37 +216,29 @@ def _origin(stage: str, manifest: Manifest) -> dict[str, Any]:
     return {"stage": stage, "artifact": manifest.key}
 
 
-def _pixel_classes(segmented: Sequence[measures.ScoredEntry], names: Sequence[str]) -> dict[str, Any]:
-    """Return the classes of pixels of each model that was scored on all of test, if there are any."""
-    named = ("artifact", "stage", "task", "protocol", "method")
-    found = [
-        {name: getattr(entry, name) for name in named}
+def _pixel_classes(segmented: Sequence[measures.ScoredEntry], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the classes of pixels of each model that was scored on all of test."""
+    return [
+        measures.about(entry)
         | {"num_classes": len(classes := measures.by_class(entry, names)), "classes": classes[: lines.MAX_CLASSES]}
         for entry in segmented
         if not is_apart(entry.method) and not is_reference(entry.method)
     ]
-    return {"pixel_classes": found} if found else {}
 
 
-def _other_metrics(rows: Any, manifests: Sequence[Manifest], scored: Sequence[measures.ScoredEntry]) -> dict[str, Any]:
-    """Return the stored metrics other than accuracy, if there are any."""
+def _other_metrics(
+    rows: Any, manifests: Sequence[Manifest], scored: Sequence[measures.ScoredEntry]
+) -> list[dict[str, Any]]:
+    """Return the stored metrics other than accuracy."""
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
     of_detectors = pc.is_in(rows["metric"].cast(pa.string()), pa.array(detected.METRICS))
     others = with_intervals(measures.other_metrics(rows.filter(pc.invert(of_detectors))), scored)
-    shown = [line | {"seen": lines.seen_by(line, metrics)} for line in others]
-    return {"other_metrics": shown} if shown else {}
+    return [line | {"seen": lines.seen_by(line, metrics)} for line in others]
 
 
-def _detected(detectors: detections.ByTask, tested: Mapping[str, Dataset]) -> dict[str, Any]:
-    """Return the lines of detectors, if there are any, and the boxes that they put in doubt."""
-    if not detectors:
-        return {}
-    return {"detectors": detections.lines(detectors), "doubted_boxes": detections.doubted(detectors, tested)}
-
-
-def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
-    """Return the lists of likely wrong labels, if there are any."""
-    audits = [
+def _audits(parts: Sequence[provenance.Part]) -> list[dict[str, Any]]:
+    """Return the lists of likely wrong labels."""
+    return [
         {
             **_origin(stage, manifest),
             "audited": manifest.metrics["audited"],
@@ -249,7 +249,6 @@ def _audits(parts: Sequence[provenance.Part]) -> dict[str, Any]:
         for stage, manifest, folder in parts
         if manifest.kind == "audit"
     ]
-    return {"label_issues": audits} if audits else {}
 
 
 def _measured(store: Store, manifests: Iterable[Manifest]) -> figures.Measured:
@@ -270,40 +269,33 @@ def _embedded(store: Store, manifests: Iterable[Manifest]) -> dict[str, list[clu
     }
 
 
-def _clusters(parts: Sequence[provenance.Part], embedded: Mapping[str, Sequence[clusters.Cluster]]) -> dict[str, Any]:
-    """Return the clusters of embeddings, if there are any."""
-    lines = [
+def _clusters(
+    parts: Sequence[provenance.Part], embedded: Mapping[str, Sequence[clusters.Cluster]]
+) -> list[dict[str, Any]]:
+    """Return the clusters of embeddings."""
+    return [
         {**_origin(stage, manifest), "clusters": [cluster._asdict() for cluster in embedded[manifest.key]]}
         for stage, manifest, _ in parts
         if manifest.key in embedded
     ]
-    return {"embeddings": lines} if lines else {}
 
 
-def _promotions(parts: Sequence[provenance.Part]) -> dict[str, Any]:
-    """Return what promotions decided, if there are any."""
-    decisions = [
+def _promotions(parts: Sequence[provenance.Part]) -> list[dict[str, Any]]:
+    """Return what promotions decided."""
+    return [
         _origin(stage, manifest) | decided | {"sentence": promotion_sentence(decided)}
         for stage, manifest, _ in parts
         if (decided := promotion_of(manifest)) is not None
     ]
-    return {"promotions": decisions} if decisions else {}
 
 
-def _inspections(parts: Sequence[provenance.Part]) -> dict[str, Any]:
-    """Return what inspections found, if there are any."""
-    found = [
+def _inspections(parts: Sequence[provenance.Part]) -> list[dict[str, Any]]:
+    """Return what inspections found."""
+    return [
         _origin(stage, manifest) | lines.inspection_line(manifest, folder)
         for stage, manifest, folder in parts
         if manifest.job == "inspect"
     ]
-    return {"inspections": found} if found else {}
-
-
-def _studies(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the members of matrices measured, by the number that they differ in, if there are any."""
-    found = studies.studies(numbers)
-    return {"studies": found} if found else {}
 
 
 def _small_files(store: Store, manifest: Manifest) -> Path:
@@ -363,11 +355,11 @@ def _why_ended(trials: Sequence[dict[str, Any]], config: Mapping[str, Any]) -> d
 
 def _images(numbers: Mapping[str, Any], tested: Mapping[str, Dataset]) -> dict[str, str]:
     """Return the mistakes and the likely wrong labels that the page shows as `data:` URLs, by sample id."""
+    mains, audits = [numbers["mistakes"], *numbers.get("several_labels", ())], numbers.get("label_issues", ())
     shown: list[tuple[str, Any, tuple[Split, ...]]] = [
-        (audit["artifact"], audit["issues"], ("train", "dev")) for audit in numbers.get("label_issues", ())
+        *((main["artifact"], main["worst"], ("test",)) for main in mains if main),
+        *((audit["artifact"], audit["issues"], ("train", "dev")) for audit in audits),
     ]
-    mains = [*([numbers["mistakes"]] if numbers["mistakes"] else []), *numbers.get("several_labels", ())]
-    shown = [*((main["artifact"], main["worst"], ("test",)) for main in mains), *shown]
     images: dict[str, str] = {}
     for artifact, records, splits in shown:
         if (dataset := tested.get(artifact)) is None or not records:

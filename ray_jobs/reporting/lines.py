@@ -25,7 +25,7 @@ from ray_jobs.evaluation.calibration import calibration_error, is_identified
 from ray_jobs.evaluation.intervals import detectable_difference
 from ray_jobs.evaluation.rows import MOST_FREQUENT, REAL, is_apart, is_reference
 from ray_jobs.reporting import mistakes, provenance
-from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.measures import Entry, about
 from ray_jobs.reporting.verdicts import Verdict, kind, labels_text, sentence
 
 MAX_CONFUSION = 30  # classes; a larger matrix is unreadable
@@ -44,12 +44,9 @@ def verdict_line(verdict: Verdict, dataset: Dataset | None, unknown: Container[s
     method, reference, classes = verdict.method, verdict.reference, _num_classes(dataset)
     metric = method.metric
     return {
-        "task": method.task,
-        "protocol": method.protocol,
+        **about(method),
         "labels_per_class": method.labels_per_class,
         "labels": labels_text(method.labels_per_class, classes),
-        "method": method.method,
-        "artifact": method.artifact,
         "reference": reference.method,
         "reference_kind": kind(reference),
         "reference_protocol": reference.protocol,
@@ -84,13 +81,9 @@ def accuracy_line(entry: Entry, dataset: Dataset | None, recorded: Metrics, is_c
     """
     entry_kind = kind(entry)
     return {
-        "task": entry.task,
-        "protocol": entry.protocol,
+        **about(entry),
         "labels_per_class": entry.labels_per_class,
         "labels": labels_text(entry.labels_per_class, _num_classes(dataset)),
-        "method": entry.method,
-        "stage": entry.stage,
-        "artifact": entry.artifact,
         "accuracy": entry.accuracy.value,
         "low": entry.accuracy.low,
         "high": entry.accuracy.high,
@@ -167,12 +160,8 @@ def _calibration_error(probabilities: np.ndarray, correct: np.ndarray) -> float:
     return float(np.mean([calibration_error(*draw) for draw in zip(probabilities, correct, strict=True)]))
 
 
-def mistakes_line(
-    main: Entry | None, dataset: Dataset | None, worst: Sequence[mistakes.Mistake]
-) -> dict[str, Any] | None:
-    """Describe the main model's errors, with class and file names if the dataset is an input; None without scores."""
-    if main is None:
-        return None
+def mistakes_line(main: Entry, dataset: Dataset | None, worst: Sequence[mistakes.Mistake]) -> dict[str, Any]:
+    """Describe the main model's errors, with class and file names if the dataset is an input."""
     classes = dataset.info.class_names if dataset else ()
 
     def name(label: int) -> str:
@@ -183,14 +172,11 @@ def mistakes_line(
     per_class = mistakes.per_class(main, len(classes) or 1 + max(main.labels.max(), main.predictions.max()))
     confusion = None
     if dataset and len(classes) <= MAX_CONFUSION:
-        counts = mistakes.confusion(main, len(classes)).tolist()
-        confusion = {"class_names": list(classes), "counts": counts}
+        pairs = (main.labels * len(classes) + main.predictions).ravel()
+        counts = np.bincount(pairs, minlength=len(classes) ** 2).reshape(len(classes), -1)
+        confusion = {"class_names": list(classes), "counts": counts.tolist()}
     return {
-        "task": main.task,
-        "method": main.method,
-        "protocol": main.protocol,
-        "artifact": main.artifact,
-        "stage": main.stage,
+        **about(main),
         "labels": labels_text(main.labels_per_class, _num_classes(dataset)),
         "draws": len(main.draws),
         "num_images": len(main.sample_ids),

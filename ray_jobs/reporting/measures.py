@@ -8,9 +8,9 @@ pyarrow only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -24,21 +24,17 @@ from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import (
     FEWEST,
     Interval,
-    accuracy_interval,
     mean_difference,
     mean_interval,
     paired_difference,
-    unequal_difference,
 )
 from ray_jobs.evaluation.metrics import COMPUTED, Pixels, computed, contributions
-from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, PREDICTIONS, REAL, ROWS, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, MEAN_IOU, REAL, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
-REPORT_ROWS = pa.schema([*_FROM, *ROWS])
-REPORT_PREDICTIONS = pa.schema([*_FROM, *PREDICTIONS])
-
-_ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
+METHOD = ("artifact", "stage", "task", "protocol", "method")
+_ENTRY = (*METHOD, "labels_per_class")
 _Draw = dict[str, np.ndarray]
 """One draw's test images: the arrays of `_COLUMNS`, `in_top5`, and `places`, the ascending indices of their ids."""
 _COLUMNS = {
@@ -93,7 +89,7 @@ class Entry:
     @cached_property
     def accuracy(self) -> Interval:
         """The mean accuracy over draws and images, with its 95% interval."""
-        return accuracy_interval(self.correct)
+        return mean_interval(self.correct)
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:
@@ -120,8 +116,8 @@ class Entry:
         """
         if metric == ACCURACY and self.draws == other.draws:
             return paired_difference(self.correct, other.correct, comparisons=comparisons)
-        between = mean_difference if self.draws == other.draws else unequal_difference
-        return between(self._table(metric), other._table(metric), comparisons=comparisons)
+        tables, same_draws = (self._table(metric), other._table(metric)), self.draws == other.draws
+        return mean_difference(*tables, same_draws=same_draws, comparisons=comparisons)
 
     def _table(self, metric: str) -> np.ndarray:
         """Return each image's contribution to a metric, [draws, n]; the mean over images is the metric of a draw."""
@@ -176,13 +172,18 @@ class ScoredEntry:
 
         It is also paired by draw if these are the same.
         """
-        between = mean_difference if self.draws == other.draws else unequal_difference
-        return between(self._tables[metric], other._tables[metric], comparisons=comparisons)
+        tables, same_draws = (self._tables[metric], other._tables[metric]), self.draws == other.draws
+        return mean_difference(*tables, same_draws=same_draws, comparisons=comparisons)
 
     @cached_property
     def _tables(self) -> dict[str, np.ndarray]:
         """Each image's contribution to each metric, [draws, n]; the mean over images is the metric of a draw."""
         return {metric: np.stack([draw.contributions(metric) for draw in self.scored]) for metric in self.metrics}
+
+
+def about(entry: Any) -> dict[str, Any]:
+    """Return what a line says of an entry's origin: METHOD."""
+    return {name: getattr(entry, name) for name in METHOD}
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
@@ -191,23 +192,18 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
     Texts are dictionary-encoded: the 20 million predictions of VTAB's test splits take 1 GB instead of 5 GB.
 
     Raises:
-        UserError: a table has other columns than `schema`; only nullable columns at its end may be missing.
+        UserError: a table has other columns than `schema`.
     """
     joined_schema = pa.schema([_coded(column) for column in [*_FROM, *schema]])
+    texts = [column.name for column in schema if column.type == pa.string()]
     tables = [joined_schema.empty_table()]
     for stage, manifest, folder in parts:
-        if not (folder / name).is_file():
+        if not (path := folder / name).is_file():
             continue
-        texts = [column.name for column in schema if column.type == pa.string()]
-        with pq.ParquetFile(folder / name) as file:
-            stored = file.schema_arrow
-        missing = [column for column in schema if column.nullable and column.name not in stored.names]
-        if not pa.schema([*stored, *missing]).equals(schema):
-            raise UserError(f"{folder / name} has the columns {stored.names}; expected {schema.names}")
-        with pq.ParquetFile(folder / name, read_dictionary=texts) as file:
+        if not (stored := pq.read_schema(path)).equals(schema):
+            raise UserError(f"{path} has the columns {stored.names}; expected {schema.names}")
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
             table = file.read()
-        for column in missing:  # an earlier version did not write it
-            table = table.append_column(column, pa.nulls(len(table), column.type))
         zeros = pa.array(np.zeros(len(table), np.int32))
         origin = [pa.DictionaryArray.from_arrays(zeros, [value]) for value in (manifest.key, stage)]
         tables.append(pa.Table.from_arrays([*origin, *table.columns], schema=joined_schema))
@@ -231,16 +227,16 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
     """Return the lines of the table, ordered by task, protocol, number of labels and method.
 
     Args:
-        rows: a table of REPORT_ROWS; only test accuracies are used.
-        predictions: a table of REPORT_PREDICTIONS.
+        rows: a table of ROWS with artifact and stage; only test accuracies are used.
+        predictions: a table of PREDICTIONS with artifact and stage.
         seeds: artifact -> the seed of its label draws.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
         if row["metric"] == ACCURACY and row["split"] == "test":
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
-    ids, predicted = _by_draw(predictions)
-    lines = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]
+    ids_at, predicted = _by_draw(predictions)
+    lines = [_entry(key, draws, ids_at, predicted, seeds.get(key[0])) for key, draws in measured.items()]
     return sorted(lines, key=_sort_key)
 
 
@@ -251,7 +247,7 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
     (`is_apart`), and the distinct selected_on and settings.
 
     Args:
-        rows: a table of REPORT_ROWS.
+        rows: a table of ROWS with artifact and stage.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
@@ -278,8 +274,8 @@ def other_metrics(rows: Any) -> list[dict[str, Any]]:
     return sorted(lines, key=place)
 
 
-def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
-    """Return all sample ids, sorted, and (entry's columns, draw) -> its test images, sorted by id."""
+def _by_draw(predictions: Any) -> tuple[Callable[[bytes], tuple[str, ...]], dict[tuple[Any, ...], _Draw]]:
+    """Return the ids at the bytes of some places, and (entry's columns, draw) -> its test images, sorted by id."""
     names = [*_ENTRY, "draw"]
     groups = _groups(predictions, names)
     codes, ids = _codes(predictions["sample_id"])
@@ -296,7 +292,12 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
         tuple(key.values()): {name: column[group] for name, column in columns.items()}
         for key, group in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
-    return _Ids(ids.take(order)), by_draw
+
+    @cache  # entries of one test split share a tuple of ids, which saves memory
+    def ids_at(places: bytes) -> tuple[str, ...]:
+        return tuple(ids.take(order[np.frombuffer(places, np.int32)]).to_pylist())
+
+    return ids_at, by_draw
 
 
 def _groups(table: Any, names: Sequence[str]) -> np.ndarray:
@@ -317,12 +318,11 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
         for codes, values in (_codes(confusion[column]) for column in ("label", "prediction"))
     )
     pixels, ids = confusion["pixels"].to_numpy(), np.array(confusion["sample_id"].to_pylist())
-    names = [name for name in _ENTRY if name != "labels_per_class"]
     found: dict[tuple[Any, ...], dict[int, tuple[tuple[str, ...], Pixels]]] = {}
-    groups = _groups(confusion, [*names, "draw"])
+    groups = _groups(confusion, [*METHOD, "draw"])
     for group in dict.fromkeys(groups.tolist()):
         rows = np.flatnonzero(groups == group)
-        *key, draw = confusion.select([*names, "draw"]).slice(int(rows[0]), 1).to_pylist()[0].values()
+        *key, draw = confusion.select([*METHOD, "draw"]).slice(int(rows[0]), 1).to_pylist()[0].values()
         sample_ids, images = np.unique(ids[rows], return_inverse=True)
         counts = np.zeros((3, len(sample_ids), len(number)), np.int64)
         own, said, of = labels[rows], predictions[rows], pixels[rows]
@@ -332,7 +332,7 @@ def of_pixels(confusion: Any) -> list[ScoredEntry]:
         found.setdefault(tuple(key), {})[draw] = tuple(sample_ids.tolist()), Pixels(*counts)
     return [
         ScoredEntry(
-            **dict(zip(names, key, strict=True)),
+            **dict(zip(METHOD, key, strict=True)),
             metrics=(MEAN_IOU,),
             sample_ids=next(iter(draws.values()))[0],
             draws=tuple(sorted(draws)),
@@ -384,25 +384,10 @@ def _in_top5(top5: Any, labels: np.ndarray) -> np.ndarray:
     return is_listed
 
 
-class _Ids:
-    """All sample ids by index. Entries of one test split share a tuple of ids, which saves memory."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-        self._cache: dict[bytes, tuple[str, ...]] = {}
-
-    def at(self, places: np.ndarray) -> tuple[str, ...]:
-        """Return the ids at these indices."""
-        key = places.tobytes()
-        if key not in self._cache:
-            self._cache[key] = tuple(self._values.take(pa.array(places)).to_pylist())
-        return self._cache[key]
-
-
 def _entry(
     key: tuple[Any, ...],
     measured: dict[int, dict[str, Any]],
-    ids: _Ids,
+    ids_at: Callable[[bytes], tuple[str, ...]],
     predicted: dict[tuple[Any, ...], _Draw],
     seed: int | None,
 ) -> Entry:
@@ -414,7 +399,7 @@ def _entry(
         **dict(zip(_ENTRY, key, strict=True)),
         draw_seed=seed,
         draws=draws,
-        sample_ids=ids.at(parts[0]["places"]),
+        sample_ids=ids_at(parts[0]["places"].tobytes()),
         labels=parts[0]["labels"],
         selected_on=_distinct(measured, "selected_on"),
         settings=_distinct(measured, "settings"),

@@ -126,13 +126,6 @@ def per_class(entry: Entry, classes: int) -> list[ClassResult]:
     return sorted(results, key=lambda result: (result.recall, result.label))
 
 
-def confusion(entry: Entry, classes: int) -> np.ndarray:
-    """Return counts [label, prediction], summed over the draws."""
-    counts = np.zeros((classes, classes), np.int64)
-    np.add.at(counts, (np.broadcast_to(entry.labels, entry.predictions.shape), entry.predictions), 1)
-    return counts
-
-
 def _usual_mistake(entry: Entry, image: int) -> tuple[int, float | None]:
     predictions = entry.predictions[:, image]
     usual = int(np.bincount(predictions[~entry.correct[:, image]]).argmax())

@@ -18,10 +18,10 @@ from pipelines.identity import sha256
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.multi_label import METRICS, Scored, class_precisions, f1_by_class
 from ray_jobs.evaluation.rows import is_apart
-from ray_jobs.reporting.measures import ScoredEntry
+from ray_jobs.reporting.measures import METHOD, ScoredEntry, about
+from ray_jobs.reporting.verdicts import kind
 
 SHOWN = 24  # images with wrong labels
-_ENTRY = ("artifact", "stage", "task", "protocol", "method")
 Line = dict[str, Any]
 
 
@@ -29,8 +29,7 @@ def entries(scores: pa.Table) -> list[ScoredEntry]:
     """Return the entries of a table of SCORES with artifact and stage."""
     found: dict[tuple[str, str, str, str, str], dict[int, list[Line]]] = {}
     for row in sorted(scores.to_pylist(), key=itemgetter("sample_id")):
-        key = row["artifact"], row["stage"], row["task"], row["protocol"], row["method"]
-        found.setdefault(key, {}).setdefault(row["draw"], []).append(row)
+        found.setdefault(itemgetter(*METHOD)(row), {}).setdefault(row["draw"], []).append(row)
     return [
         ScoredEntry(
             *key,
@@ -53,12 +52,16 @@ def _scored(images: Sequence[Line]) -> Scored:
 
 
 def results(scored: Sequence[ScoredEntry], tested: Mapping[str, Dataset]) -> list[Line]:
-    """Return the classes and the worst images of each method that was scored on all of test, by their first draw."""
+    """Return the classes and the worst images of each model that was scored on all of test, by their first draw.
+
+    Without models, of each reference.
+    """
+    models = [entry for entry in scored if kind(entry) != "pixels"]
     return [
-        {name: getattr(entry, name) for name in _ENTRY}
+        about(entry)
         | {"draws": len(entry.draws), "num_images": len(entry.sample_ids)}
         | _of_draw(entry.sample_ids, entry.scored[0], tested.get(entry.artifact))
-        for entry in scored
+        for entry in models or scored
         if not is_apart(entry.method)
     ]
 

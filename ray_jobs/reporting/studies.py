@@ -23,7 +23,6 @@ from ray_jobs.reporting.verdicts import labels_text, points
 DEV_LOSS, DEV_ACCURACY, ON_TEST = "loss on dev", "accuracy on dev", " on test"
 TEST_ACCURACY = f"{ACCURACY}{ON_TEST}"
 LEVEL = 0.95  # of the intervals over seeds
-PAIR = 2
 FEW = 4  # panels that a headline tells apart
 RATE = "learning_rate"  # the axis that is chosen on dev
 LABELS = "per_class"  # the axis of the number of labels
@@ -101,7 +100,7 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
                         trained[curve["artifact"]] = metric, values[-1]
                         if place:
                             yield Measured(stage, metric, "", place, values[-1])
-    for line in _on_test(numbers):
+    for line in _studied(numbers):
         stage, place = split(line["stage"])
         if place and not line["apart"] and not is_reference(line["method"]):
             dev = trained.get(line.get("backbone", ""))
@@ -109,20 +108,27 @@ def members(numbers: Mapping[str, Any]) -> Iterator[Measured]:
             yield measured._replace(artifact=line["artifact"])
 
 
-def _on_test(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of accuracies, mAP, mIoU and AP, with their metric, value and labels."""
+def on_test(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of everything that was measured on test, with its metric and value."""
     for line in numbers["accuracies"]:
-        yield line | {"metric": TEST_ACCURACY, "value": line["accuracy"]}
+        yield line | {"metric": ACCURACY, "value": line["accuracy"]}
     for line in (*numbers.get("other_metrics", ()), *numbers.get("detectors", ())):
-        if line["metric"] in (MEAN_AP, MEAN_IOU, AP) and line["value"] is not None:
-            labels = labels_text(line["labels_per_class"], None)
+        if line["value"] is not None:  # an AP without a box
+            yield line
+
+
+def _studied(numbers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of accuracies, mAP, mIoU and AP, with their labels."""
+    for line in on_test(numbers):
+        if line["metric"] in (ACCURACY, MEAN_AP, MEAN_IOU, AP):
+            labels = line["labels"] if "labels" in line else labels_text(line["labels_per_class"], None)
             yield line | {"metric": f"{line['metric']}{ON_TEST}", "labels": labels}
 
 
 def _references(numbers: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, tuple[float, float]]]:
     """Return (stage, metric, setting) -> the lowest and the highest value of each reference, such as pixels."""
     found: dict[tuple[str, str, str], dict[str, tuple[float, float]]] = {}
-    for line in _on_test(numbers):
+    for line in _studied(numbers):
         if is_reference(line["method"]):
             setting = split(line["stage"])[0], line["metric"], _setting(line)
             ends = found.setdefault(setting, {})
@@ -197,7 +203,9 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
         return None
     numeric = [axis for axis, found in axes.items() if all(map(_is_number, found))]
     x = max(numeric or axes, key=lambda axis: len(axes[axis]))
-    ticks = {label: float(label) for label in sorted(axes[x], key=float)} if numeric else _numbered(axes[x])
+    ticks = {label: float(number) for number, label in enumerate(axes[x])}
+    if numeric:
+        ticks = {label: float(label) for label in sorted(axes[x], key=float)}
     others = sorted((axis for axis in axes if axis != x), key=lambda axis: len(axes[axis]))
     *panel_axes, line_axis = others or [x]
     panels: dict[str, dict[str, Values]] = {}
@@ -228,7 +236,7 @@ def _study(group: Sequence[Measured]) -> dict[str, Any] | None:
                     }
                     for line, values in lines.items()
                 ],
-                "difference": _difference(*lines.values()) if len(panels) == 1 and len(lines) == PAIR else [],
+                "difference": _difference(*lines.values()) if len(panels) == 1 and len(lines) == 2 else [],
             }
             for panel, lines in panels.items()
         ],
@@ -256,10 +264,6 @@ def _lead(values: Values, metric: str) -> dict[str, Any] | None:
     return _points({alike[0]: minus})[0] | {"is_next": alike[0] == others[0]}
 
 
-def _numbered(labels: Sequence[str]) -> dict[str, float]:
-    return {label: float(number) for number, label in enumerate(labels)}
-
-
 def _points(values: Values) -> list[dict[str, Any]]:
     """Return {x, mean, margin, repeats} by ascending x; the margin is half of the interval, None for one value."""
     points = []
@@ -271,10 +275,10 @@ def _points(values: Values) -> list[dict[str, Any]]:
     return points
 
 
-def best(study: Mapping[str, Any], line: Mapping[str, Any]) -> float:
-    """Return where a line is best: its lowest loss or its highest accuracy."""
-    sign = 1 if study["metric"] == DEV_LOSS else -1
-    return float(min(line["points"], key=lambda point: sign * point["mean"])["x"])
+def best(study: Mapping[str, Any], line: Mapping[str, Any]) -> list[float]:
+    """Return where a line has its lowest loss or its highest accuracy, which may be several places."""
+    extreme = (min if study["metric"] == DEV_LOSS else max)(point["mean"] for point in line["points"])
+    return [point["x"] for point in line["points"] if point["mean"] == extreme]
 
 
 def question(study: Mapping[str, Any]) -> str:
@@ -299,12 +303,13 @@ def _where_best(study: Mapping[str, Any]) -> str:
     if study["panels"][0]["difference"]:
         return _crossing(study)
     names = {value: label for label, value in study["ticks"].items()}
-    places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
+    all_places = [best(study, line) for panel in study["panels"] for line in panel["lines"]]
+    places = [first for first, *_ in all_places]
     counts = {place: places.count(place) for place in sorted(set(places))}
     which = "lowest" if study["metric"] == DEV_LOSS else "highest"
     said = f"the {which} {_measured(study)} is at {study['x']}="
     if len(places) == 1:
-        return f"{said}{names[places[0]]}{_behind(study, names)}."
+        return f"{said}{_listed(names[place] for place in all_places[0])}{_behind(study, names)}."
     fewer = sum(_has_fewer_seeds(study, line) for panel in study["panels"] for line in panel["lines"])
     end = f"; {fewer} of these best values {'are' if fewer > 1 else 'is'} of fewer seeds than others." if fewer else "."
     if study["has_order"] and 1 < len(study["panels"]) <= FEW:
@@ -317,7 +322,7 @@ def _where_best(study: Mapping[str, Any]) -> str:
 
 def _range(study: Mapping[str, Any], panel: Mapping[str, Any], names: Mapping[float, str]) -> str:
     """Say between which x the lines of a panel are best."""
-    places = [best(study, line) for line in panel["lines"]]
+    places = [best(study, line)[0] for line in panel["lines"]]
     ends = dict.fromkeys((names[min(places)], names[max(places)]))
     return f"{' to '.join(ends)} with {panel['name']}"
 
@@ -326,7 +331,7 @@ def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
     """Say by how much the second best of a single line is behind, or that the best was measured once; or nothing."""
     if _has_fewer_seeds(study, study["panels"][0]["lines"][0]):
         return ", of fewer seeds than others"
-    if not (lead := study.get("lead")):
+    if not (lead := study.get("lead")) or lead["mean"] == 0:
         return ""
     amount, low, high = (_shown(study, lead["mean"] + side * lead["margin"]) for side in (0, -1, 1))
     how = " more" if study["metric"] == DEV_LOSS else " points less"
@@ -337,7 +342,7 @@ def _behind(study: Mapping[str, Any], names: Mapping[float, str]) -> str:
 def _has_fewer_seeds(study: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
     """Return whether a line's best value is of fewer seeds than another of its values."""
     repeats = {point["x"]: point.get("repeats", 1) for point in line["points"]}
-    return repeats[best(study, line)] < max(repeats.values())
+    return min(repeats[x] for x in best(study, line)) < max(repeats.values())
 
 
 def _crossing(study: Mapping[str, Any]) -> str:
@@ -352,7 +357,7 @@ def _crossing(study: Mapping[str, Any]) -> str:
         shown = [_shown(study, sign * value) for value in (point["mean"], *(low, high)[::sign])]
         unit = "" if study["metric"] == DEV_LOSS else " points"
         places[side].append(f"{names[point['x']]} ({shown[0]}{unit}, 95% interval {shown[1]} to {shown[2]})")
-    of = _measured(study)
+    of = _measured(study) + " (lower is better)" * (study["metric"] == DEV_LOSS)
     told = [f"{side} {first} at {study['x']}={_listed(places[side])}" for side in ("above", "below") if places[side]]
     parts = [f"in {of}, {second} lies {' and '.join(told)}"] if told else []
     if places["not told"]:

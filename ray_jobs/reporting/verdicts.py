@@ -20,7 +20,7 @@ from typing import Any
 from ray_jobs.detection import entries as detections
 from ray_jobs.evaluation.intervals import Interval
 from ray_jobs.evaluation.rows import ACCURACY, MEDIAN_BOX, MOST_FREQUENT, is_apart
-from ray_jobs.reporting.measures import Entry, ScoredEntry
+from ray_jobs.reporting.measures import METHOD, Entry, ScoredEntry, about
 
 AnyEntry = Entry | ScoredEntry | detections.Entry
 
@@ -148,8 +148,8 @@ def percent(fraction: float, digits: int = 1) -> str:
 
 
 def points(difference: float, sign: str = "+", digits: int = 1) -> str:
-    """Return '+7.1', or without a sign '7.1', with a real minus sign."""
-    return f"{100 * difference:{sign}.{digits}f}".replace("-", "−")
+    """Return '+7.1', or without a sign '7.1', with a real minus sign, but not before 0.0."""
+    return f"{100 * difference:{sign}z.{digits}f}".replace("-", "−")
 
 
 def quoted(name: str) -> str:
@@ -197,11 +197,10 @@ def with_intervals(
     metrics: Sequence[dict[str, Any]], entries: Sequence[ScoredEntry | detections.Entry]
 ) -> list[dict[str, Any]]:
     """Return the lines of `measures.other_metrics` with the ends of their intervals, `low` and `high`, or None."""
-    names = ("artifact", "stage", "task", "protocol", "method")
-    by_key = {tuple(getattr(entry, name) for name in names): entry for entry in entries}
+    by_key = {tuple(about(entry).values()): entry for entry in entries}
     lines: list[dict[str, Any]] = []
     for line in metrics:
-        entry = by_key.get(tuple(line[name] for name in names))
+        entry = by_key.get(tuple(line[name] for name in METHOD))
         ends: tuple[float | None, ...] = (None, None)
         if entry is not None and line["metric"] in entry.metrics and entry.has_interval:
             ends = entry.interval(line["metric"])[1:]

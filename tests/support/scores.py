@@ -10,6 +10,7 @@ import pyarrow as pa
 from pipelines.results.compare import as_json, match
 from pipelines.store import Store
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
+from ray_jobs.reporting.measures import Entry
 
 
 class Scores(NamedTuple):
@@ -34,6 +35,29 @@ class Scores(NamedTuple):
                 common | {"draw": draw}, self.truth, answers, selected_on, dict(settings or {}), probabilities
             )
         ]
+
+
+def make_entry(correct: np.ndarray, stage: str = "s", **fields: Any) -> Entry:
+    """The results of a method that has these answers right [draws, n], about images whose label is 0."""
+    draws, images = correct.shape
+    given: dict[str, Any] = {
+        "artifact": stage,
+        "stage": stage,
+        "task": "photos",
+        "protocol": "fine-tuning",
+        "method": "ViT, pretrained",
+        "labels_per_class": None,
+        "draw_seed": 0,
+        "draws": tuple(range(draws)),
+        "sample_ids": tuple(f"{number:03d}" for number in range(images)),
+        "labels": np.zeros(images, np.int64),
+        "predictions": np.where(correct, 0, 1),
+        "correct": correct,
+        "probabilities": np.full(correct.shape, np.nan),
+        "selected_on": ("dev",),
+        "settings": ("{}",),
+    }
+    return Entry(**given | fields)
 
 
 def put_scores(folder: Path, found: Iterable[tuple[Row, pa.Table]]) -> None:

@@ -67,8 +67,9 @@ class Inside(NamedTuple):
 def describe(dataset: Dataset) -> dict[str, Any]:
     """Describe a dataset: splits, classes, quarantined images, class balance, and its notes.
 
-    `few` names the classes with fewer than FEW training images, `few_dev` those with fewer than FEW_DEV dev images, and
-    `untested` those without an image in a test split.
+    `few` names the classes with fewer than FEW training images, `few_dev` those with fewer than FEW_DEV dev images,
+    `untested` those without an image in a test split, and `rarest` up to three that have fewer than the largest.
+    `sampled`: the contact sheet has only some of the classes.
     """
     names = dataset.info.label_names
     counts, held_out, tested = (
@@ -90,7 +91,8 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "few": [names[label] for label in np.flatnonzero(counts < FEW)],
         "few_dev": [names[label] for label in np.flatnonzero(held_out < FEW_DEV)],
         "untested": [names[label] for label in np.flatnonzero(tested == 0) if tested.any()],
-        "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3]],
+        "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3] if counts[label] < counts.max()],
+        "sampled": bool(np.count_nonzero(counts) > MAX_CLASSES),
     }
 
 

@@ -236,10 +236,12 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
     every = [point["mean"] + sign * (point["margin"] or 0) for point in points for sign in (-1, 1)]
     places = [*found["ticks"].values()]
     x = spread(places, LEFT, RIGHT, _spans_decades(places))
-    is_percent = found["metric"].startswith(ACCURACY)
+    is_percent = not found["metric"].startswith("loss")
+    shown = "{:.1%}" if is_percent else "{:.4g}"
     panel = Panel(x, fractions(every, 230, 24) if is_percent else spread(every, 230, 24))
     heights = svg.percents(panel.y) if is_percent else svg.numbers(svg.ticks(panel.y.low, panel.y.high))
     few = svg.numbers(places if len(places) <= 6 else places[:: -(-len(places) // 6)])
+    labels = {place: label for label, place in found["ticks"].items()}
     name, height = found["x"].replace("_", " "), 268
     if not found["has_order"]:
         rows = 3 if len(places) > 4 else 1  # names of neighbours would overlap
@@ -255,11 +257,12 @@ def study(found: Mapping[str, Any]) -> list[Markup]:
                 means = [point["mean"] for point in points]
                 parts.append(panel.line([point["x"] for point in points], means, colour, ""))
             for point in points:
-                margin = "" if point["margin"] is None else f" ± {point['margin']:.3g}"
+                margin = "" if point["margin"] is None else f" ± {shown.format(point['margin'])}"
                 if margin:
                     ends = [point["mean"] - point["margin"], point["mean"] + point["margin"]]
-                    parts.append(panel.line([point["x"]] * 2, ends, colour, "", "faint"))
-                title = f"{line['name']} at {point['x']:g}: {point['mean']:.4g}{margin}".strip()
+                    inside = np.clip(ends, panel.y.low, panel.y.high).tolist()
+                    parts.append(panel.line([point["x"]] * 2, inside, colour, "", "faint"))
+                title = f"{line['name']} at {labels[point['x']]}: {shown.format(point['mean'])}{margin}".strip()
                 parts.append(panel.mark(point["x"], point["mean"], colour, title, shape=colour))
         legend = [
             (line["name"], colours[line["name"]], colours[line["name"]]) for line in each["lines"] if line["name"]

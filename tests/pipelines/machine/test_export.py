@@ -21,7 +21,7 @@ from pipelines.results.accuracies import list_results
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, commit, input_ref, read_manifest
 from ray_jobs.data.shards import open_artifact
-from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.intervals import mean_interval, paired_difference
 from ray_jobs.evaluation.rows import ROWS, Truth, write_table
 from tests.support import timm_models
 from tests.support.datasets import put_noise
@@ -105,7 +105,7 @@ def printed_by(card: str, photo: Path) -> str:
 def test_the_card_has_the_numbers_of_reports_and_says_what_is_unknown(store: Store, photos: list[Path]) -> None:
     _, card = exported(store, put_world(store), "timm")
     for seed, protocol in ((0, "fine-tuning"), (1, "few-shot linear")):
-        value, low, high = (f"{100 * number:.1f}" for number in accuracy_interval(answers(seed) == np.arange(30) % 3))
+        value, low, high = (f"{100 * number:.1f}" for number in mean_interval(answers(seed) == np.arange(30) % 3))
         [line] = [line for line in card.splitlines() if f"| {protocol} |" in line]
         cells = [cell.strip() for cell in line.split("|")]
         assert cells[1:3] == ["noise", protocol]

@@ -11,7 +11,7 @@ from pipelines.results.accuracies import expected_optimism, list_results
 from pipelines.results.compare import comparison_table
 from pipelines.spec import RecipeError
 from pipelines.store import Store, commit, input_ref, open_store, read_manifest
-from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.intervals import mean_interval, paired_difference
 from ray_jobs.evaluation.rows import MEAN_IOU, ROWS, Truth, measurement, write_predictions, write_table
 from tests.conftest import Vitflow
 from tests.support.records import committed, make_manifest
@@ -73,7 +73,7 @@ def test_the_same_images_and_draws_are_paired(store: Store) -> None:
         "paired": True,
     }
     for side, right in (("a", A), ("b", B)):
-        assert (line[side]["accuracy"], line[side]["low"], line[side]["high"]) == accuracy_interval(right)
+        assert (line[side]["accuracy"], line[side]["low"], line[side]["high"]) == mean_interval(right)
 
 
 def test_a_metric_of_predictions_is_compared_like_accuracy(store: Store) -> None:
@@ -98,7 +98,7 @@ def test_other_images_or_other_draws_are_not_paired(store: Store, other: str) ->
     assert not difference["paired"]
     assert difference["value"] == pytest.approx(B.mean() - A.mean())
     # two independent standard errors add up in squares
-    widths = [side.high - side.low for side in (accuracy_interval(A), accuracy_interval(B))]
+    widths = [side.high - side.low for side in (mean_interval(A), mean_interval(B))]
     assert difference["high"] - difference["low"] == pytest.approx(np.hypot(*widths), rel=0.05)
 
 

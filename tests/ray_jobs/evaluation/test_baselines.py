@@ -3,9 +3,10 @@
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from pipelines.spec import Baselines
 from pipelines.store import open_store
 from ray_jobs import baselines
-from ray_jobs.data import shards
-from ray_jobs.data.columns import INDEX, Sample
+from ray_jobs.data.columns import INDEX
+from ray_jobs.evaluation.rows import Row
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 
@@ -24,13 +25,16 @@ COUNTS = {"train": 150, "dev": 20, "test": 10}
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     """Noise in two classes."""
-    rng, folder = np.random.default_rng(0), tmp_path / "dataset"
-    splits = {
-        split: [Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2) for row in range(count)]
-        for split, count in COUNTS.items()
-    }
-    datasets.put(folder, "noise", ("a", "b"), shards.ImageSize(height=4, width=4, channels=1), splits)
-    return folder
+    return datasets.put_noise(tmp_path / "dataset", COUNTS, ("a", "b"))
+
+
+def run(dataset: Path, method: str, **fields: Any) -> tuple[list[Row], list[pa.Table]]:
+    """The rows and tables of a method on the dataset in this folder."""
+    config = Baselines.model_validate({"job": "baselines", "data": "noise", "methods": [method]} | fields)
+    store = open_store(tempfile.mkdtemp(dir=dataset.parent))
+    manifest = make_manifest("ingest", content_digest="d")
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
+    return baselines.run_method(make_context(store, config, data=manifest), method)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +46,9 @@ def dataset(tmp_path: Path) -> Path:
     ],
 )
 def test_a_method_that_saw_fewer_images_than_there_are_says_so(
-    tmp_path: Path, dataset: Path, fields: dict[str, object], method: str, labelled: int
+    dataset: Path, fields: dict[str, object], method: str, labelled: int
 ) -> None:
-    config = Baselines.model_validate({"job": "baselines", "data": "noise", "methods": ["k-NN"]} | fields)
-    store = open_store(str(tmp_path / "store"))
-    manifest = make_manifest("ingest", content_digest="d")
-    shutil.copytree(dataset, store.local(manifest.folder, ()))
-    (row,), predictions = baselines.run_method(make_context(store, config, data=manifest), "k-NN")
+    (row,), predictions = run(dataset, "k-NN", **fields)
     assert row["method"] == method and {name for table in predictions for name in table["method"].to_pylist()} == {
         method
     }
@@ -60,32 +60,24 @@ def test_a_method_that_saw_fewer_images_than_there_are_says_so(
     [("majority", r"majority: 0\.\d{3}"), ("k-NN", r"k-NN: 0\.\d{3} with n_neighbors \d+")],
 )
 def test_the_log_says_a_methods_accuracy_and_its_settings_if_it_has_some(
-    tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str], method: str, said: str
+    dataset: Path, capsys: pytest.CaptureFixture[str], method: str, said: str
 ) -> None:
-    config = Baselines.model_validate({"job": "baselines", "data": "noise", "methods": [method]})
-    store = open_store(str(tmp_path / "store"))
-    manifest = make_manifest("ingest", content_digest="d")
-    shutil.copytree(dataset, store.local(manifest.folder, ()))
-    baselines.run_method(make_context(store, config, data=manifest), method)
+    run(dataset, method)
     assert re.fullmatch(f"{said}\n", capsys.readouterr().out)
 
 
-def test_test_labels_change_nothing_but_the_results(tmp_path: Path, dataset: Path) -> None:
+def test_test_labels_change_nothing_but_the_results(dataset: Path) -> None:
     """With several labels per image: settings, probabilities and predicted classes are the same."""
     info = json.loads((dataset / "dataset.json").read_text())
     (dataset / "dataset.json").write_text(json.dumps(info | {"multi_label": True}))
     index = pq.read_table(dataset / "index.parquet").to_pylist()
-    config = Baselines.model_validate({"job": "baselines", "data": "noise"})
     rows, tables = [], []
     for turned in (0, 1):
         for number, row in enumerate(index):
             moved = number + turned * (row["split"] == "test")
             row |= {"label": -1, "labels": [[0], [], [0, 1]][moved % 3]}
         pq.write_table(pa.Table.from_pylist(index, INDEX), dataset / "index.parquet")
-        store = open_store(str(tmp_path / f"store{turned}"))
-        manifest = make_manifest("ingest", content_digest="d")
-        shutil.copytree(dataset, store.local(manifest.folder, ()))
-        found, (table,) = baselines.run_method(make_context(store, config, data=manifest), "logistic regression")
+        found, (table,) = run(dataset, "logistic regression")
         rows.append(found)
         tables.append(table)
     assert [row["settings"] for row in rows[0]] == [row["settings"] for row in rows[1]]

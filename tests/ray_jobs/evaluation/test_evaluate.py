@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from pipelines import store as st
 from pipelines.files.sources import source_files
@@ -20,12 +21,14 @@ from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation import features
 from ray_jobs.evaluation.features import features_of, support_of
+from ray_jobs.evaluation.supports import draw_labels
 from ray_jobs.sources import catalog
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.checkpoints import SIZE, model_at, put_pretraining, put_untrained
 from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Server, used
+from vit_model.blocks import resize_position_embedding
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model
@@ -134,12 +137,6 @@ def test_retrieval_adds_rows_of_its_own(store: Store, digits: Manifest, model: M
     assert set(images["protocol"].to_pylist()) == {"few-shot linear"}
 
 
-def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.ndarray:
-    from ray_jobs.evaluation.supports import draw_labels
-
-    return draw_labels(labels, shots, seed, draw)
-
-
 @pytest.mark.parametrize("labels", [LABELS, Labels()])
 def test_baselines_choose_without_test(store: Store, digits: Manifest, labels: Labels, monkeypatch: Any) -> None:
     """With all labels of test exchanged, the settings stay the same."""
@@ -160,8 +157,6 @@ def test_baselines_choose_without_test(store: Store, digits: Manifest, labels: L
 
 def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manifest, tmp_path: Path) -> None:
     """Trained and untrained rows equal forward passes written out, on exactly the images of the supports."""
-    import torch
-
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
     dataset = shards.open_dataset(st.local_files(store, digits))
     support = support_of(dataset, config)
@@ -174,7 +169,7 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     for seed in (4, 5, 6):
         untrained.append(ViT(contract.architecture).eval())
         untrained[-1].initialise(seed)
-    chosen = evaluate_draw(dataset.labels("train"), 2, seed=4, draw=0)
+    chosen = draw_labels(dataset.labels("train"), 2, seed=4, draw=0)
     for name, networks in (("ViT, trained", [network]), ("ViT, untrained", untrained)):
         for net, pair in zip(networks, found[name], strict=True):
             for split, own in zip(("train", "test"), pair, strict=True):
@@ -189,10 +184,6 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
 def test_features_at_another_resolution_have_the_trained_weights_and_resized_positions(
     store: Store, digits: Manifest, model: Manifest, tmp_path: Path
 ) -> None:
-    import torch
-
-    from vit_model.blocks import resize_position_embedding
-
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(), linear_probe=True, draws=1, resolution=16)
     dataset = shards.open_dataset(st.local_files(store, digits))
     made = make_context(store, config, data=digits, backbone=model)
@@ -240,7 +231,7 @@ def test_only_images_that_no_evaluation_has_seen_are_computed(
     more, found = run("more", shots=(3,))
     assert more == 10, "1-shot images are among the 2-shot images and so on"
     assert run("cropped", eval_crop={"crop": "center", "crop_fraction": 0.5})[0] == 20 + 539
-    monkeypatch.setattr(features, "_earlier", lambda *_: features.Table.of([], []))
+    monkeypatch.setattr(features, "_earlier", lambda *_: [])
     everything, alone = run("alone", shots=(3,))
     assert (everything, alone) == (30 + 539, found)
 

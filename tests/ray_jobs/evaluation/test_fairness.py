@@ -13,6 +13,7 @@ import torch
 from pipelines.spec import Baselines, Labels
 from pipelines.store import open_store
 from ray_jobs import baselines, finetune
+from ray_jobs.evaluation import pixel_baselines
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.context import Context
 from ray_jobs.training.evaluators import score
@@ -77,8 +78,6 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
 
 
 def seen_by_baselines(folder: Path, labels: Labels, dev: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    from ray_jobs.evaluation import pixel_baselines
-
     seen = Seen([], [], set())
 
     def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Any) -> dict[str, float]:

@@ -8,9 +8,9 @@ import scipy
 
 from ray_jobs.evaluation.intervals import (
     Moments,
-    accuracy_interval,
     bounds,
     detectable_difference,
+    mean_interval,
     moments_of,
     paired_difference,
 )
@@ -27,8 +27,8 @@ def test_one_draw_gives_wilsons_interval(right_ones: int, images: int) -> None:
     correct = np.arange(images)[None] < right_ones
     wilson = scipy.stats.binomtest(right_ones, images).proportion_ci(0.95, method="wilson")
     expected = pytest.approx((right_ones / images, wilson.low, wilson.high))
-    assert accuracy_interval(correct) == expected
-    assert accuracy_interval(np.repeat(correct, 5, axis=0)) == expected, "the same answers in all draws are one draw's"
+    assert mean_interval(correct) == expected
+    assert mean_interval(np.repeat(correct, 5, axis=0)) == expected, "the same answers in all draws are one draw's"
 
 
 @pytest.mark.parametrize(("gains", "losses", "images"), [(12, 2, 50), (0, 0, 60), (1, 0, 300), (30, 45, 90)])
@@ -55,7 +55,7 @@ def test_where_only_draws_differ_it_is_the_t_interval_of_their_accuracies() -> N
     accuracies = np.array([0.62, 0.55, 0.71, 0.58, 0.66])
     correct = np.random.default_rng(0).random((5, 40_000)) < accuracies[:, None]
     low, high = scipy.stats.t.interval(0.95, 4, loc=correct.mean(), scale=scipy.stats.sem(correct.mean(axis=1)))
-    interval = accuracy_interval(correct)
+    interval = mean_interval(correct)
     assert interval.high - interval.low == pytest.approx(high - low, rel=0.05)
 
 
@@ -71,7 +71,7 @@ def test_a_family_of_comparisons_has_the_widths_of_bonferroni() -> None:
 def test_an_interval_stays_within_what_is_possible() -> None:
     nearly = np.ones((2, 50), bool)
     nearly[0, :5] = False
-    assert 0.999 < accuracy_interval(nearly).high <= 1
+    assert 0.999 < mean_interval(nearly).high <= 1
     assert 0.99 < paired_difference(nearly, ~nearly).high <= 1
     assert -1 <= paired_difference(~nearly, nearly).low < -0.99
 
@@ -233,7 +233,7 @@ def test_pairing_narrows_the_interval_of_a_difference() -> None:
     b = difficulty + rng.logistic(size=(20, 400)) * 0.2 > 0
     a = difficulty + 0.2 + rng.logistic(size=(20, 400)) * 0.2 > 0
     paired = paired_difference(a, b)
-    one, other = accuracy_interval(a), accuracy_interval(b)
+    one, other = mean_interval(a), mean_interval(b)
     unpaired = np.hypot(one.high - one.low, other.high - other.low)
     assert paired.high - paired.low < 0.5 * unpaired
     assert 0 < paired.low < paired.value < paired.high

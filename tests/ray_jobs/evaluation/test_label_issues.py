@@ -100,11 +100,18 @@ def test_a_list_is_worth_what_labels_replaced_on_purpose_say(features: int, shar
 def test_more_is_asked_of_a_model_if_guessing_is_often_right() -> None:
     assert doubts({"agreement": 0.79, "largest_class": 0.5}) and not doubts({"agreement": 0.81, "largest_class": 0.5})
     assert doubts({"agreement": 0.95, "largest_class": 0.9}) and not doubts({"agreement": 0.97, "largest_class": 0.9})
-    old = {"agreement": 0.61, "label_issues": 3, "audited": 9}
-    assert headline(old).startswith("3 of 9 labels ")
-    assert headline(old | {"agreement": 0.5}).startswith("the model agrees with only 50.0% of the labels; below 60.0%")
+    poor = {"agreement": 0.5, "largest_class": 0.0, "label_issues": 3, "audited": 9}
+    assert headline(poor).startswith("the model agrees with only 50.0% of the labels; below 60.0%")
+
+
+def test_without_a_replaced_or_a_listed_label_nothing_is_said_of_them() -> None:
     one = measure_list(np.zeros(5, int), np.ones((5, 1)), 0, 0)
     assert one == {"largest_class": 1.0, "flip_recall": 0.0, "expected_precision": 0.0}
+    none = {"agreement": 1.0, "label_issues": 0, "audited": 5}
+    said = "0 of 5 labels are listed as likely wrong; the model agrees with 100.0% of all"
+    assert headline(one | none) == said
+    found = {"largest_class": 0.5, "flip_recall": 0.97, "expected_precision": 0.0} | none
+    assert headline(found) == f"{said}. It lists 97% of the labels that the audit replaced to test it"
 
 
 def test_planted_labels_come_first() -> None:

@@ -19,7 +19,7 @@ from pipelines.machine.export import write_files
 from pipelines.results.accuracies import list_results
 from pipelines.spec import Baselines, Evaluate, Import, Labels
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
-from ray_jobs import evaluate, finetune
+from ray_jobs import baselines, evaluate, finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
 from ray_jobs.import_model import import_model
@@ -513,8 +513,6 @@ def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_see
 
 def test_baselines_count_what_the_authors_splits_share(made: Made) -> None:
     """They have no backbone, so nothing is refused."""
-    from ray_jobs import baselines
-
     made.data("official", train=range(20), dev=(121,), test=(3, 105, 130, 131))
     config = Baselines(job="baselines", data="official", methods=("majority",))
     context = made.context(config)

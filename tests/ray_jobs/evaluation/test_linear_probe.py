@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sklearn.linear_model import RidgeClassifier
 
 from ray_jobs.evaluation.linear_probe import (
     BIAS_FEATURE,
@@ -71,8 +72,6 @@ def test_images_alone_in_their_class_do_not_choose() -> None:
 def test_the_largest_l2_still_leaves_the_bias_nearly_free() -> None:
     x, labels, _ = problem(60, 8)
     test = np.random.default_rng(0).normal(size=(500, 7)) + 1.0
-    from sklearn.linear_model import RidgeClassifier
-
     for l2 in (1.0, 2.0**10):
         centred = RidgeClassifier(alpha=l2).fit(x[:, :-1], labels).predict(test)
         assert np.mean(centred == fixed(x[:, :-1], labels, test, False, l2).predictions) > 0.99
@@ -128,8 +127,6 @@ def test_leave_one_out_never_sees_test_and_scenics_choice_does() -> None:
 
 
 def test_l2_by_dev_is_from_train_alone_and_the_fit_from_both() -> None:
-    from sklearn.linear_model import RidgeClassifier
-
     x, labels, _ = problem(120, 12)
     features, test = x[:, :-1], np.random.default_rng(1).normal(size=(300, 11)) + 1
     is_dev = np.arange(120) % 5 == 0

@@ -1,27 +1,27 @@
-"""Baselines against scikit-learn called directly, choosing by folds, and thumbnails against brute force."""
+"""Baselines against scikit-learn called directly, and choosing by folds."""
 
-from types import ModuleType
 from typing import get_args
 
 import numpy as np
 import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, f1_score
+from sklearn.model_selection import cross_val_score
+from sklearn.multiclass import OneVsRestClassifier
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.svm import SVC
 
 from pipelines.spec.stages.baselines import Method
+from ray_jobs.evaluation import pixel_baselines as baselines
 from ray_jobs.evaluation.multi_label import mean_ap
 from ray_jobs.evaluation.supports import draw_labels, stratified_folds
 from tests.support.digits import ink
 
-
-@pytest.fixture(scope="module")
-def baselines() -> ModuleType:
-    """The module under test, which imports scikit-learn."""
-    from ray_jobs.evaluation import pixel_baselines
-
-    return pixel_baselines
+Split = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def digits() -> Split:
     x, y = ink()
     order = np.random.default_rng(0).permutation(len(x))
     train, test = order[540:], order[:540]
@@ -29,9 +29,7 @@ def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return x[support] / 16, y[support], x[test] / 16, y[test]
 
 
-def test_svm_equals_scikit_learns_with_gamma_scale(baselines, digits) -> None:  # type: ignore[no-untyped-def]
-    from sklearn.svm import SVC
-
+def test_svm_equals_scikit_learns_with_gamma_scale(digits: Split) -> None:
     x, y, x_test, _ = digits
     # gamma="scale" is 1 / (d var over all values); ours is 1 / (sum of the pixels' variances).
     gamma = 1 / x.var(axis=0).sum()
@@ -39,17 +37,13 @@ def test_svm_equals_scikit_learns_with_gamma_scale(baselines, digits) -> None:  
     np.testing.assert_array_equal(baselines.fit_predict("RBF SVM", {"C": 10.0, "gamma": 1.0}, x, y, x_test), expected)
 
 
-def test_nearest_neighbours_equal_scikit_learns(baselines, digits) -> None:  # type: ignore[no-untyped-def]
-    from sklearn.neighbors import KNeighborsClassifier
-
+def test_nearest_neighbours_equal_scikit_learns(digits: Split) -> None:
     x, y, x_test, _ = digits
     expected = KNeighborsClassifier(3).fit(x, y).predict(x_test)
     np.testing.assert_array_equal(baselines.fit_predict("k-NN", {"n_neighbors": 3}, x, y, x_test), expected)
 
 
-def test_logistic_regression_equals_scikit_learns(baselines, digits) -> None:  # type: ignore[no-untyped-def]
-    from sklearn.linear_model import LogisticRegression
-
+def test_logistic_regression_equals_scikit_learns(digits: Split) -> None:
     x, y, x_test, _ = digits
     # Scaling the inputs by 1 / s is scaling the penalty: C for scaled inputs is C / s^2 for plain ones.
     c = 10.0 / x.var(axis=0).sum()
@@ -58,7 +52,7 @@ def test_logistic_regression_equals_scikit_learns(baselines, digits) -> None:  #
     assert np.mean(ours == expected) > 0.995
 
 
-def test_majority_predicts_the_most_frequent_label(baselines, digits) -> None:  # type: ignore[no-untyped-def]
+def test_majority_predicts_the_most_frequent_label(digits: Split) -> None:
     x, _, x_test, _ = digits
     y = np.where(np.arange(len(x)) < 60, 7, 3)
     assert set(baselines.fit_predict("majority", {}, x, y, x_test).tolist()) == {7}
@@ -67,10 +61,7 @@ def test_majority_predicts_the_most_frequent_label(baselines, digits) -> None:  
     assert len(predicted) == 4 and predicted.max() - predicted.min() <= 1
 
 
-def test_the_settings_with_the_best_fold_accuracy_are_chosen(baselines, digits) -> None:  # type: ignore[no-untyped-def]
-    from sklearn.model_selection import cross_val_score
-    from sklearn.neighbors import KNeighborsClassifier
-
+def test_the_settings_with_the_best_fold_accuracy_are_chosen(digits: Split) -> None:
     x, y, _, _ = digits
     folds = stratified_folds(y, 5, seed=0)
     by_neighbours = [
@@ -89,7 +80,7 @@ def test_the_settings_with_the_best_fold_accuracy_are_chosen(baselines, digits) 
     ("method", "least"),
     [("RBF SVM", 0.90), ("logistic regression", 0.86), ("k-NN", 0.87), ("majority", 0.05)],
 )
-def test_accuracy_on_digits_with_100_labels(baselines, digits, method: str, least: float) -> None:  # type: ignore[no-untyped-def]
+def test_accuracy_on_digits_with_100_labels(digits: Split, method: str, least: float) -> None:
     x, y, x_test, y_test = digits
     settings = baselines.choose(method, x, y, stratified_folds(y, 5, seed=0))
     assert settings in baselines.GRIDS[method]
@@ -99,7 +90,7 @@ def test_accuracy_on_digits_with_100_labels(baselines, digits, method: str, leas
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_scale_and_offset_of_the_pixels_do_not_matter(baselines, digits, method: str) -> None:  # type: ignore[no-untyped-def]
+def test_scale_and_offset_of_the_pixels_do_not_matter(digits: Split, method: str) -> None:
     x, y, x_test, _ = digits
     settings = baselines.GRIDS[method][-1]
     plain = baselines.fit_predict(method, settings, x, y, x_test)
@@ -107,7 +98,7 @@ def test_scale_and_offset_of_the_pixels_do_not_matter(baselines, digits, method:
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_one_label_a_class_and_constant_pixels_work(baselines, method: str) -> None:  # type: ignore[no-untyped-def]
+def test_one_label_a_class_and_constant_pixels_work(method: str) -> None:
     x, y = np.eye(4), np.arange(4)
     settings = baselines.choose(method, x, y, folds=[])
     assert settings == baselines.GRIDS[method][0]
@@ -115,7 +106,7 @@ def test_one_label_a_class_and_constant_pixels_work(baselines, method: str) -> N
 
 
 @pytest.fixture(scope="module")
-def several(digits) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[no-untyped-def]
+def several(digits: Split) -> Split:
     """Digits with six classes: at least 1, 3, 5 or 7, always, and never."""
     x, y, x_test, y_test = digits
     at_least = np.array([1, 3, 5, 7, 0, 10])
@@ -124,10 +115,6 @@ def several(digits) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  #
 
 def scores_of_sklearn(method: str, value: float, x: np.ndarray, flags: np.ndarray, to: np.ndarray) -> np.ndarray:
     """The probabilities of the four classes that have images and lack others."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.multiclass import OneVsRestClassifier
-    from sklearn.neighbors import KNeighborsClassifier
-
     if method == "k-NN":
         each = KNeighborsClassifier(int(value)).fit(x, flags[:, :4]).predict_proba(to)
         return np.stack([shares[:, 1] for shares in each], axis=1)
@@ -137,9 +124,7 @@ def scores_of_sklearn(method: str, value: float, x: np.ndarray, flags: np.ndarra
 
 
 @pytest.mark.parametrize(("method", "value"), [("k-NN", 10), ("logistic regression", 10.0)])
-def test_probabilities_of_several_labels_are_scikit_learns(baselines, several, method: str, value: float) -> None:  # type: ignore[no-untyped-def]
-    from sklearn.metrics import average_precision_score
-
+def test_probabilities_of_several_labels_are_scikit_learns(several: Split, method: str, value: float) -> None:
     x, y, x_test, truth = several
     settings = {"n_neighbors" if method == "k-NN" else "C": value}
     ours = baselines.fit_predict(method, settings, x, y, x_test)
@@ -151,9 +136,7 @@ def test_probabilities_of_several_labels_are_scikit_learns(baselines, several, m
 
 
 @pytest.mark.parametrize("method", ["k-NN", "logistic regression"])
-def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(baselines, several, method: str) -> None:  # type: ignore[no-untyped-def]
-    from sklearn.metrics import average_precision_score, f1_score
-
+def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(several: Split, method: str) -> None:
     x, y, _, _ = several
     y = y[:, 1:3]
     folds = stratified_folds(np.zeros(len(x)), 2, seed=0)
@@ -174,6 +157,6 @@ def test_several_labels_choose_the_settings_with_the_highest_map_on_the_folds(ba
         assert f1_score(y[out, number], scores[:, number] >= limit) == pytest.approx(highest)
 
 
-def test_neighbours_never_exceed_the_images_of_a_fold(baselines) -> None:  # type: ignore[no-untyped-def]
+def test_neighbours_never_exceed_the_images_of_a_fold() -> None:
     x, y = np.random.default_rng(0).normal(size=(6, 2)), np.repeat([0, 1], 3)
     assert baselines.choose("k-NN", x, y, stratified_folds(y, 3, seed=0))["n_neighbors"] <= 3

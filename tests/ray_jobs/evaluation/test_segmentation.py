@@ -20,6 +20,7 @@ from pipelines.store import Manifest, Store, open_store
 from ray_jobs import segment
 from ray_jobs.data.masks import IGNORED
 from ray_jobs.data.shards import Dataset, open_dataset
+from ray_jobs.evaluation import tokens
 from ray_jobs.evaluation.metrics import mean_iou
 from ray_jobs.evaluation.rows import CONFUSION, MOST_FREQUENT
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
@@ -170,8 +171,6 @@ def test_tokens_that_are_the_mask_give_all_of_it_and_pixels_do_not(
     store: Store, shapes: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted backbone, whose tokens are the classes' shares, is as right as the size of its patches allows."""
-    from ray_jobs.evaluation import tokens
-
     size = ModelSize(patch_size=2, width=16, depth=1, num_heads=2)
     monkeypatch.setattr(tokens, "INITIALISATIONS", 0)
     whole = tokens._batches

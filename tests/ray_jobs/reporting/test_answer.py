@@ -75,10 +75,13 @@ def test_the_best_backbone_is_told_from_the_second_or_not(second: dict[str, floa
         {"backbone": name, "artifact": name, "accuracy": 0.9, "minus_best": minus}
         for name, minus in (("small", None), ("wide", second))
     ]
-    group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines}
+    group = {"task": "pets", "protocol": "fine-tuning", "labels": "all labels", "lines": lines, "backbones": 2}
     found = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})
     begin = "Small is the most accurate of 2 backbones: 90.0% with all labels (fine-tuned) on 100 test images"
     assert found == {"question": "Which backbone is best?", "headline": begin + said, "advice": ""}
+    group |= {"lines": [*lines, lines[1]]}
+    several = answer(NOTHING | {"costs": [group], "accuracies": [accuracy("small")]})["headline"]
+    assert several.startswith("Small is the most accurate of 3 models from 2 backbones: "), "one was tuned in two ways"
 
 
 def test_comparisons_on_several_tasks_are_counted() -> None:
@@ -92,6 +95,14 @@ def test_comparisons_on_several_tasks_are_counted() -> None:
         "In 4 comparisons with the strongest reference on 4 tasks, the model is better in 2, worse in 1, and"
         " cannot be told apart in 1."
     )
+
+
+def test_an_accuracy_and_an_miou_of_one_task_are_not_put_into_one_sentence() -> None:
+    """The difference in mIoU with all labels was said as if it were one in accuracy."""
+    few = verdict("pets", 0.1, 0.2, labels_per_class=5, labels="5 labels per class")
+    masks = verdict("pets", 0.2, 0.3, metric="mIoU", mIoU=0.7, reference_mIoU=0.45, protocol="linear segmentation")
+    said = answer(NOTHING | {"verdicts": [few, masks]})["headline"]
+    assert said.startswith("In 2 comparisons with the strongest reference, the model is better in 2")
 
 
 def test_a_model_with_unknown_training_images_and_the_most_frequent_class_are_called_that() -> None:
@@ -156,6 +167,19 @@ def test_the_time_counts_parallel_stages_once_and_cores_as_often_as_they_were_th
 def test_the_best_of_several_models_is_called_that() -> None:
     several = [verdict("a", 0.1, 0.2, accuracy=value, artifact=str(value)) for value in (0.8, 0.9, 0.7)]
     assert "(fine-tuned, the best of 3 by test accuracy)" in answer(NOTHING | {"verdicts": several})["headline"]
+    others = [verdict("a", 0.1, 0.2, accuracy=value, protocol=f"few-shot {value}") for value in (0.8, 0.9)]
+    assert "(0.9, the best of 2 by test accuracy)" in answer(NOTHING | {"verdicts": others})["headline"]
+
+
+def test_the_best_score_on_some_of_vtabs_tasks_is_called_the_best_of_several_too() -> None:
+    column = {"tasks": 4, "labels": "all 50"}
+    scores = [
+        {"trained": True, "method": method, "tasks": [{}] * 19, "columns": [column | {"mean": mean}]}
+        for method, mean in (("ViT, pretrained", 0.5), ("ViT, pretrained, k-NN", 0.4))
+    ]
+    said = "The pretrained ViT reaches 50.0% with all 50 labels, the mean of 4 of the 19 tasks"
+    assert answer(NOTHING | {"vtab": scores})["headline"] == f"{said}, the best of 2 scores."
+    assert answer(NOTHING | {"vtab": scores[:1]})["headline"] == f"{said}."
 
 
 def test_lines_apart_are_no_answer_but_the_others_are() -> None:
@@ -198,6 +222,11 @@ def test_groups_are_the_choice_of_the_report_and_few_images_make_weak_features()
         notes = trust(grouped | {"stages": [stage("vit", 1, "10:00:00") | {"job": job}]})
         assert notes[0]["text"] == "2 groups: the report's choice, not a property of the images."
         assert ["300 training images are few" in note["text"] for note in notes[1:]] == [True] * weak
+    both = [{"stage": "a", "clusters": [{"images": 9}]}, {"stage": "b", "clusters": [{"images": 3}, {"images": 6}]}]
+    assert answer(NOTHING | {"embeddings": both})["headline"].startswith(
+        "A sorts 9 training images into 1 group; b sorts 9 training images into 2 groups of 3 to 6 images that look"
+    )
+    assert trust(NOTHING | {"embeddings": both})[0]["text"].startswith("1 group and 2 groups: ")
 
 
 def test_a_learning_rate_at_an_end_of_those_tried_is_said() -> None:
@@ -221,14 +250,17 @@ def test_settings_chosen_on_test_are_not_trusted() -> None:
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        ({"seen": 0}, "No test image was used in training."),
-        ({"seen": 0, "copies": 3}, "Up to 3 test images have a copy among the training images."),
-        ({"seen": 0, "near": 3}, "Up to 3 test images have a near-copy among the training images."),
-        ({"seen": 7}, "(7 in s); these are scored apart."),
-        ({"seen": 0, "unknown": "x"}, "test images may be among them."),
+        ({"seen": 0}, ["No test image was used in training."]),
+        ({"seen": 0, "copies": 3}, ["Up to 3 test images have a copy among the training images."]),
+        ({"seen": 0, "near": 3}, ["Up to 3 test images have a near-copy among the training images."]),
+        ({"seen": 7}, ["(7 in s); these are scored apart."]),
+        ({"seen": 0, "unknown": "x"}, ["test images may be among them."]),
+        ({"seen": 7, "unknown": "x"}, ["(7 in s); these are scored apart.", "test images may be among them."]),
+        ({"seen": 0, "unknown": "x", "copies": 3}, ["may be among them.", "have a copy among the training images."]),
     ],
 )
-def test_trust_begins_with_leakage(metrics: dict[str, Any], said: str) -> None:
+def test_trust_begins_with_leakage(metrics: dict[str, Any], said: list[str]) -> None:
+    """Unknown training images hid the copies that are known, and images that were seen hid both."""
     names = {
         "seen": "test_images_seen_in_training",
         "near": "test_images_near_training_images",
@@ -236,9 +268,12 @@ def test_trust_begins_with_leakage(metrics: dict[str, Any], said: str) -> None:
         "unknown": "unknown_training",
     }
     measured = stage("s", 1, "10:00:00", **{names[name]: value for name, value in metrics.items()})
-    (first,) = trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured]})
-    assert ("No test image" in first["text"]) == (metrics.keys() <= {"seen", "near"} and not metrics["seen"])
-    assert first["text"].endswith(said) and first["is_good"] == (metrics == {"seen": 0})
+    notes = trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured]})
+    first, is_none = notes[0], metrics.keys() <= {"seen", "near"} and not metrics["seen"]
+    assert ("No test image" in first["text"]) == is_none and first["is_good"] == (metrics == {"seen": 0})
+    assert [note["text"].endswith(end) for note, end in zip(notes, said, strict=True)] == [True] * len(said)
+    audit = stage("audit", 1, "10:00:00", unknown_training="x") | {"kind": "audit"}
+    assert trust(NOTHING | {"accuracies": [accuracy("s")], "stages": [measured, audit]}) == notes
 
 
 def test_the_model_to_use_has_seen_the_most_labels_and_was_best_on_held_out_images() -> None:
@@ -289,6 +324,11 @@ def test_another_metric_that_is_told_is_said_beside_the_one_that_is_not() -> Non
     assert answer(NOTHING | {"verdicts": [one | {"other_differences": [open_]}]})["headline"].startswith(
         "It cannot be told: "
     )
+
+
+def test_nothing_has_no_minus_sign() -> None:
+    """Two backbones of one accuracy were −0.0 points apart."""
+    assert (points(-0.0), points(-0.0004, sign=""), points(-0.0006)) == ("+0.0", "0.0", "−0.1")
 
 
 def test_the_numbers_of_a_sentence_subtract() -> None:

@@ -13,6 +13,7 @@ from ray_jobs.reporting.drawing import plots
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.provenance import Part
 from tests.support.records import make_manifest
+from tests.support.scores import make_entry
 
 IMAGES = 200
 RATES = {"small": 0.6, "large": 0.9}
@@ -22,24 +23,7 @@ def entry(stage: str, protocol: str = "fine-tuning", shots: int | None = None, *
     """A stage's accuracy; its name begins with that of its backbone."""
     rng = np.random.default_rng(len(stage))
     correct = rng.random((1, IMAGES)) < RATES.get(stage.split("_")[0], 0.5)
-    defaults: dict[str, Any] = {
-        "artifact": stage,
-        "stage": stage,
-        "task": "photos",
-        "protocol": protocol,
-        "method": "ViT, pretrained",
-        "labels_per_class": shots,
-        "draw_seed": 0,
-        "draws": (0,),
-        "sample_ids": tuple(f"{number:03d}" for number in range(IMAGES)),
-        "labels": np.zeros(IMAGES, np.int64),
-        "predictions": np.where(correct, 0, 1),
-        "correct": correct,
-        "probabilities": np.full((1, IMAGES), np.nan),
-        "selected_on": ("dev",),
-        "settings": ("{}",),
-    }
-    return Entry(**defaults | fields)
+    return make_entry(correct, stage, protocol=protocol, labels_per_class=shots, **fields)
 
 
 def part(folder: Path, stage: str, device: str = "A processor", is_measured: bool = True) -> Part:
@@ -66,6 +50,7 @@ def test_backbones_that_were_scored_alike_are_compared_with_the_best(tmp_path: P
     parts = [imported(tmp_path, "small"), *(part(tmp_path, one.stage) for one in given)]
     [group] = costs.costs(given, parts, {"small_tuned": 2})
     assert (group["task"], group["protocol"], group["labels"]) == ("photos", "fine-tuning", "all labels")
+    assert group["backbones"] == 2
     best, other = group["lines"]
     assert (best["backbone"], other["backbone"]) == ("large_tuned", "small"), (
         "a backbone that the report does not have is called as the stage that took it"
@@ -76,8 +61,7 @@ def test_backbones_that_were_scored_alike_are_compared_with_the_best(tmp_path: P
     assert difference["value"] == pytest.approx(expected)
     assert difference["low"] < expected < difference["high"] < 0
     worse = np.stack([given[1].correct[0], np.zeros(IMAGES, bool)])  # a second training that learned nothing
-    twice = entry("large_tuned", draws=(0, 1), correct=worse, predictions=np.where(worse, 0, 1))
-    best, other = costs.costs([given[0], twice], parts, {})[0]["lines"]
+    best, other = costs.costs([given[0], make_entry(worse, "large_tuned")], parts, {})[0]["lines"]
     assert (best["accuracy"], other["accuracy"]) == (given[0].correct.mean(), worse.mean())
     assert other["minus_best"]["value"] == pytest.approx(worse.mean() - given[0].correct.mean())
 
@@ -97,7 +81,7 @@ def test_what_cannot_be_compared_is_left_out(tmp_path: Path) -> None:
     both = [("fine-tuning", ["large_tuned", "small_tuned"])]
     assert shown(*tuned) == both
     assert shown(*tuned, entry("other_scratch", method="ViT, from scratch")) == both
-    assert shown(*tuned, unmeasured=("small_tuned",)) == [], "an earlier version measured nothing"
+    assert shown(*tuned, unmeasured=("small_tuned",)) == []
     assert shown(entry("small_tuned"), entry("small_longer")) == [], "one backbone, trained in two ways"
     probes = [entry(f"{name}_probe", "few-shot linear", shots) for name in ("small", "large") for shots in (1, 5)]
     assert shown(*probes) == [("few-shot linear", ["large_probe", "small_probe"])], "the verdict's shots only"

@@ -10,13 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_jobs.evaluation.intervals import Interval
-from ray_jobs.evaluation.rows import PROBABILITIES, REAL, Row, Truth, scored, write_parquet
+from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS, Row, Truth, scored, write_parquet
 from ray_jobs.reporting import measures, mistakes
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
 from ray_jobs.reporting.verdicts import sentence, verdicts
 from tests.support.records import make_manifest
-from tests.support.scores import put_scores
+from tests.support.scores import make_entry, put_scores
+from vit_model.errors import UserError
 
 SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
 
@@ -41,8 +42,8 @@ def put(folder: Path, task: str, images: int, seed: int) -> list[Row]:
 
 def read(folders: dict[str, Path]) -> list[Entry]:
     parts = [(stage, make_manifest("evaluate", key=stage * 3), folder) for stage, folder in folders.items()]
-    rows = measures.join_tables(parts, "rows.parquet", measures.ROWS)
-    predictions = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    rows = measures.join_tables(parts, "rows.parquet", ROWS)
+    predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     return measures.entries(rows, predictions, {})
 
 
@@ -75,25 +76,20 @@ def test_without_predictions_there_are_no_entries(tmp_path: Path) -> None:
 def test_texts_of_a_joined_table_are_texts_in_its_file(tmp_path: Path) -> None:
     put(tmp_path / "a", "x", 5, 0)
     parts = [("a", make_manifest("evaluate", key="k"), tmp_path / "a")]
-    joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    joined = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     write_parquet(tmp_path / "joined.parquet", joined)
-    assert pq.read_schema(tmp_path / "joined.parquet").equals(measures.REPORT_PREDICTIONS)
+    names = ["artifact", "stage", *PREDICTIONS.names]
+    assert pq.read_schema(tmp_path / "joined.parquet").names == names
+    assert pq.read_schema(tmp_path / "joined.parquet").types[2:] == PREDICTIONS.types
     assert pq.read_table(tmp_path / "joined.parquet").to_pylist() == joined.to_pylist()
 
 
-def test_a_table_that_an_earlier_version_wrote_lacks_what_came_later(tmp_path: Path) -> None:
+def test_a_table_without_a_column_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "a", "x", 5, 0)
-    path, parts = (
-        tmp_path / "a" / "predictions.parquet",
-        [("a", make_manifest("evaluate", key="k"), tmp_path / "a")],
-    )
-    written = pq.read_table(path)
-    write_parquet(path, written.drop_columns(PROBABILITIES.names))
-    joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
-    assert joined["probability"].null_count == joined["top5"].null_count == len(joined) == len(written)
-    write_parquet(path, written.drop_columns(["correct"]))
-    with pytest.raises(ValueError, match="has the columns"):
-        measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    path, parts = tmp_path / "a" / "predictions.parquet", [("a", make_manifest("evaluate"), tmp_path / "a")]
+    write_parquet(path, pq.read_table(path).drop_columns(["correct"]))
+    with pytest.raises(UserError, match="has the columns"):
+        measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
 
 
 def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path: Path) -> None:
@@ -135,12 +131,7 @@ def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:
 
 def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_settings_otherwise() -> None:
     def entry(protocol: str, method: str, right: int) -> Entry:
-        labels = np.zeros(20, int)
-        predictions = (np.arange(20) >= right).astype(int)[None]
-        ids = tuple(map(str, range(20)))
-        correct = predictions == labels
-        unknown = np.full(correct.shape, np.nan)
-        return Entry("a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, unknown, (), ())
+        return make_entry(np.arange(20)[None] < right, task="x", artifact="a", protocol=protocol, method=method)
 
     probe, fitted = entry("linear probe", "ViT, pretrained", 15), entry("fine-tuning", "ViT, pretrained", 16)
     pixels, baseline = entry("linear probe", "pixels", 10), entry("baseline", "RBF SVM", 12)

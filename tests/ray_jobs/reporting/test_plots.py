@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from ray_jobs.reporting import figures
 from ray_jobs.reporting.drawing import plots, svg
 from ray_jobs.reporting.drawing.plots import Curve, Measured
 
@@ -64,6 +65,16 @@ def test_an_axis_of_fractions_stays_between_nothing_and_everything(share: float)
     ticks = [float(tick) for tick in re.findall(r">(-?[\d.]+)%</text>", drawn)]
     assert len(ticks) > 1 and min(ticks) >= 0 and max(ticks) <= 100
     assert "all labels right on held-out images" in drawn and "accuracy" not in drawn
+
+
+def test_the_curve_of_several_labels_counts_images_with_all_of_them_right() -> None:
+    """Also of a model that was scored apart, because it has seen test images."""
+    stage = {"artifact": "a", "stage": "vit", "job": "finetune", "inputs": {}, "seconds": 1.0}
+    trained = {"finetuning": [{"artifact": "a", "draws": [{"points": POINTS}]}], "pretraining": [], "sweeps": []}
+    scores = {"other_metrics": [{"artifact": "a", "metric": metric} for metric in ("mAP", "micro-F1")]}
+    numbers = {"costs": [], "stages": [stage], "mistakes": None, **trained, **scores}
+    drawn = figures.draw([], numbers, {"a": [Measured("dev", (4, 7), (0.1, 0.2))]})
+    assert "all labels right on held-out images" in drawn["loss a"]
 
 
 def test_an_axis_of_a_table_has_two_ticks() -> None:

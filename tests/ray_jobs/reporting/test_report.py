@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from rich.console import Console
+from sklearn.metrics import precision_recall_fscore_support
 
 from pipelines.results.accuracies import accuracy_table, metrics_table, verdict_lines
 from pipelines.results.card import facts_of, render
@@ -38,7 +39,7 @@ from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_r
 from ray_jobs.data import shards
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.images import sample_id
-from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.intervals import mean_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
 from ray_jobs.evaluation.metrics import COMPUTED
 from ray_jobs.evaluation.rows import (
@@ -54,6 +55,7 @@ from ray_jobs.evaluation.rows import (
 from ray_jobs.reporting.figures import measured_in_training
 from ray_jobs.reporting.gather import _why_ended
 from ray_jobs.reporting.lines import MAX_ISSUES, uncalibrated
+from ray_jobs.reporting.page import templates
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.reports import make_report
@@ -355,7 +357,7 @@ def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
         correct = _correct(files, line["stage"], line["method"], line["labels_per_class"])
         assert line["accuracy"] == pytest.approx(correct.mean(), abs=1e-12)
         assert (line["draws"], line["num_images"]) == correct.shape
-        assert (line["low"], line["high"]) == accuracy_interval(correct)[1:]
+        assert (line["low"], line["high"]) == mean_interval(correct)[1:]
         assert f"{100 * correct.mean():.1f}%" in page
         assert line["artifact"][:12] in page
 
@@ -500,6 +502,7 @@ def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) 
         assert mistake["probability"] == PROBABILITY and mistake["file"].startswith("test/")
         assert mistake["file"] in page
     assert "75.0%" in page
+    assert page.count(">above</a>") == 2, "of evaluations; a stage without metrics has none above"
 
 
 def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, bytes]) -> None:
@@ -520,6 +523,16 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
     page = files["report.html"].decode()
     assert "Calibration<br>error" in page and "Top-5" not in page
     assert "NLL,<br>calibrated" not in page and "minimises the NLL" not in page, "no value, no column"
+
+
+def test_a_missing_temperature_has_all_of_its_reasons() -> None:
+    calibrated = {"nll": 0.1, "calibration_error": 0.05}
+    measured = {"top5_accuracy": None, "calibrated": calibrated, **calibrated}
+    line = {"method": "ViT", "task": "t", "labels": "all labels", "stage": "s", "artifact": "a" * 12}
+    given: dict[str, Any] = dict.fromkeys(("vtab", "costs", "groups", "other_metrics", "other_groups"), ())
+    template = templates().get_template("scores.html.j2")
+    page = template.render(accuracies=[line | {"probabilities": measured}], **given)
+    assert "no such temperature without a sweep, with early stopping, or if a fold's held-out images are all" in page
 
 
 def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
@@ -545,6 +558,32 @@ def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
     assert uncalibrated(metrics, sweeps) == {"none in a fold", "at the bound"}
 
 
+def test_a_single_detector_was_not_chosen() -> None:
+    found = {
+        "task": "birds",
+        "stage": "s",
+        "artifact": "a" * 12,
+        "draws": 1,
+        "apart": False,
+        "boxes": 9,
+        "num_images": 9,
+    }
+    found |= dict.fromkeys(("value", "low", "behind", "spread", "AP50", "AP75", "AP small", "AP medium", "AP large"))
+    found["errors"] = dict.fromkeys(("right", "class", "place", "double", "background", "missed"), 0)
+    lines = [found | {"method": method} for method in ("ViT", "the median box", "ResNet")]
+    template = templates().get_template("detections.html.j2")
+    for some, is_chosen in ((lines[:2], False), (lines, True)):
+        page = template.render(detectors=some, figures={"precision birds": ""}, detected={})
+        assert ("The best is chosen on test" in page) == is_chosen
+
+
+def test_results_of_one_of_several_draws_say_so() -> None:
+    model = {"method": "ViT", "protocol": "fine-tuning", "stage": "s", "artifact": "a" * 12, "task": "halves"}
+    model |= {"wrong": 1, "num_images": 9, "draws": 2, "classes": [], "worst": []}
+    page = templates().get_template("mistakes.html.j2").render(mistakes=None, several_labels=[model], images={})
+    assert "F1, recall and precision at each class's threshold, all of draw 0." in page
+
+
 def test_metrics_of_predictions_have_columns_on_the_page(files: dict[str, bytes]) -> None:
     page = files["report.html"].decode()
     for line in json.loads(files["report.json"])["accuracies"]:
@@ -559,8 +598,6 @@ def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, 
     table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
     mine = [row for row in table if row["stage"] == "finetune"]
     labels, answers = (np.array([row[name] for row in mine]) for name in ("label", "prediction"))
-    from sklearn.metrics import precision_recall_fscore_support
-
     precision, recall, _, _ = precision_recall_fscore_support(labels, answers)
     lines = json.loads(files["report.json"])["mistakes"]["classes"]
     assert [line["recall"] for line in lines] == sorted(recall)
@@ -602,6 +639,15 @@ class _Page(html.parser.HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_a_class_is_rare_beside_a_larger_one_and_shown_if_it_has_images(tmp_path: Path) -> None:
+    """The largest of three classes was named among the fewest, and a class without images made the others random."""
+    made = Artifacts(tmp_path / "store")
+    made.dataset("pets", ["cat", "dog", "axolotl"], {"train": (list(np.zeros((4, 8, 8, 1), np.uint8)), [0, 1, 1, 1])})
+    page = made.make("pets")["report.html"].decode()
+    assert "fewest: axolotl, cat)" in page and "random classes" not in page
+    assert "1 image could not be used and was left out" in page
 
 
 @pytest.mark.slow
@@ -684,6 +730,8 @@ def test_metrics_without_predictions_have_a_table_of_their_own(artifacts: Artifa
         "",
     ]
     assert "62.5%" in page and "<i>shapes" not in page
+    assert "mIoU: intersection over union" in page and "mAP of" not in page, "only what is in the table is explained"
+    assert "test images have no interval" in page and "Intervals cover" not in page
     console = Console(file=io.StringIO(), width=80)
     console.print(metrics_table(numbers["other_metrics"]))
     assert "62.5" in console.file.getvalue() and "<i>shapes</i>, linear segmentation" in console.file.getvalue()
@@ -759,7 +807,7 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
         {"label_issues.parquet": _parquet(pa.Table.from_pylist(rows, LABEL_ISSUES))},
         config=config.model_dump(mode="json"),
         inputs=made.references(data="pets", backbone="pets"),
-        metrics={"audited": 126, "agreement": 0.5, "label_issues": 126},
+        metrics={"audited": 126, "agreement": 0.5, "largest_class": 0.5, "label_issues": 126},
     )
     files = made.make("pets", "audit")
     (audit,) = json.loads(files["report.json"])["label_issues"]

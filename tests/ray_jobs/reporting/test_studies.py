@@ -14,6 +14,7 @@ from ray_jobs.reporting.studies import best, headline, left_out, studies
 
 NOTHING: dict[str, Any] = {"pretraining": [], "measured_in_training": {}, "accuracies": [], "costs": []}
 SETTING = "digits, few-shot linear, 5 labels per class"
+SEEDS = [*itertools.product((1, 2), "ab", (0, 1))]
 
 
 def pretrained(losses: dict[str, float]) -> dict[str, Any]:
@@ -123,6 +124,12 @@ def test_two_lines_are_subtracted_seed_by_seed() -> None:
     )
 
 
+def test_of_two_losses_the_lower_is_the_better() -> None:
+    higher = {f"t@rate={rate},model={model},seed={seed}": (model == "b") + seed / 100 for rate, model, seed in SEEDS}
+    said = headline(studies(pretrained(higher))[0])
+    assert said.startswith("in loss on dev of t (lower is better), model=b lies above model=a at rate=1 (1.000, ")
+
+
 def test_the_page_shows_each_mean_with_its_rate_and_the_difference() -> None:
     values = {
         f"images={images},model={model},learning_rate={rate},seed={seed}": (
@@ -155,7 +162,7 @@ def test_values_without_numbers_keep_their_order_and_are_not_joined_by_a_line() 
     assert study["ticks"] == {"none": 0, "learned1d": 1, "10": 2} and not study["has_order"]
     assert headline(study) == "the lowest loss on dev of t is at position=learned1d."
     (plot,) = plots.study(study)
-    assert plot.count('class="mark') == 3 and 'class="line' not in plot and "learned1d" in plot
+    assert plot.count('class="mark') == 3 and 'class="line' not in plot and "<title>at learned1d: 1<" in plot
 
 
 def test_backbones_are_compared_by_their_cost_if_that_is_known() -> None:
@@ -223,12 +230,24 @@ def test_detectors_are_studied_by_ap() -> None:
     assert [point["mean"] for point in study["panels"][0]["lines"][0]["points"]] == [0.16, 0.32, 0.64]
     where = "the highest AP on test of detect (birds, detection, all labels) is at width=64"
     assert headline(study) == f"{where}. All are below the median box (90.0%)."
+    (plot,) = plots.study(study)
+    assert "<title>at 64: 64.0%<" in plot and ">40%</text>" in plot, "in percent, as in the table"
+    values = [(width, seed, width * (1 + seed) / 100) for width in (8, 32) for seed in (0, 1)]
+    seeds = [line | {"stage": f"detect@width={width},seed={seed}", "value": value} for width, seed, value in values]
+    (plot,) = plots.study(studies(NOTHING | {"detectors": seeds})[0])
+    spans = "L".join(re.findall(r'd="M([^"]*)" class="line s1 faint"', plot))
+    heights = [float(height) for height in re.findall(r" ([-\d.]+)", spans)]
+    assert len(heights) == 4 and 24 <= min(heights) < max(heights) <= 230, "no interval of two seeds leaves the plot"
 
 
-def test_of_equal_values_the_first_is_the_best_and_the_other_the_next() -> None:
-    losses = {f"t@learning_rate={rate},seed={seed}": 1.0 for rate in (0.02, 0.01) for seed in (0, 1)}
-    losses |= {f"t@learning_rate=0.03,seed={seed}": 2.0 for seed in (0, 1)}
-    assert "is at learning_rate=0.01; the next, 0.02, has 0.000 more" in headline(studies(pretrained(losses))[0])
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
+def test_equal_values_are_all_the_best(seeds: tuple[int, ...]) -> None:
+    losses = {f"t@learning_rate={rate},seed={seed}": 1.0 for rate in (0.02, 0.01) for seed in seeds}
+    losses |= {f"t@learning_rate=0.03,seed={seed}": 2.0 for seed in seeds}
+    (study,) = studies(pretrained(losses))
+    assert headline(study) == "the lowest loss on dev of t is at learning_rate=0.01 and 0.02."
+    page = templates().get_template("studies.html.j2").render(studies=[study], figures={"study 0 0": ""}, best=best)
+    assert page.count("<b>1.000</b>") == 2 and "<b>2.000" not in page
 
 
 def test_best_values_of_fewer_seeds_are_counted() -> None:
@@ -283,4 +302,4 @@ def test_the_headline_counts_where_the_lines_are_lowest(lowest: tuple[int, int],
     }
     (study,) = studies(pretrained(losses))
     assert headline(study) == f"the lowest loss on dev of t {said}"
-    assert [best(study, line) for line in study["panels"][0]["lines"]] == [*lowest]
+    assert [best(study, line) for line in study["panels"][0]["lines"]] == [[place] for place in lowest]

@@ -21,11 +21,13 @@ from pipelines.store import Manifest, Store, input_ref, open_store
 from ray_jobs import evaluate
 from ray_jobs.process.context import Context
 from ray_jobs.reporting import page as page_module
+from ray_jobs.reporting import vtab
 from ray_jobs.reporting.gather import ReportData
 from tests.support.checkpoints import put_untrained
 from tests.support.digits import put_digits
 from tests.support.records import make_attempt, make_manifest
 from tests.support.reports import make_report
+from tests.support.scores import make_entry
 
 NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}
 OTHERS = [files.title for task, files in TASKS.items() if task not in NOTES]
@@ -250,22 +252,13 @@ def test_a_report_of_fine_tunings_alone_does_not_speak_of_frozen_features(
 
 
 def test_all_nineteen_are_no_part(made: Vtab) -> None:
-    from ray_jobs.reporting import vtab
-
     known = {task: vtab.Evaluated(task, "few_shot", "evaluate", "{}", "backbone", ()) for task in TASKS}
-
-    class Entry:
-        def __init__(self, task: str, value: float) -> None:
-            self.artifact, self.method = task, "ViT"
-            self.protocol, self.labels_per_class = "linear probe", None
-            self.accuracy = type("Interval", (), {"value": value})
-            self.settings, self.draws, self.sample_ids = ('{"labelled_images": 1000}',), (0,), ("a",)
-
-    values = {task: number / 20 for number, task in enumerate(TASKS)}
-    (score,) = vtab.scores([Entry(task, value) for task, value in values.items()], known)  # type: ignore[misc]
+    fields: dict[str, Any] = {"method": "ViT", "protocol": "linear probe", "settings": ('{"labelled_images": 1000}',)}
+    entries = [make_entry(np.arange(20)[None] < number, task, **fields) for number, task in enumerate(TASKS)]
+    (score,) = vtab.scores(entries, known)
     assert score["missing"] == []
     assert score["columns"][0]["labels"] == "all 1,000"
-    assert score["columns"][0]["mean"] == pytest.approx(np.mean(list(values.values())))
+    assert score["columns"][0]["mean"] == pytest.approx(np.mean([number / 20 for number in range(19)]))
     groups = {name: column["mean"] for name, column in score["columns"][0]["groups"].items()}
     assert np.mean(list(groups.values())) != pytest.approx(score["columns"][0]["mean"]), "19 tasks, not 3 groups"
     assert [column["tasks"] for column in score["columns"][0]["groups"].values()] == [7, 4, 8]

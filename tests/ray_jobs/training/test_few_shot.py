@@ -45,10 +45,8 @@ def test_it_is_what_evaluate_would_measure_on_dev(dataset: Path, tmp_path: Path,
     stage = Evaluate(job="evaluate", data="d", backbone="m", **FEWSHOT)
     truth, no_rows = opened.labels("dev"), np.zeros(0, np.int64)
     results = [*frozen.results(stage, [(train, dev)], opened.labels("train"), truth, True, no_rows)]
-    expected = {
-        f"{shots}-shot dev": pytest.approx(np.mean([r.accuracy for r in results if r.shots == shots]))
-        for shots in (1, 3)
-    }
+    right = {shots: [r.fitted.predictions == truth for r in results if r.shots == shots] for shots in (1, 3)}
+    expected = {f"{shots}-shot dev": pytest.approx(np.mean(draws)) for shots, draws in right.items()}
     assert lines[-1].few_shot == expected
 
 
