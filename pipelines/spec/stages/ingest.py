@@ -18,10 +18,12 @@ class Ingest(BaseStage):
 
     # 7: the splits that lists of YOLO and VOC name; the background of COCO's outlines; notes about masks
     # 8: lists of splits in ImageSets for masks and KITTI
-    VERSION = 8
+    # 9: names of splits such as trainA and TestData
+    VERSION = 9
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("yolo", "voc"),
         8: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("voc", "kitti"),
+        9: lambda stage: stage.source.kind in ("folder", "webdataset", "hf_parquet"),
     }
     KIND = "dataset"
     job: Literal["ingest"]
