@@ -337,9 +337,9 @@ def _with_inputs(stages: dict[str, Any]) -> dict[str, Any]:
 def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the files and the changes that these pages show."""
     folder = tmp_path_factory.mktemp("added")
-    left_out = shutil.ignore_patterns("__pycache__", "conftest.py")  # what the tests of a page do not need
     for name in ("pipelines", "ray_jobs", "vit_model", "tests", "docs"):
-        shutil.copytree(PROJECT / name, folder / name, ignore=left_out)
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests" / "conftest.py").unlink()  # the tests of a page do not need it
     shutil.copy(PROJECT / "pyproject.toml", folder)
     for block in [block for page in ADD for block in blocks(page) if block.file]:
         path = folder / block.file
