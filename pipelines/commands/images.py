@@ -223,6 +223,8 @@ def _weights(model: str, checkpoint: str, store: str) -> Path:
     """Return the path of weights outside the store if `model` is one, else the folder of the stored model."""
     path = Path(model)
     if path.is_file() or (path / "config.json").is_file():
+        if checkpoint != LAST:
+            raise RecipeError(f"--checkpoint {checkpoint}: {model} is outside the store; only its models have several")
         return path
     opened = open_(store, create=False)
     try:

@@ -55,7 +55,7 @@ def gate(compared: Compared, max_loss: float) -> Gate:
         lines.append(
             f"{line['task']}, {labels_of(line['b'])}: {_VERDICTS[ruled_out]}:"
             f" {_points(difference['value'])} points (95% CI {_points(difference['low'])} to"
-            f" {_points(difference['high'])}) on {line['b']['num_images']:,} images, allowed: -{100 * max_loss:g}"
+            f" {_points(difference['high'])}) on {line['b']['num_images']:,} images, allowed: {0 - 100 * max_loss:g}"
         )
     if not judged:
         why = "".join(f"; {reason}" for reason in compared.reasons)

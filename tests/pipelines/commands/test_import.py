@@ -312,6 +312,7 @@ def test_a_checkpoint_can_be_exported_and_asked(store: Store, tmp_path: Path, pr
     ask = ("predict", "pa", image, "--store", store.uri, "--json")
     answers = [json.loads(printed(*ask, "--checkpoint", name)) for name in ("last", "best", "step:5")]
     assert answers[0] == json.loads(printed(*ask)) != answers[1] == answers[2]
+    assert "is outside the store" in printed("predict", tmp_path / "out", image, "--checkpoint", "best", code=2)
 
 
 def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
