@@ -147,7 +147,7 @@ FASHION_MNIST = (
 )
 
 
-_IDX = {  # names of the authors' files -> those of copies; Kaggle's of MNIST have a dot
+_IDX = {  # the authors' file names -> the names that copies use; Kaggle's MNIST has a dot
     f"{name}-ubyte": tuple(
         f"{form}-ubyte{ending}" for form in (name, name.replace("-idx", ".idx")) for ending in (".gz", "")
     )
@@ -176,7 +176,7 @@ class IdxSource(FileSource):
             if not 0 <= label < len(self.class_names):
                 raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
         if not self.name.startswith(FASHION_MNIST_NAME) and "class_names" not in self.model_fields_set:
-            raise ValueError(f"class_names: name the classes of {self.name}; the default is those of Fashion-MNIST")
+            raise ValueError(f"class_names: name the classes of {self.name}; the default names are Fashion-MNIST's")
         return self
 
     def selected(self) -> tuple[int, ...]:

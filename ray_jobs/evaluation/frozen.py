@@ -123,7 +123,7 @@ def _classifier(
 
 
 def most_frequent(config: Evaluate, labels: Labels, images: int) -> Iterator[Result]:
-    """Yield, for each number of shots and draw, the result of a baseline that ignores so many test images.
+    """Yield, for each number of shots and draw, the result of a baseline that ignores the `images` test images.
 
     It predicts the most frequent class of all labelled images; in a draw, all classes are equally frequent.
     """

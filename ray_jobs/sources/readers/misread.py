@@ -52,7 +52,7 @@ def check_not_splits(root: Path | str, tops: Collection[str]) -> None:
 
 
 def _of_splits(names: Collection[str]) -> list[str]:
-    """Return the names, sorted, if each contains a split and these differ; else those of one form."""
+    """Return the names, sorted, if each contains a split and the splits differ; else as `_of_one_form`."""
     splits = {split_in(name) for name in names}
     return sorted(names) if len(splits) > 1 and None not in splits else _of_one_form(names)
 
