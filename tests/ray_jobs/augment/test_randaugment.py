@@ -115,7 +115,7 @@ def test_smoothing_is_pillows() -> None:
 
 
 def test_layers_follow_one_another_and_operations_are_drawn_with_replacement() -> None:
-    """Every image as its own draws say, whatever the batch, one operation after the other."""
+    """Each image changes as its own draws say, in any batch, one operation after the other."""
     images, positions = torch.from_numpy(photographs(16)), np.arange(16)
     result = randaugment(images, 2, 12, 9, positions)
     draws = uniform(9, positions, 8, "randaugment")
