@@ -27,6 +27,7 @@ from vit_model.preprocessing import MAX_PIXELS, open_image
 
 IGNORED = 255  # a pixel without a class; it is neither used for training nor scored
 MASKS = pa.schema([pa.field("sample_id", pa.string(), False), pa.field("mask", pa.binary(), False)])
+_GREY = {1: 255, 2: 85, 4: 17}  # what Pillow multiplies grey of fewer than 8 bits by
 Mask = NDArray[np.uint8]
 """[h, w]"""
 
@@ -48,7 +49,7 @@ class StoredMask(NamedTuple):
 
 
 def decode_mask(data: bytes) -> Mask:
-    """Decode an untrusted PNG with one value of 8 bits or fewer per pixel, grey or indexed.
+    """Decode an untrusted PNG with one value of 1, 2, 4 or 8 bits per pixel, grey or indexed.
 
     Raises:
         UserError: a short reason: "empty file", "not an image", "too many pixels (bomb)", "truncated", "damaged", or
@@ -58,11 +59,14 @@ def decode_mask(data: bytes) -> Mask:
         raise UserError("empty file")
     with translate_errors(), open_image(data, ("PNG",)) as image:
         size, mode = image.width * image.height, image.mode
-        if size <= MAX_PIXELS and mode in ("L", "P"):
+        if size <= MAX_PIXELS and mode == "P":
             return np.asarray(image)
+        if size <= MAX_PIXELS and mode in ("1", "L"):
+            bits = data[24]  # of a pixel, as the header says
+            return np.asarray(image.convert("L")) // _GREY.get(bits, 1)
     if size > MAX_PIXELS:
         raise UserError("too many pixels (bomb)")
-    raise UserError(f"pixels of Pillow's mode {mode}; expected one value of 8 bits per pixel")
+    raise UserError(f"pixels of Pillow's mode {mode}; expected one value of 8 bits or fewer per pixel, its class")
 
 
 def colours(png: bytes, mask: Mask) -> dict[int, tuple[int, ...]]:

@@ -19,11 +19,13 @@ class Ingest(BaseStage):
     # 7: the splits that lists of YOLO and VOC name; the background of COCO's outlines; notes about masks
     # 8: lists of splits in ImageSets for masks and KITTI
     # 9: names of splits such as trainA and TestData
-    VERSION = 9
+    # 10: masks of grey with 1, 2 or 4 bits
+    VERSION = 10
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("yolo", "voc"),
         8: lambda stage: stage.source.has_masks or getattr(stage.source, "boxes", None) in ("voc", "kitti"),
         9: lambda stage: stage.source.kind in ("folder", "webdataset", "hf_parquet"),
+        10: lambda stage: stage.source.kind == "folder" and stage.source.has_masks,
     }
     KIND = "dataset"
     job: Literal["ingest"]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +134,7 @@ def test_a_trimap_is_a_pet_on_a_background_and_its_border_is_ignored(tmp_path: P
             "mask: too many pixels (bomb)",
             "mask: not an image",
             "mask: empty file",
-            "mask: pixels of Pillow's mode RGB; expected one value of 8 bits per pixel",
+            "mask: pixels of Pillow's mode RGB; expected one value of 8 bits or fewer per pixel, its class",
             "mask: ",
             "mask: not in the archive",
         ),
@@ -252,6 +253,23 @@ def test_values_that_mean_other_colours_are_refused(tmp_path: Path) -> None:
     blacks = r"\(0, 0, 0\) in the masks of images/1.png, images/2.png"
     with pytest.raises(UserError, match=rf"the value 0 as {blacks}; and as \(255, 0, 0\) in the masks of images/0.png"):
         ingested(source, tmp_path / "store", max_distance=None)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_grey_of_few_bits_keeps_its_values(bits: int) -> None:
+    """A PNG by its specification, in which a pixel of `bits` bits has the values 0 to 2^bits - 1."""
+    values = np.arange(2**bits, dtype=np.uint8)
+    packed = np.unpackbits(values[:, None], axis=1)[:, 8 - bits :]
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0),
+        b"IDAT": zlib.compress(b"\0" + np.packbits(packed).tobytes()),
+        b"IEND": b"",
+    }
+    written = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+    np.testing.assert_array_equal(decode_mask(b"\x89PNG\r\n\x1a\n" + b"".join(written)), values[None])
 
 
 def test_objects_of_255_in_binary_masks_are_not_ignored_in_silence(tmp_path: Path) -> None:
