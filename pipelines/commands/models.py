@@ -99,13 +99,16 @@ def export(
         typer.Option("--int8", help="onnx: 8-bit weights, compared with float32; refused if slower or less accurate"),
     ] = False,
     max_drop: Annotated[
-        float, typer.Option(metavar="POINTS", help="with --int8: the most that accuracy may fall")
-    ] = 1.0,
+        float | None,
+        typer.Option(metavar="POINTS", help="with --int8: the most that accuracy may fall; 1 if not given"),
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Export a model for another framework, with a model card; a detector as ONNX."""
     if int8 and to != "onnx":
         raise RecipeError(f"--int8: vitflow writes no 8-bit weights as {to}; use --format onnx")
+    if max_drop is not None and not int8:
+        raise RecipeError("--max-drop is for 8-bit weights; give --int8 too")
     opened = open_(store, create=False)
     manifest = named_weights(opened, model)
     if manifest.kind == "detector" and (to != "onnx" or int8 or checkpoint != LAST):
@@ -116,7 +119,9 @@ def export(
         if manifest.kind == "detector":
             exporting.write_detector(opened, manifest, folder, output.name)
         elif int8:
-            lines = exporting.load(opened, manifest, checkpoint).write_int8(folder, output.name, max_drop)
+            lines = exporting.load(opened, manifest, checkpoint).write_int8(
+                folder, output.name, 1.0 if max_drop is None else max_drop
+            )
         else:
             place = f"local-dir:{output.name}" if to == "timm" else output.name
             lines = exporting.load(opened, manifest, checkpoint).write(to, folder, place)

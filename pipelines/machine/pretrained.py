@@ -36,7 +36,7 @@ BATCH_SIZE, MAX_STEPS, MIN_STEPS, PASSES = 64, 500, 100, 100
 # Without a GPU: fewer pixels, rates, images per step, epochs, and images in one training
 CPU_SIDE, CPU_RATES, CPU_BATCH_SIZE, CPU_EPOCHS, CPU_PASSES = 160, LEARNING_RATES[1:], 32, 15, 20_000
 SWEPT_IMAGES = 1_000  # below this, dev has fewer than 100 images, and chance decides between learning rates
-TRAIN_SHARE = 0.7  # of the images, if the source has no splits
+TRAIN_SHARE = 0.7  # of the images, as they are drawn; most sources with splits have about as many
 MIN_SIDE = 64  # of the training images of weights that are taken without asking
 # weights that fit a machine without and with a GPU
 EXAMPLES = ("hf:timm/vit_tiny_patch16_224.augreg_in21k", "hf:timm/vit_base_patch16_224.augreg_in21k")

@@ -273,6 +273,8 @@ def test_only_onnx_has_8_bits(vitflow_here: Callable[..., Any], store: Store) ->
     given = ("--output", "out", "--store", store.uri)
     done = vitflow_here("export", "ma", "--format", "hf", "--int8", *given, check=2)
     assert "use --format onnx" in done.stderr
+    done = vitflow_here("export", "ma", "--format", "onnx", "--max-drop", "0.5", *given, check=2)
+    assert "give --int8 too" in done.stderr
 
 
 @pytest.mark.slow
