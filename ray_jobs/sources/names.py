@@ -62,11 +62,16 @@ def says_splits(column: str, cells: Iterable[object]) -> bool:
     return len(alone) > 1 or (len(splits) > 1 and None not in splits)
 
 
+def means_subjects(column: str) -> bool:
+    """Return whether a column's name means subjects, as patient_id does."""
+    words = {*words_in(column)}
+    return bool(words & _SUBJECTS) and words <= _SUBJECTS | {"id", "name", "number", "code", ""}
+
+
 def subject_note(column: str, cells: Sequence[object]) -> tuple[str, ...]:
-    """Return a note about a column whose name means subjects, such as patient_id, if some have several images."""
-    words, number = {*words_in(column)}, len({*map(str, cells)})
-    is_subject = words & _SUBJECTS and words <= _SUBJECTS | {"id", "name", "number", "code", ""}
-    if not is_subject or not 1 < number < len(cells):
+    """Return a note about a column whose name means subjects if some of them have several images."""
+    number = len({*map(str, cells)})
+    if not means_subjects(column) or not 1 < number < len(cells):
         return ()
     kept = f"with source.group: {column}, the images of each stay in one split"
     return (f"column {column!r} has {number:,} values for {len(cells):,} images; {kept}",)

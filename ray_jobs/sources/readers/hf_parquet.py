@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.names import says_splits, split_in, splits_of_files
+from ray_jobs.sources.names import means_subjects, says_splits, split_in, splits_of_files, subject_note
 from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
@@ -54,6 +54,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     labels: list[int | str] = []
     split_groups: list[str | None] = []
     named: dict[tuple[str, str | None], set[str]] = defaultdict(set)  # cells by column, and by file if that has a split
+    subjects: dict[str, list[Any]] = defaultdict(list)  # cells by column
     columns: _Columns | None = None
     for name in splits:
         with _opened(files, name) as file:
@@ -67,6 +68,8 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             for field in file.schema_arrow:
                 if _has_values(field.type) and field.name not in {columns.label, source.group}:
                     named[field.name, name if splits[name] else None] |= _few_cells(name, file, field.name)
+                    if splits[name] is None and source.group is None and means_subjects(field.name):
+                        subjects[field.name] += _values(name, file, field.name)
     for (column, _), cells in named.items():
         if says_splits(column, cells):
             raise UserError(
@@ -80,7 +83,8 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
         for row, label, group in zip(_rows(names, groups), labels, split_groups, strict=True)
         if label != UNLABELLED
     )
-    return Listing(classes.names, table(entries), notes=(*left_out, *classes.notes))
+    about = (note for column, cells in subjects.items() for note in subject_note(column, cells))
+    return Listing(classes.names, table(entries), notes=(*left_out, *classes.notes, *about))
 
 
 def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[_Bytes]:

@@ -78,7 +78,11 @@ def test_a_column_says_what_stays_together(tmp_path: Path) -> None:
     put_parquet(path, [image(number) for number in range(20)], [number % 3 for number in range(20)])
     plain = pq.read_table(path)
     pq.write_table(plain.append_column("patient", pa.array(patients)), path, row_group_size=4)
+    assert listed(tmp_path).notes == (
+        "column 'patient' has 5 values for 20 images; with source.group: patient, the images of each stay in one split",
+    )
     found = listed(tmp_path, group="patient")
+    assert not found.notes
     assert found.entries["group"].to_pylist() == [str(patient) for patient in patients]
     assert listed(tmp_path).entries["group"].null_count == 20
     drawn = found.entries.append_column("content_id", found.entries["key"])
