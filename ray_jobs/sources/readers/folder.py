@@ -119,11 +119,10 @@ def arrange(
 def _arranged(root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns) -> Listing:
     files = sorted(files)
     images = _images(root, files)
-    subjects: list[str] = []
     if tables:
-        labelled = _from_tables(root, images, tables, columns, subjects)
+        labelled, subjects = _from_tables(root, images, tables, columns)
     else:
-        labelled = _without_tables(root, files, images, columns)
+        labelled, subjects = _without_tables(root, files, images, columns), []
     check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     used = {*images, *tables}
     ignored = tuple(key for key in files if key not in used)
@@ -369,15 +368,14 @@ def _without_labels(root: Path | str, images: Sequence[str]) -> list[_Labelled]:
 
 
 def _from_tables(
-    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns, subjects: list[str]
-) -> list[_Labelled]:
-    """Return (key, class, split, group) from tables, which must list every image once.
+    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
+) -> tuple[list[_Labelled], list[str]]:
+    """Return (key, class, split, group) from tables, which must list every image once; and notes about subjects.
 
-    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder. Add notes
-    on columns that could be the group to `subjects`.
+    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
     """
     present, found, folders = set(images), {}, split_folders(images)
-    missing, cells = [], defaultdict[tuple[str, str | None], list[object]](list)
+    missing, subjects, cells = [], list[str](), defaultdict[tuple[str, str | None], list[object]](list)
     for path in sorted(tables):
         others: dict[str, list[object]] = {}
         for row in read_table(path, tables[path], columns, others):
@@ -411,7 +409,7 @@ def _from_tables(
             f"such as {unlisted[0]!r}. Add a row for each, or remove the images"
         )
     _check_all_or_none(root, found.values())
-    return list(found.values())
+    return list(found.values()), subjects
 
 
 def _check_all_or_none(root: Path | str, listed: Collection[_Labelled]) -> None:
