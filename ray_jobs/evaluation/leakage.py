@@ -153,8 +153,8 @@ def seen_or_near(
     test, images = dataset.index("test").select(COMPARED), [training.images for training in trainings]
     hashes = test["phash"].to_numpy()
     trained = np.concatenate([hashes[:0], *(table["phash"].to_numpy() for table in images)])
-    near = is_near(hashes, trained, _MAX_DISTANCE) & (hashes != 0)  # a flat image has no hash
-    return _is_in_any(test, images) | near | _copies_seen(context, dataset, images), tuple(dict.fromkeys(unknown))
+    seen = _is_in_any(test, images) | _are_near(hashes, trained) | _copies_seen(context, dataset, images)
+    return seen, tuple(dict.fromkeys(unknown))
 
 
 def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: pa.Table) -> tuple[str, ...]:
@@ -241,9 +241,7 @@ def find_overlap(test: pa.Table, not_test: pa.Table, labelled: pa.Table, trainin
     seen = in_training & ~in_own_train
     equal = in_training | in_labelled
     training_hashes = [table["phash"].to_numpy() for table in (*trainings, labelled)]
-    test_hashes = test["phash"].to_numpy()
-    near = is_near(test_hashes, np.concatenate(training_hashes), _MAX_DISTANCE) & ~equal
-    near &= test_hashes != 0  # a flat image has no hash
+    near = _are_near(test["phash"].to_numpy(), np.concatenate(training_hashes)) & ~equal
     labels_seen = _is_in_any(labelled, trainings)
     return Overlap(seen, int((equal & in_own_train).sum()), int(near.sum()), int(labels_seen.sum()))
 
@@ -267,16 +265,19 @@ def _copies_seen(context: Context[AnyStage], dataset: Dataset, trainings: Sequen
     left_out = pa.concat_tables([_facts(store, data, name, copies) for name in names])
     left_out = left_out.filter(pa.array(_is_in_any(left_out, trainings)))
     twins = copies.filter(pc.is_in(copies["key"], left_out["key"].combine_chunks()))["twin"].combine_chunks()
-    hashes = left_out["phash"].to_numpy()
     # a copy has one twin in duplicates.parquet, but may be near several test images
-    near = is_near(test["phash"].to_numpy(), hashes[hashes != 0], _MAX_DISTANCE)
-    return near | pc.is_in(test["key"], twins).to_numpy()
+    return _are_near(test["phash"].to_numpy(), left_out["phash"].to_numpy()) | pc.is_in(test["key"], twins).to_numpy()
 
 
 def _facts(store: Store, data: Manifest, name: str, copies: pa.Table) -> pa.Table:
     """Return key and COMPARED of these images of a data set, from a file of facts."""
     facts = pq.read_table(local_file(store, data, name), columns=["key", *COMPARED])
     return facts.filter(pc.is_in(facts["key"], copies["key"].combine_chunks()))
+
+
+def _are_near(hashes: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which hashes [n] are near one of the others; a flat image's hash is 0, and near nothing."""
+    return is_near(hashes, others[others != 0], _MAX_DISTANCE) & (hashes != 0)
 
 
 def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
