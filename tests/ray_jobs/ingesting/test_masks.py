@@ -23,6 +23,7 @@ from ray_jobs.data.masks import IGNORED, decode_mask
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.sources.folder_masks import beside, drawn
 from ray_jobs.sources.readers import shape_masks, shapes
+from tests.support import archives
 from tests.support.ingesting import in_tasks_here
 from tests.support.records import make_context
 from tests.support.vtab_natural import pets, tarred
@@ -260,16 +261,9 @@ def test_grey_of_few_bits_keeps_its_values(bits: int) -> None:
     """A PNG by its specification, in which a pixel of `bits` bits has the values 0 to 2^bits - 1."""
     values = np.arange(2**bits, dtype=np.uint8)
     packed = np.unpackbits(values[:, None], axis=1)[:, 8 - bits :]
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0),
-        b"IDAT": zlib.compress(b"\0" + np.packbits(packed).tobytes()),
-        b"IEND": b"",
-    }
-    written = (
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks.items()
-    )
-    np.testing.assert_array_equal(decode_mask(b"\x89PNG\r\n\x1a\n" + b"".join(written)), values[None])
+    header = struct.pack(">IIBBBBB", len(values), 1, bits, 0, 0, 0, 0)
+    written = archives.png(IHDR=header, IDAT=zlib.compress(b"\0" + np.packbits(packed).tobytes()), IEND=b"")
+    np.testing.assert_array_equal(decode_mask(written), values[None])
 
 
 def test_objects_of_255_in_binary_masks_are_not_ignored_in_silence(tmp_path: Path) -> None:
